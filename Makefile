@@ -22,13 +22,13 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install engine-conformance test-sglang quickstart quickstart-sft quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check cuda-rehearsal sglang-cpu sglang-smoke clean clean-runs
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-sft quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check install-cuda cuda-rehearsal sglang-cpu sglang-smoke clean clean-runs
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
 
 $(VENV)/.installed: setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,demo]'
@@ -126,11 +126,20 @@ gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 .venv-cuda/.installed: setup.py constraints.txt constraints-cuda.txt
 	$(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet --upgrade pip
-	.venv-cuda/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints-cuda.txt -e .
+	.venv-cuda/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints-cuda.txt -e . pytest
 	@touch $@
 
-cuda-rehearsal: $(VENV)/.installed  ## the CUDA code path without a GPU: right numbers, mistakes that it catches
-	@if $(MAKE) --no-print-directory .venv-cuda/.installed; then $(BIN)/python -m pytest -v tests/end_to_end/test_cuda_rehearsal.py $(ARGS); \
+.venv-sglang/.installed-cuda: requirements-sglang-cuda.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
+	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements-sglang-cuda.txt
+	@touch $@
+
+install-cuda: .venv-cuda/.installed .venv-sglang/.installed-cuda  ## a machine with GPUs: trainer in .venv-cuda, SGLang in .venv-sglang
+
+cuda-rehearsal: $(VENV)/.installed  ## the CUDA code path without a GPU: right numbers, whole runs, mistakes that it catches
+	@if $(MAKE) --no-print-directory .venv-cuda/.installed; then \
+	$(BIN)/python -m pytest -v tests/end_to_end/test_cuda_rehearsal*.py $(ARGS) && .venv-cuda/bin/python -m tools.cuda_rehearsal; \
 	else echo "SKIPPED: what constraints-cuda.txt lists cannot be installed here; pip says why above."; fi
 
 clean:  ## remove virtual environments and build outputs; never a run, weights or .cache

@@ -25,6 +25,7 @@ REQUIRES = [
     "safetensors>=0.4.3",
     "tokenizers>=0.21",
     "transformers>=5.3,<6",  # the bundled engine
+    "huggingface_hub>=1",  # models named as on the hub
     "aiohttp>=3.9",
     "rich>=13",
     "tensorboard>=2.14",
@@ -34,10 +35,12 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.21"],
     "parquet": ["pyarrow>=14"],
+    "json-schema": ["jsonschema>=4.20"],
     "math": ["math-verify>=0.9,<1"],
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler (pycosat has no wheels), so not part of dev
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow-skinny>=2.20"],
+    "swanlab": ["swanlab>=0.10"],
     "ray": ["ray>=2.54"],  # the first in which a stranger cannot delete jobs through the dashboard
     "demo": ["matplotlib>=3.8", "gguf>=0.10"],
     "dev": [
@@ -51,6 +54,7 @@ EXTRAS = {
         "types-PyYAML",
         "pre-commit>=3",
         "math-verify>=0.9,<1",
+        "jsonschema>=4.20",
         "ray>=2.54",
         # Tests run Triton's interpreter. Not pinned: the CUDA build of torch brings its own version.
         "triton>=3.6; sys_platform == 'linux' and platform_machine == 'x86_64'",
@@ -82,11 +86,11 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     cmdclass={"build_py": WithExamples},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
     package_data={
         "rlhf_megatron.observe.report": ["assets/*"],

@@ -1,8 +1,9 @@
-"""Rewards in worker processes: a batch with one bad sample in 33, of three kinds, against the same batch without them.
+"""Rewards in worker processes: a batch with some bad samples in a hundred against the same batch without them.
 
     python -m benchmarks.bench_rewards [--samples 10000] [--repetitions 3] [--num-workers N] [--timeout-s S]
 
-In the bad batch 1 % of the samples hang, 1 % raise, 1 % give garbage, in places drawn at random. Every sample must get
+In the bad batch 1 % of the samples hang, 1 % raise, 1 % give garbage and, of `function`, 1 % kill their worker, in
+places drawn at random. Every sample must get
 the status of its kind, and every good one the score that it has in the clean batch: a difference ends the benchmark.
 The ratio is wall time, bad over clean, medians of runs in turns; `cpu_ratio` is that of the workers' CPU time, which
 says more where the machine has other work.

@@ -2,17 +2,18 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_weight_sync [--repetitions 5]
 
-A sync: open the transaction, gather over tp, convert to Hugging Face tensors and write them with digests into shared
-memory, hand each bucket to a local engine (a process of its own) that checks and loads it, digest what stands there
-and compare, commit. Trainer ranks are processes over gloo that hold the shards a model would have; float32. Models:
+A sync: open the transaction, convert to Hugging Face tensors and write them with digests into shared memory, hand each
+bucket to a local engine (a process of its own) that loads it and digests what stands there, compare, commit. Shard to
+shard each rank writes what it holds; `whole` gathers whole tensors on one rank first, as files and broadcasts need
+them. Both in turns. Trainer ranks are processes over gloo that hold the shards a model would have; float32. Models:
 
     quickstart   the quickstart's model (3.2 MB), buckets of 4 MiB
     smollm2      about 135 million parameters in SmolLM2-135M's shapes with 12 heads and 4 key heads of 48 instead of 9
                  and 3 of 64, so that tp2 can split them; buckets of 64 MiB
 
 The copy, in turns with the sync, moves the same bytes within rank 0 into memory that is mapped already: the floor of
-one of the sync's several passes over the bytes. Parts are summed over buckets (`write_bucket` contains `digest`);
-`deliver` runs in a thread beside the others, so they add up to more than the whole. Writes
+one of the sync's several passes over the bytes. Parts are summed over buckets (`write_bucket` contains
+`digest_part`); `deliver` runs in a thread beside the others, so they add up to more than the whole. Writes
 benchmarks/results/weight_sync.json.
 """
 
@@ -29,6 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,8 @@ MODELS = {
     "quickstart": (json.loads((ROOT / "examples/quickstart/model/config.json").read_text()), 4 << 20),
     "smollm2": (SMOLLM2, 64 << 20),
 }
-PARTS = ("pack_shards", "gather_packed", "write_bucket", "digest", "deliver", "weight_digests")
+PARTS = ("pack_shards", "gather_packed", "write_bucket", "digest_part", "deliver", "weight_digests")
+WAYS = {"shards": True, "whole": False}  # whether the engine takes parts
 
 
 class Clock:
@@ -89,8 +92,12 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     from rlhf_megatron.models.table import split
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world
-    from rlhf_megatron.resharding import sender
-    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
+    from rlhf_megatron.resharding import sender, shard_sender
+    from rlhf_megatron.resharding.digest import as_hex
+    from rlhf_megatron.rollout.local.client import LocalEngine
+    from rlhf_megatron.rollout.transports.delivery import deliver_weights
+    from rlhf_megatron.rollout.transports.process_group import Groups
+    from rlhf_megatron.sync.weight_sync import verify
 
     torch.set_num_threads(1)
     world = create_world(Layout(tp, tp=tp), torch.device("cpu"))
@@ -102,30 +109,57 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
         export.append((rule, split(rule.split, whole, tp)[world.coordinates.tp].clone()))
 
     clock = Clock()
-    sender.pack_shards = clock.wrap("pack_shards", sender.pack_shards)
-    sender.gather_packed = clock.wrap("gather_packed", sender.gather_packed)
-    sender.write_bucket = clock.wrap("write_bucket", sender.write_bucket)
-    sender.digest = clock.wrap("digest", sender.digest)
+    parts = [(sender, name) for name in ("pack_shards", "gather_packed", "digest_part", "write_bucket")]
+    for module, name in [*parts, (shard_sender, "write_bucket")]:
+        setattr(module, name, clock.wrap(name, getattr(module, name)))
+    LocalEngine.update_weights = clock.wrap("deliver", LocalEngine.update_weights)  # type: ignore[method-assign]
+    LocalEngine.weight_digests = clock.wrap("weight_digests", LocalEngine.weight_digests)  # type: ignore[method-assign]
 
-    def send(version: int, transfer_dir: Path, deliver: Callable[[Any, Any], None]) -> sender.SendReport:
-        return sender.send_weights(
+    groups = Groups()
+
+    def send(version: int, way: str, place: list[Any]) -> sender.SendReport:
+        if tp > 1:
+            dist.broadcast_object_list(place)
+        address, transfer_dir = place
+        return deliver_weights(
             export,
             world,
+            groups,
             version=version,
-            dtype=torch.float32,
+            engines=[replace(address, takes_parts=WAYS[way])],
+            transfer_dir=transfer_dir,
             bucket_bytes=bucket_bytes,
-            open_buffers=lambda capacity, count: SharedMemoryBuffers(
-                transfer_dir, str(world.coordinates), capacity, count, deliver
-            ),
+            dtype="float32",
+            transport="tensor",
         )
 
+    def reports_of(report: sender.SendReport) -> list[sender.SendReport]:
+        """Of all ranks, on the first one."""
+        if tp == 1:
+            return [report]
+        found: list[Any] = [None] * tp
+        dist.gather_object(report, found if world.rank == 0 else None)
+        return found
+
     if world.rank:
-        for version in range(repetitions + 1):
+        for version in range(2 * (repetitions + 1)):
             dist.barrier()
-            send(version, Path(), lambda manifest, bucket: None)
+            reports_of(send(version, tuple(WAYS)[version % 2], [None, None]))
         return
     with engine(hf_config, bucket_bytes) as (client, transfer_dir):
-        result = measure(send, clock, client, transfer_dir, repetitions, dist.barrier)
+
+        def sync(version: int, way: str) -> int:
+            client.begin_update(version)
+            reports = reports_of(send(version, way, [client.address, transfer_dir]))
+            digests: dict[str, int] = defaultdict(int)
+            for report in reports:
+                for name, value in report.digests.items():
+                    digests[name] += int(value, 16)
+            verify("engine0", {name: as_hex(value) for name, value in digests.items()}, client.weight_digests())
+            client.commit_update(version)
+            return sum(report.num_bytes for report in reports)
+
+        result = measure(sync, clock, repetitions, dist.barrier)
     output.write_text(json.dumps(result))
 
 
@@ -158,52 +192,43 @@ def engine(hf_config: dict[str, Any], bucket_bytes: int) -> Iterator[tuple[Any, 
 
 
 def measure(
-    send: Callable[..., Any],
-    clock: Clock,
-    client: Any,
-    transfer_dir: Path,
-    repetitions: int,
-    barrier: Callable[[], object],
+    sync: Callable[[int, str], int], clock: Clock, repetitions: int, barrier: Callable[[], object]
 ) -> dict[str, Any]:
     """Syncs and copies in turns; the first of each is a warm-up."""
     import torch
 
-    from rlhf_megatron.sync.weight_sync import verify
-
-    syncs, copies, num_bytes = [], [], 0
-    parts: dict[str, list[float]] = {part: [] for part in PARTS}
-    for version in range(repetitions + 1):
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    parts: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
+    copies, num_bytes = [], 0
+    for version in range(2 * (repetitions + 1)):
+        way = tuple(WAYS)[version % 2]
         clock.seconds.clear()
         barrier()
         start = time.perf_counter()
-        client.begin_update(version)
-        update = clock.wrap("deliver", client.update_weights)
-        report = send(version, transfer_dir, lambda manifest, _, update=update: update(manifest))
-        verify("engine0", report.digests, clock.wrap("weight_digests", client.weight_digests)())
-        client.commit_update(version)
-        seconds = time.perf_counter() - start
-        num_bytes = report.num_bytes
+        num_bytes = sync(version, way)
+        taken = time.perf_counter() - start
         origin = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.full_like(origin, 2)
         start = time.perf_counter()
         target.copy_(origin)
-        if version:
+        if version >= len(WAYS):
             copies.append(time.perf_counter() - start)
-            syncs.append(seconds)
+            seconds[way].append(taken)
             for part in PARTS:
-                parts[part].append(clock.seconds[part])
+                parts[way][part].append(clock.seconds[part])
     return {
         "num_bytes": num_bytes,
-        "sync_s": spread(syncs),
         "copy_s": spread(copies),
-        "gigabytes_per_s": {
-            "sync": significant(num_bytes / min(syncs) / 1e9),
-            "copy": significant(num_bytes / min(copies) / 1e9),
-        },
-        "parts_s": {part: spread(values)["median"] for part, values in parts.items()},
-        "sync_over_copy": {
-            "min": significant(min(syncs) / min(copies)),
-            "median": significant(spread(syncs)["median"] / spread(copies)["median"]),
+        **{
+            way: {
+                "sync_s": spread(seconds[way]),
+                "parts_s": {part: spread(values)["median"] for part, values in parts[way].items()},
+                "over_copy": {
+                    "min": significant(min(seconds[way]) / min(copies)),
+                    "median": significant(spread(seconds[way])["median"] / spread(copies)["median"]),
+                },
+            }
+            for way in WAYS
         },
     }
 
@@ -250,15 +275,15 @@ def main() -> None:
             name = f"{model} tp{tp}"
             with tempfile.TemporaryDirectory() as folder:
                 rows[name] = row = run(model, tp, args.repetitions, Path(folder))
-            rate = row["gigabytes_per_s"]
-            print(
-                f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB in {row['sync_s']['min']:.4f} s"
-                f" ({rate['sync']:.2f} GB/s; a copy {rate['copy']:.2f} GB/s):"
-                f" {row['sync_over_copy']['min']:.1f} times a copy"
-            )
-            print("    " + ", ".join(f"{part} {seconds:.4f}" for part, seconds in row["parts_s"].items() if seconds))
+            print(f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB, a copy {row['copy_s']['min']:.4f} s")
+            for way in WAYS:
+                found = row[way]
+                print(
+                    f"    {way}: {found['sync_s']['min']:.4f} s, {found['over_copy']['min']:.1f} times a copy:", end=""
+                )
+                print("", ", ".join(f"{part} {took:.4f}" for part, took in found["parts_s"].items() if took))
     command = f"python -m benchmarks.bench_weight_sync --repetitions {args.repetitions}"
-    ratio = {name: row["sync_over_copy"]["min"] for name, row in rows.items()}
+    ratio = {f"{name}, {way}": row[way]["over_copy"]["min"] for name, row in rows.items() for way in WAYS}
     print(write_result("weight_sync", command, {"dtype": "float32", "runs": rows, "ratio": ratio}))
 
 

@@ -38,13 +38,14 @@ class Bars:
 BARS = {
     "quickstart": Bars(0.25, 0.85),
     "quickstart_async": Bars(0.15, 0.85),
+    "quickstart_mla": Bars(0.25, 0.85),
     "quickstart_moe": Bars(0.25, 0.85),
     "quickstart_ppo": Bars(0.25, 0.6),
     "quickstart_ppo_pool": Bars(0.25, 0.6),
     "smollm2_grpo": Bars(0.3, 0.6),
     "smollm2_ppo": Bars(0.3, 0.4),
 }
-"""By configuration. quickstart, quickstart_async and quickstart_moe measure greedy accuracy, others that of samples."""
+"""By configuration. Those of PPO and of SmolLM2 measure the accuracy of samples, the others greedy accuracy."""
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 .. 9 degrees of freedom
 

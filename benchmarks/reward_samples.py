@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ def similarity(response: str, label: str, source: str) -> object:
         case "burn":
             while True:
                 pass
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "raise":
             raise KeyError(response)
         case "garbage":
@@ -82,6 +86,7 @@ OF_FUNCTION = (
     Bad("hanging", lambda i: sample(f"hang {i}", "x"), ("timeout",)),
     Bad("raising", lambda i: sample(f"raise {i}", "x"), ("masked:KeyError",)),
     Bad("garbage", lambda i: sample(f"garbage {i}", "x"), ("masked:bad_result",)),
+    Bad("killing", lambda i: sample(f"kill {i}", "x"), ("masked:worker_died",)),
 )
 OF_BURNING = ("timeout", "masked:overloaded")  # the second on a machine that has much other work
 BURNING = (Bad("hanging", lambda i: sample(f"burn {i}", "x"), OF_BURNING), *OF_FUNCTION[1:])

@@ -6,9 +6,11 @@
 #   NPROC_PER_NODE=6 launch/torchrun.sh configs/quickstart_ppo_pool.yaml     four ranks of the actor, two of the critic
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun.sh x.yaml      on each of two machines, NODE_RANK 0 and 1
 #
-# JOB             command (train): sft for a configuration with job: sft
+# JOB             command (train): sft or reward-model as the configuration's job; doctor with --cluster looks at the nodes
 # NNODES          machines (1)
-# NODE_RANK       number of this machine, 0 .. NNODES - 1 (0); the controller and the engines that it starts run on 0
+# NODE_RANK       number of this machine, 0 .. NNODES - 1 (0); the controller runs on 0. Each machine starts its engines, and
+#                 the run says which. From NNODES on a machine has engines alone: rollout.engine_machines names it
+# ENGINE_NODES    machines that have engines alone (0); tells machine 0 to listen to them where NNODES is 1
 # MASTER_ADDR     address of machine 0 on a private network, as the others reach it; only there does the controller listen
 # MASTER_PORT     free port of machine 0 for torch's rendezvous (29500); not used on one machine
 # NPROC_PER_NODE  ranks on each machine (its GPUs, or 1); NNODES x NPROC_PER_NODE must be the configuration's
@@ -30,7 +32,7 @@
 # Exits with the run's exit code, on every machine. launch/slurm.sbatch starts this on the nodes of a Slurm job.
 set -euo pipefail
 
-if [[ $# -lt 1 || $1 == -* ]]; then
+if [[ $# -lt 1 || ($1 == -* && ${JOB:-train} != doctor) ]]; then
     sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2
     exit 2
 fi
@@ -40,7 +42,11 @@ NODE_RANK=${NODE_RANK:-0}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NPROC_PER_NODE ? $(nproc) / NPROC_PER_NODE : 1))}
 
-if ((NNODES == 1)); then
+if ((NODE_RANK >= NNODES)); then
+    : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK 0}"
+    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500} RLHF_MEGATRON_KEEPER=$NODE_RANK
+    exec "$PYTHON" -m rlhf_megatron "${JOB:-train}" "$@"
+elif ((NNODES == 1 && ${ENGINE_NODES:-0} == 0)); then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
     rendezvous=(--standalone --local-addr 127.0.0.1)
 else
@@ -48,7 +54,7 @@ else
     rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 supervisor=()
-if ((${MAX_RESTARTS:-0} > 0)); then
+if ((${MAX_RESTARTS:-0} > 0)) && [[ ${JOB:-train} != doctor ]]; then
     supervisor=("$PYTHON" -m rlhf_megatron.cli.restarts "$MAX_RESTARTS")
 fi
 # rlhf_megatron.runtime.torchrun.agent is torch.distributed.run with the run's own exit code and without its log lines.

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from rlhf_megatron.api import RunFailed as RunFailed
     from rlhf_megatron.api import load_config as load_config
     from rlhf_megatron.api import report as report
+    from rlhf_megatron.api import reward_model as reward_model
     from rlhf_megatron.api import sft as sft
     from rlhf_megatron.api import train as train
 
 quiet_known_warnings()  # before anything imports megatron-core; needs the standard library only
 
 __version__ = "0.2.0"
-_API = ("Run", "RunFailed", "load_config", "report", "sft", "train")
+_API = ("Run", "RunFailed", "load_config", "report", "reward_model", "sft", "train")
 
 
 def __getattr__(name: str) -> Any:

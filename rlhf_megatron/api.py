@@ -116,12 +116,15 @@ def train(
     record: bool = False,
     replay: int | Path | None = None,
     replay_from: str | Path | None = None,
+    allow_changes: bool = False,
     is_own_process: bool = True,
 ) -> Run:
     """Train the run that the YAML file at `path` describes, and return it when it has all of its steps.
 
     A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record` writes every step's
     batches; `replay` trains on them up to that step (of `replay_from`), or runs the mini-batch of a capsule again.
+    `allow_changes` takes a lock file also where model, data or plugins are not what they were.
+
     The run gets a process of its own, whose output is printed here; when this call is interrupted, the run is told to
     stop, which saves a checkpoint. `is_own_process=False` is for a program that does nothing else: this process becomes
     the launcher and mostly does not return.
@@ -129,8 +132,8 @@ def train(
     Raises ConfigError with every problem before anything starts, RunFailed when the run did not end well.
     """
     words = _with_fresh(overrides, fresh)
-    job = TrainJob(Path(path), words, record, replay, None if replay_from is None else Path(replay_from))
-    return _made(job, is_own_process)
+    source = None if replay_from is None else Path(replay_from)
+    return _made(TrainJob(Path(path), words, record, replay, source, "train", allow_changes), is_own_process)
 
 
 def _with_fresh(overrides: Overrides, fresh: bool) -> tuple[str, ...]:
@@ -144,16 +147,27 @@ def _made(job: TrainJob, is_own_process: bool) -> Run:
     return Run(job.run_dir, must_exist=is_own_process)  # a rank of another machine may not see it
 
 
-def sft(path: str | Path, overrides: Overrides = (), *, fresh: bool = False, is_own_process: bool = True) -> Run:
+def sft(
+    path: str | Path,
+    overrides: Overrides = (),
+    *,
+    fresh: bool = False,
+    allow_changes: bool = False,
+    is_own_process: bool = True,
+) -> Run:
     """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft). As `train`."""
-    return _made(TrainJob(Path(path), _with_fresh(overrides, fresh), command="sft"), is_own_process)
+    words = _with_fresh(overrides, fresh)
+    return _made(TrainJob(Path(path), words, command="sft", allow_changes=allow_changes), is_own_process)
 
 
-def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Written:
-    """Write the report of one run, or of several side by side. Raises ValueError where there is nothing to report."""
+def report(run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None) -> Written:
+    """Write the report of one run, or of several side by side. Raises ValueError where there is nothing to report.
+
+    `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
+    """
     from rlhf_megatron.observe.report.build import write_report
 
-    return write_report([Path(path) for path in run_dirs], None if out is None else Path(out))
+    return write_report([Path(path) for path in run_dirs], None if out is None else Path(out), reload_s)
 
 
 def _words(overrides: Overrides) -> tuple[str, ...]:
@@ -185,3 +199,16 @@ def _in_own_process(job: TrainJob) -> int:
             print(process.stdout.read(), end="")
             raise
     return process.returncode
+
+
+def reward_model(
+    path: str | Path,
+    overrides: Overrides = (),
+    *,
+    fresh: bool = False,
+    allow_changes: bool = False,
+    is_own_process: bool = True,
+) -> Run:
+    """Train a model that scores answers, from pairs of them (job: reward-model). As `train`."""
+    words = _with_fresh(overrides, fresh)
+    return _made(TrainJob(Path(path), words, command="reward-model", allow_changes=allow_changes), is_own_process)

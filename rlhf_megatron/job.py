@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.hub import fetch_models
 from rlhf_megatron.config.keys import leaf_keys, value_of
-from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
 from rlhf_megatron.config.rules import Check
 from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.rules.validate import check_world_size
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
 LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open files of the lock that it inherits
+KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # set in the environment of a process that keeps engines: its machine
 CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
 
 
@@ -44,19 +46,37 @@ class TrainJob:
     record: bool = False  # write every step's batches
     replay: int | Path | None = None  # last recorded step to train on, or the directory of a capsule
     replay_from: Path | None = None  # run directory that holds the recorded steps
-    command: Literal["train", "sft"] = "train"
+    command: Literal["train", "sft", "reward-model"] = "train"
+    allow_changes: bool = False  # since the run was locked (recovery/lock_file.py)
 
     @cached_property
     def config(self) -> RunConfig:
         """Secrets included. Raises ConfigError with all that is wrong, which one process looks for."""
         checks = [Check(("job",), self._check_job)]
-        if not {CONTROLLER_ENV, CHECKED_ENV} & os.environ.keys() and os.environ.get("RANK", "0") == "0":
+        is_checked = bool({CONTROLLER_ENV, CHECKED_ENV, KEEPER_ENV} & os.environ.keys())
+        if not is_checked:
+            self._fetch_models()
+        is_first = not is_checked and os.environ.get("RANK", "0") == "0"
+        if is_first:
             from rlhf_megatron.proof.preflight import checks_of_run
 
             capsule = self.replay if isinstance(self.replay, Path) else None
             last_step = self.replay if isinstance(self.replay, int) else None
             checks += checks_of_run(self.replay_from, last_step, capsule)
-        return revealed(load_run_config(self.path, self.overrides, checks=checks).config, os.environ)
+        loaded = load_run_config(self.path, self.overrides, checks=checks)
+        if is_first and loaded.lock is not None:
+            from rlhf_megatron.recovery.lock_file import check_lock
+
+            check_lock(loaded, self.allow_changes, partial(print, flush=True))
+        return revealed(loaded.config, os.environ)
+
+    def _fetch_models(self) -> None:
+        """On each machine; where several ranks of one come here, the library lets one download."""
+        try:
+            config = read_run_config(self.path, self.overrides).config
+        except ConfigError:  # raised again with all other problems
+            return
+        fetch_models(config, partial(print, flush=True))
 
     def _check_job(self, config: RunConfig) -> None:
         if config.job != self.command:
@@ -87,6 +107,8 @@ class TrainJob:
         if CONTROLLER_ENV in os.environ:
             _install_faults("controller")
             return self._control(Path(os.environ.pop(CONTROLLER_ENV)))
+        if KEEPER_ENV in os.environ:
+            return self._keep(int(os.environ.pop(KEEPER_ENV)))
         if trainer.runtime == "inline":
             _install_faults("controller")
             if self._is_complete():
@@ -113,7 +135,8 @@ class TrainJob:
         record = ["--record"] if self.record else []
         replay = ["--replay", str(self.replay)] if self.replay is not None else []
         replay += ["--replay-from", str(self.replay_from)] if self.replay_from is not None else []
-        return [self.command, str(self.path), *self.overrides, *record, *replay]
+        changes = ["--allow-changes"] if self.allow_changes else []
+        return [self.command, str(self.path), *self.overrides, *record, *replay, *changes]
 
     def _pools(self):  # type: ignore[no-untyped-def]
         from rlhf_megatron.runtime.pool import pools_of
@@ -139,6 +162,7 @@ class TrainJob:
     def _open_run_dir(self) -> OpenRunDir:
         """Locked for this process and those that inherit its lock."""
         from rlhf_megatron.observe.run_dir import open_run_dir, write_text
+        from rlhf_megatron.recovery.lock_file import locked_yaml
         from rlhf_megatron.recovery.resume import goes_on
 
         def is_kept(path: Path) -> bool:
@@ -149,6 +173,7 @@ class TrainJob:
             print(f"{opened.path} held a former run; it is {opened.moved} now")
         if not is_kept(opened.path):
             write_text(opened.path / "config.yaml", as_yaml(self.config))
+            write_text(opened.path / LOCK_FILE, locked_yaml(self.config))
         return opened
 
     def _run(
@@ -178,7 +203,7 @@ class TrainJob:
                 replay(config, group, run_dir, self.replay_from, self.replay, stop)
             elif self._is_complete():  # ranks that torchrun has started come here without having asked
                 pass
-            elif config.job == "sft":
+            elif config.job != "train":
                 train_supervised(config, group, run_dir, lock, stop)
             else:
                 is_recorded = self.record or config.trainer.record
@@ -259,7 +284,18 @@ class TrainJob:
             backend=self._backend(),
             settings=[f"{key}: {as_text(value_of(redacted(self.config), key))}" for key in leaf_keys(RunConfig)],
             controller_descriptors=inherited,
+            keeper_machines=() if (keepers := self._keepers()) is None else keepers.machines,
         )
+
+    def _keepers(self):  # type: ignore[no-untyped-def]
+        from rlhf_megatron.runtime.torchrun.engines import keeper_pool
+
+        return keeper_pool(self.config) if self.replay is None else None
+
+    def _keep(self, machine: int) -> int:
+        from rlhf_megatron.runtime.torchrun.engines import keep
+
+        return keep(machine, self.config, self.run_dir, self._deadlines())
 
     def _backend(self) -> str:
         from rlhf_megatron.parallel.device import has_accelerator
@@ -273,10 +309,17 @@ class TrainJob:
         lock = RunLock.inherited(run_dir, [int(number) for number in os.environ.pop(LOCK_ENV).split(",")])
         stop = StopRequest()
 
-        def run(group):  # type: ignore[no-untyped-def]
-            return self._run(run_dir, lock, stop, lambda: group)
+        keepers = self._keepers()
 
-        return run_controller(run, self._pools(), self._deadlines(), stop)
+        def run(group) -> int:  # type: ignore[no-untyped-def]
+            from rlhf_megatron.runtime.torchrun.engines import MachineEngines
+
+            is_spread = self.config.trainer.nnodes > 1 or keepers is not None
+            place = MachineEngines(self.config, group) if is_spread else None
+            return self._run(run_dir, lock, stop, lambda: group, place)
+
+        pools = (*self._pools(), *([] if keepers is None else [keepers]))
+        return run_controller(run, pools, self._deadlines(), stop)
 
 
 def _install_faults(who: str) -> None:
@@ -287,7 +330,8 @@ def _install_faults(who: str) -> None:
 
 def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
-    from rlhf_megatron.parallel.prepare import make_deterministic, prepare_megatron
+    from rlhf_megatron.parallel.device import make_deterministic
+    from rlhf_megatron.parallel.prepare import prepare_megatron
 
     # Before the roles import it: it says what is wrong with what is installed, and saves 2 s of imports without CUDA.
     prepare_megatron()

@@ -22,6 +22,7 @@ PACKAGES = {
     "advantage estimator": "rlhf_megatron.algorithms.advantages",
     "policy loss": "rlhf_megatron.algorithms.losses",
     "preference loss": "rlhf_megatron.algorithms.preferences",
+    "distillation loss": "rlhf_megatron.algorithms.distillation",
     "aggregation": "rlhf_megatron.algorithms.aggregate",
     "reward": "rlhf_megatron.rewards.scorers",
     "model family": "rlhf_megatron.models.families",

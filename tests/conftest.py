@@ -15,7 +15,8 @@ from triton_interpreter import TritonInterpreter
 
 from rlhf_megatron.kernels.triton_support import interpreter_support
 
-warm.install()
+if not torch.cuda.is_available():  # which begins in no process that is forked off one where it was looked for
+    warm.install()
 
 
 @pytest.fixture(scope="session")

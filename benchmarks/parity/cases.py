@@ -317,17 +317,21 @@ def make_batch() -> dict[str, Tensor]:
     }
 
 
-def add_past(batch: dict[str, Tensor], log_probs: Tensor) -> dict[str, Tensor]:
-    """`batch` with an old policy and a frozen reference: `log_probs` and noise, so that some ratios are clipped."""
-    generator = torch.Generator().manual_seed(3)
+def add_past(batch: dict[str, Tensor], log_probs: Tensor, draw: int = 0) -> dict[str, Tensor]:
+    """`batch` with an old policy and a frozen reference: `log_probs` and noise, so that some ratios are clipped.
+
+    `draw`: which noise of several."""
+    generator = torch.Generator().manual_seed(3 + 10 * draw)
     noise = 0.3 * torch.randn(2, log_probs.numel(), generator=generator)
     old, ref = ((log_probs.double() + part) * batch["response_mask"] for part in noise)
     return {**batch, "old_log_probs": old.float(), "ref_log_probs": ref.float()}
 
 
-def add_values(batch: dict[str, Tensor], values: Tensor) -> dict[str, Tensor]:
-    """`batch` with the values before the update, `values` and noise so that some have moved too far, and returns."""
-    generator = torch.Generator().manual_seed(4)
+def add_values(batch: dict[str, Tensor], values: Tensor, draw: int = 0) -> dict[str, Tensor]:
+    """`batch` with the values before the update, `values` and noise so that some have moved too far, and returns.
+
+    `draw`: as in `add_past`."""
+    generator = torch.Generator().manual_seed(4 + 10 * draw)
     noise = torch.randn(2, values.numel(), generator=generator)
     old, returns = ((values.double() + scale * part) * batch["response_mask"] for scale, part in zip((0.3, 1.0), noise))
     return {**batch, "values": old.float(), "returns": returns.float()}

@@ -39,17 +39,20 @@ class Axes:
     sequence_parallel: bool = False
     distributed: bool = False  # distributed optimizer
     overlap: bool = False  # of the gradient reduction; with `distributed` also of the parameter gather
+    on_host: bool = False  # the optimizer's state
     recompute: str | None = None  # a key of RECOMPUTE
     impl: Impl = "local"
     ep: int = 1
     etp: int = 0  # 0: as tp
     is_gathered: bool = False  # tokens reach experts by all-gather, not all-to-all
+    is_grouped: bool = False  # all experts of a rank are multiplied at once
     first_layers: int = 0  # of the first stage; 0: as many as the others have
+    chunk_layers: tuple[int, ...] = ()  # of every model chunk
 
     @property
     def of_experts(self) -> bool:
         """Whether only a model with experts can have it."""
-        return self.ep > 1 or self.etp > 0 or self.is_gathered or self.recompute in ("moe", "latent")
+        return self.ep > 1 or self.etp > 0 or self.is_gathered or self.is_grouped or self.recompute in ("moe", "latent")
 
     @property
     def num_ranks(self) -> int:
@@ -64,10 +67,13 @@ class Axes:
         parts += [f"etp{self.etp}"] if self.etp else []
         parts += [f"dp{self.dp}"] if self.dp > 1 else []
         parts += [f"first{self.first_layers}"] if self.first_layers else []
+        parts += [f"chunks{'_'.join(map(str, self.chunk_layers))}"] if self.chunk_layers else []
         parts += ["allgather"] if self.is_gathered else []
+        parts += ["grouped"] if self.is_grouped else []
         if self.num_ranks == 1:
             parts.append("one_rank")
         parts += ["distributed" if self.distributed else "", "overlap" if self.overlap else ""]
+        parts += ["on_host"] if self.on_host else []
         parts += [f"recompute_{self.recompute}" if self.recompute else "", self.impl if self.impl != "local" else ""]
         return "_".join(part for part in parts if part)
 
@@ -82,12 +88,17 @@ class Axes:
             sequence_parallel=self.sequence_parallel,
             use_distributed_optimizer=self.distributed,
             overlap_grad_reduce=self.overlap,
+            optimizer_cpu_offload=self.on_host,
             overlap_param_gather=self.overlap and self.distributed,
             transformer_impl=self.impl,
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp or None,
             moe_token_dispatcher_type="allgather" if self.is_gathered else "alltoall",
+            moe_grouped_gemm=self.is_grouped,
             num_layers_in_first_pipeline_stage=self.first_layers or None,
+            pipeline_model_parallel_layout=f"E{'|'.join('t' * n for n in self.chunk_layers)}L"
+            if self.chunk_layers
+            else None,
             **RECOMPUTE[self.recompute],
         )
 
@@ -100,11 +111,11 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
         return False
     if num_experts(hf_config):
         needs_sequence = axes.tp > 1 and not axes.sequence_parallel
-        if needs_sequence or axes.impl == TE or "mlp" in axes.megatron.recompute_modules:
+        if needs_sequence or "mlp" in axes.megatron.recompute_modules:
             return False
     elif axes.of_experts:
         return False
-    is_even = axes.first_layers > 0 or layers % (axes.pp * axes.vpp) == 0
+    is_even = axes.first_layers > 0 or sum(axes.chunk_layers) == layers or layers % (axes.pp * axes.vpp) == 0
     return heads % axes.tp == 0 and is_even and is_recomputable
 
 
@@ -133,6 +144,7 @@ _TWO = (
     Axes(dp=2, overlap=True),
     Axes(dp=2, distributed=True),
     Axes(dp=2, distributed=True, overlap=True),
+    Axes(dp=2, distributed=True, overlap=True, on_host=True),
     Axes(cp=2),
     Axes(cp=2, impl=TE),
     Axes(cp=2, recompute="core_attn"),
@@ -178,7 +190,11 @@ _EXPERTS = (
     Axes(cp=2, ep=2, recompute="latent"),
     Axes(ep=2, dp=2),
     Axes(ep=2, dp=2, distributed=True, overlap=True),
+    Axes(ep=2, dp=2, distributed=True, on_host=True),
     Axes(ep=2, dp=2, recompute="full"),
+    Axes(dp=2, is_grouped=True, distributed=True, overlap=True),
+    Axes(etp=2, dp=2, is_grouped=True),
+    Axes(tp=2, sequence_parallel=True, ep=2, etp=1, is_grouped=True, recompute="moe"),
     Axes(tp=2, sequence_parallel=True, is_gathered=True),
     Axes(tp=2, sequence_parallel=True, etp=1),
     Axes(tp=2, sequence_parallel=True, etp=1, distributed=False, recompute="moe"),
@@ -189,6 +205,8 @@ _EXPERTS = (
     Axes(cp=2, ep=2),
     Axes(cp=2, ep=2, is_gathered=True, distributed=True),
     Axes(pp=2, first_layers=1),
+    Axes(pp=2, vpp=2, chunk_layers=(1, 1, 1, 1)),
+    Axes(pp=2, chunk_layers=(3, 1), ep=2, dp=2),
     Axes(pp=2, ep=2, dp=2),
     Axes(pp=2, vpp=2, ep=2, dp=2),
     Axes(pp=2, first_layers=3, ep=2, dp=2, distributed=True),

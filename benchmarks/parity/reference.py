@@ -16,10 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parity.cases import Cut, Recipe, Role
+from benchmarks.parity.forced_routes import force, select
 from benchmarks.parity.fused_experts import fused, unfused
 from benchmarks.parity.rounding import orders, renumbered
 from benchmarks.parity.router_reference import Routers
 from benchmarks.parity.value_reference import ValueModel, padded, token_values, tokens_of, value_losses
+
+
+class NearKinkError(ValueError):
+    """A case lies where rounding decides on which side of a kink of the loss a token is."""
+
 
 MIN_KINK_DISTANCE = 2e-5  # of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
 MAX_KL = 10.0  # the package bounds the KL estimate of a token there, the reference has no bound
@@ -82,6 +88,7 @@ def _exact_scores(module: Any, x: Tensor) -> Tensor:
 
 def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
     """Log-probs [T] and entropies [T] of `samples`, 0 outside of the response mask."""
+    select(model, samples)
     ids_BL, is_token_BL = padded(batch, samples)
     log_p = (model(ids_BL).logits[:, :-1] / recipe.temperature).log_softmax(-1)
     mask = batch["response_mask"][tokens_of(batch, samples)]
@@ -115,11 +122,11 @@ def policy_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
 
 
 def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
-    """Raises ValueError when the case itself cannot be compared to rounding."""
+    """Raises ValueError when the case itself cannot be compared to rounding, NearKinkError where other noise could."""
     borders = ratio.new_tensor([1 - recipe.clip_low, 1 + recipe.clip_high, recipe.dual_clip])
     nearest = float((ratio[:, None] - borders).abs().min())
     if nearest < MIN_KINK_DISTANCE:
-        raise ValueError(f"a ratio is {nearest:.1e} from a border of the clip range; use another seed of the noise.")
+        raise NearKinkError(f"a ratio is {nearest:.1e} from a border of the clip range; use another draw of the noise.")
     if float(kl.max()) > MAX_KL:
         raise ValueError(f"the KL estimate of a token is {float(kl.max()):.1f}, over {MAX_KL}; use a smaller lr.")
 
@@ -134,13 +141,13 @@ def critic_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
 
 
 def _check_values(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> None:
-    """Raises ValueError where a value is at the border of its range, or as far from its return as the held one."""
+    """Raises NearKinkError where a value is at the border of its range, or as far from its return as the held one."""
     moved = values - old
     border = float((moved.abs() - clip).abs().min())
     ties = (values + old + moved.clamp(-clip, clip) - 2 * returns).abs()[moved.abs() > clip]
     nearest = min([border, *ties.tolist()])
     if nearest < MIN_KINK_DISTANCE:
-        raise ValueError(f"a value is {nearest:.1e} from a kink of the value loss; use another seed of the noise.")
+        raise NearKinkError(f"a value is {nearest:.1e} from a kink of the value loss; use another draw of the noise.")
 
 
 def loss_of(token_loss: Tensor, batch: Columns, samples: range, mode: str) -> Tensor:
@@ -177,12 +184,16 @@ def run_reference(
     model = make_model(hf_config, state, dtype, role)
     routers = Routers(model, hf_config)
     lengths = batch["offsets"].diff().tolist()
+    if "routes" in batch:
+        force(model, batch["routes"], batch["offsets"])
     parameters = dict(model.named_parameters())
     every_sample = range(batch["offsets"].numel() - 1)
     with torch.no_grad():
         result = COLUMNS[role](model, batch, every_sample, recipe)
     if routers.gates:
-        result["routes"] = routers.routes(lengths)
+        live = routers.routes(lengths)
+        given = batch.get("routes", torch.full_like(live, -1))
+        result["routes"] = torch.where(given < 0, live, given).sort(-1).values
     step_optimizer = adamw(parameters, recipe)
     norms = []
     for step, mini_batch in enumerate(cut.mini_batches):

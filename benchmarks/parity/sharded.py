@@ -196,19 +196,19 @@ def _plan(world: World, batch: Any, token_budget: int) -> ReplicaPlan:
 
 
 def assemble(
-    results: list[RankResult], hf_config: dict[str, Any], axes: Axes, role: Role = "actor"
+    results: list[RankResult], hf_config: dict[str, Any], offsets: Tensor, axes: Axes, role: Role = "actor"
 ) -> dict[str, Tensor]:
     """The tensors that `measure` reads, of one cut, from all ranks: see `dumps`."""
     leaders = [result for result in results if result.before is not None]
     plans = [leader.plan for leader in leaders]
-    before = restore([leader.before for leader in leaders], plans)
-    after = restore([leader.after for leader in leaders], plans)
+    before = restore([leader.before for leader in leaders], plans, offsets)
+    after = restore([leader.after for leader in leaders], plans, offsets)
     assert all(leader.grad_norms == leaders[0].grad_norms for leader in leaders), "replicas differ in gradient norms"
     tensors = {"grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64)}
     for name in TOKEN_QUANTITIES[role]:
         tensors[name] = getattr(after if name.endswith("_after") else before, name.removesuffix("_after"))
     if rows := [part for result in results for part in result.routes]:
-        tensors["routes"] = assembled(rows, before.offsets)
+        tensors["routes"] = assembled(rows, offsets)
     gradients = hf_tensors([result.gradients for result in results], hf_config, axes, role, is_whole=False)
     tensors |= {f"gradient/0/{name}": tensor for name, tensor in gradients[FIRST].items()}
     weights = hf_tensors([result.weights for result in results], hf_config, axes, role, is_whole=True)

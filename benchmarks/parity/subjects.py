@@ -19,6 +19,7 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import picked, weighed, weighed_values
 from rlhf_megatron.workers.losses import correction_params, moving_correction
+from rlhf_megatron.workers.routes import ReplayMode
 
 LOSS_SCALE_FACTOR = 16.0  # tokens, of seq-mean-token-sum-norm
 HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}
@@ -65,6 +66,7 @@ class ActorSubject:
     cut: Cut
     recipe: Recipe
     megatron: MegatronConfig
+    router_replay: ReplayMode = "none"
 
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
         from rlhf_megatron.workers.actor import Actor
@@ -75,7 +77,8 @@ class ActorSubject:
         phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
         moving = None if self.cut.correction is None else moving_correction(self.cut.correction)
         source = StateSource(state)
-        backend = MegatronBackend(hf_config, source, world, torch.float32, self.megatron)
+        replay = self.router_replay
+        backend = MegatronBackend(hf_config, source, world, torch.float32, self.megatron, router_replay=replay)
         return Actor(backend, config, phases, correction=moving)
 
     def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | None:

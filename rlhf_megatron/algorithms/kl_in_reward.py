@@ -34,8 +34,10 @@ def token_rewards(
     offsets: Tensor,
     kl_T: Tensor | None,
     kl_coef: float,
+    process_T: Tensor | None = None,
 ) -> Tensor:
-    """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one; 0 elsewhere.
+    """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one; 0 elsewhere. Of the
+    score, what `process_T` pays at tokens is paid there: rewards of steps, as in arXiv 2211.14275.
 
     All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and nothing to train:
     `advantages.base.sample_rewards` gives such a sample its plain score. `kl_T` may hold anything outside of
@@ -53,6 +55,11 @@ def token_rewards(
             costs_T = kl_T[block].double().mul_(kl_coef).masked_fill_(~trains_T[block], 0.0)
             torch.sub(rewards_T[block], costs_T, out=rewards_T[block])
         scores_S -= kl_coef * kl_T[last_S].double()
+    if process_T is not None:
+        shares_T = process_T.masked_fill(~trains_T, 0.0)
+        rewards_T += shares_T
+        others_T = shares_T.index_fill(0, last_S, 0.0)  # what the last token is paid anyway
+        scores_S -= sequence_sums(others_T, offsets)[has_tokens_B].double()
     rewards_T[last_S] = scores_S.float()
     return rewards_T
 

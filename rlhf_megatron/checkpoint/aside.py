@@ -10,7 +10,10 @@ from pathlib import Path
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises ValueError when `directory` exists and is not an empty directory."""
+    """Raises ValueError when `directory` exists and is not an empty directory, or is a link, which no directory can
+    replace."""
+    if directory.is_symlink():
+        raise ValueError(f"{directory} is a link; name the directory that it leads to, or another one.")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists already; remove it or choose another directory.")
 

@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_megatron.checkpoint.quantised import BLOCKS, SCALE, SCALES, from_fp8, from_mxfp4
 from rlhf_megatron.checkpoint.source import one_dtype
 from rlhf_megatron.models.families.base import family_for, kept_prefixes
 from rlhf_megatron.models.table import HFTensor, Rule
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types that weights may have in a file, by their safetensors name."""
+FP8 = "F8_E4M3"
+_BYTES = "U8"
 _MAX_LISTED = 8  # problems named in one message
 
 
@@ -36,21 +40,31 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 class HFReader:
     """Implements `WeightSource`. Files are opened when a tensor of theirs is first asked for, and mapped, not read."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ValueError when the directory has no safetensors or its index is broken."""
+    def __init__(self, directory: Path, block: tuple[int, int] | None = None, only: str | None = None) -> None:
+        """`block`: quantised tensors (checkpoint.quantised) are read as bfloat16, with FP8 in blocks of that size.
+        `only`: a file of the directory, the others are left alone.
+
+        Raises ValueError when the directory has no safetensors or its index is broken.
+        """
         self.directory = Path(directory)
+        self._block = block
         self._open_files: dict[str, Any] = {}
-        self._file_of = self._find_tensors()
+        self._file_of = self._find_tensors() if only is None else dict.fromkeys(self._file(only).keys(), only)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors of the directory."""
-        return tuple(self._file_of)
+        """All tensors of the directory, a quantised one once."""
+        if self._block is None:
+            return tuple(self._file_of)
+        names = (name.removesuffix(BLOCKS) if name.endswith(BLOCKS) else name for name in self._file_of)
+        return tuple(name for name in names if not name.endswith((SCALE, SCALES)))
 
-    @property
-    def files(self) -> dict[str, Path]:
-        """Tensor name -> its file."""
-        return {name: self.directory / file for name, file in self._file_of.items()}
+    def stored_as(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and type of a tensor as it is read; nothing is read but the header of its file. Raises ValueError."""
+        problem = self._problem(HFTensor(name, shape := self.shape_of(name)))
+        if problem is not None:
+            raise ValueError(f"{self.directory}: {problem}. Fetch the directory again.")
+        return shape, DTYPES[self._slice(name)[1]]
 
     def check(self, table: Sequence[Rule], strict: bool = False, ignored: Collection[str] = ()) -> None:
         """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
@@ -59,7 +73,7 @@ class HFReader:
         """
         wanted = [hf for rule in table for hf in rule.hf]
         problems = [problem for hf in wanted if (problem := self._problem(hf)) is not None]
-        unexpected = sorted(set(self._file_of) - {hf.name for hf in wanted} - set(ignored))
+        unexpected = sorted(set(self.names) - {hf.name for hf in wanted} - set(ignored))
         config = self.directory / "config.json"
         prefixes = kept_prefixes(read_json(config)) if config.is_file() else ()
         if any(name.startswith(prefixes) for name in unexpected):
@@ -96,7 +110,21 @@ class HFReader:
         """Views of the mapped file. Raises ValueError naming file, tensor and shapes."""
         for hf in rule.hf:
             self._raise_problem(hf)
-        return tuple(self._file(self._file_of[hf.name]).get_tensor(hf.name) for hf in rule.hf)
+        return tuple(self._tensor(hf.name) for hf in rule.hf)
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._block is not None and f"{name}{BLOCKS}" in self._file_of:
+            return from_mxfp4(self._stored(f"{name}{BLOCKS}"), self._stored(f"{name}{SCALES}"), torch.bfloat16)
+        stored = self._stored(name)
+        if self._block is None or stored.dtype != torch.float8_e4m3fn:
+            return stored
+        try:
+            return from_fp8(stored, self._stored(f"{name}{SCALE}"), self._block, torch.bfloat16)
+        except ValueError as error:
+            raise ValueError(f"{self.directory}: {name}{SCALE}: {error}. Fetch the directory again.") from error
+
+    def _stored(self, name: str) -> Tensor:
+        return self._file(self._file_of[name]).get_tensor(name)
 
     def _find_tensors(self) -> dict[str, str]:
         """Tensor name -> file name."""
@@ -105,7 +133,7 @@ class HFReader:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError(f"{index} has no weight_map; fetch it again.")
-            for file in set(weight_map.values()):
+            for file in weight_map.values():
                 if not isinstance(file, str) or PurePosixPath(file).name != file or file == "..":
                     raise ValueError(f"{index} names the file {file!r}; it must be a plain name in the same directory.")
             return weight_map
@@ -134,7 +162,21 @@ class HFReader:
         return self._open_files[name]
 
     def _slice(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors type name from the header. Raises ValueError."""
+        """Shape and safetensors type name from the header, of a quantised tensor those that it is read as. Raises
+        ValueError."""
+        if self._block is not None and f"{name}{BLOCKS}" in self._file_of:
+            shape, dtype = self._header(f"{name}{BLOCKS}")
+            if dtype == _BYTES and len(shape) > 2 and f"{name}{SCALES}" in self._file_of:
+                return (*shape[:-3], shape[-2] * shape[-1] * 2, shape[-3]), "BF16"
+            return shape, dtype
+        shape, dtype = self._header(name)
+        if self._block is not None and dtype == FP8 and len(shape) == 2:
+            if f"{name}{SCALE}" not in self._file_of:
+                raise ValueError(f"tensor {name}{SCALE} is missing, without which {name} in FP8 says nothing")
+            return shape, "BF16"
+        return shape, dtype
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         file = self._file_of[name]
         try:
             view = self._file(file).get_slice(name)
@@ -149,9 +191,9 @@ class HFReader:
 
     def _problem(self, hf: HFTensor) -> str | None:
         """Return what is wrong with a tensor, or None."""
-        if hf.name not in self._file_of:
+        file = self._file_of.get(hf.name) or (self._file_of.get(f"{hf.name}{BLOCKS}") if self._block else None)
+        if file is None:
             return f"tensor {hf.name} {hf.shape} is missing"
-        file = self._file_of[hf.name]
         try:
             shape, dtype = self._slice(hf.name)
         except ValueError as error:

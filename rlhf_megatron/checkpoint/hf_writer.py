@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.aside import written_aside
-from rlhf_megatron.checkpoint.hf_reader import INDEX
+from rlhf_megatron.checkpoint.hf_reader import DTYPES, FP8, INDEX
 
 MAX_SHARD_BYTES = 4 << 30
 _COMPANIONS = (
@@ -29,6 +29,9 @@ _COMPANIONS = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
+    "*.model",
+    "*.jinja",
+    "*.py",
     "LICENSE*",
 )
 
@@ -124,7 +127,11 @@ def write_companions(
     kinds = dtypes - {"float32"} or dtypes
     if len(kinds) == 1:
         config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(kinds))
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    own = companions_from / "config.json" if companions_from is not None else None
+    if own is not None and own.is_file() and json.loads(own.read_bytes()) == config:
+        shutil.copyfile(own, directory / "config.json")
+    else:
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if companions_from is not None:
         for path in companion_files(companions_from):
             shutil.copyfile(path, directory / path.name)
@@ -136,8 +143,8 @@ def companion_files(directory: Path) -> list[Path]:
     return sorted(found)
 
 
-_FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FORMAT_NAMES = {**{name: code for code, name in DTYPES.items()}, "float8_e4m3fn": FP8}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class TensorSpec:
     """A tensor that a file will hold."""
 
     name: str
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16" | "float8_e4m3fn"
     shape: tuple[int, ...]
 
     @property
@@ -156,9 +163,26 @@ class TensorSpec:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16". Raises ValueError for types that weights are not stored in."""
     name = str(dtype).removeprefix("torch.")
-    if name not in _FORMAT_NAMES:
-        raise ValueError(f"weights of type {name} are not written; use {', '.join(_FORMAT_NAMES)}.")
+    if name not in DTYPES.values():
+        raise ValueError(f"weights of type {name} are not written; use {', '.join(DTYPES.values())}.")
     return name
+
+
+def safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes that a file begins with, and the byte at which each tensor begins."""
+    # Wide types first keeps every tensor aligned to its own size, as readers that map the file expect.
+    ordered = sorted(specs, key=lambda spec: -_DTYPE_BYTES[spec.dtype])
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = dict[str, int](), 0
+    for spec in ordered:
+        assert spec.name not in header, f"{spec.name} is planned twice"
+        offsets[spec.name], end = end, end + spec.num_bytes
+        dtype, shape = _FORMAT_NAMES[spec.dtype], list(spec.shape)
+        header[spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[spec.name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: len(begin) + offset for name, offset in offsets.items()}
 
 
 class SafetensorsWriter:
@@ -166,34 +190,18 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
-        # Wide types first keeps every tensor aligned to its own size, as readers that map the file expect.
-        ordered = sorted(specs, key=lambda spec: -_DTYPE_BYTES[spec.dtype])
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._pending: dict[str, tuple[TensorSpec, int]] = {}
-        offset = 0
-        for spec in ordered:
-            assert spec.name not in header, f"{spec.name} is planned twice for {path.name}"
-            end = offset + spec.num_bytes
-            header[spec.name] = {
-                "dtype": _FORMAT_NAMES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [offset, end],
-            }
-            self._pending[spec.name] = (spec, offset)
-            offset = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
+        begin, offsets = safetensors_header(specs)
+        self._pending = {spec.name: (spec, offsets[spec.name]) for spec in specs}
         self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(self._start + offset)
+        self._file.write(begin)
+        self._file.truncate(len(begin) + sum(spec.num_bytes for spec in specs))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one tensor into its place."""
         spec, offset = self._pending.pop(name)
         assert dtype_name(tensor.dtype) == spec.dtype, f"{name} is {tensor.dtype}, planned was {spec.dtype}"
         assert tuple(tensor.shape) == spec.shape, f"{name} has shape {tuple(tensor.shape)}, planned was {spec.shape}"
-        self._file.seek(self._start + offset)
+        self._file.seek(offset)
         self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def close(self, is_complete: bool = True) -> None:

@@ -4,19 +4,19 @@ them: their tensors are kept as they are when weights are exported or converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.hf_reader import DTYPES, HFReader
+from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec
 from rlhf_megatron.models.families.base import HFConfig, kept_prefixes
+from rlhf_megatron.models.table import HFTensor, Rule, plain_rule
 
-KEPT_FILE = "kept.safetensors"  # of a directory in Megatron layout
+KEPT_FILE = "kept.safetensors"  # of a directory in another layout than Hugging Face's
 _BUFFER = ".e_score_correction_bias"  # float32 in any model
 
 
@@ -24,50 +24,52 @@ _BUFFER = ".e_score_correction_bias"  # float32 in any model
 class Kept:
     """Such tensors of a directory, which are read when they are asked for."""
 
-    files: Mapping[str, Path]  # name -> file
+    reader: HFReader | None
+    names: tuple[str, ...]
     dtype: str | None = None  # cast to it; None: as they are
 
-    def specs(self) -> list[TensorSpec]:
-        """Name, type and shape of each. Raises ValueError for a type that is not supported."""
-        return [self._spec(name) for name in self.files]
+    def rules(self) -> tuple[Rule, ...]:
+        """One a tensor, which no rank has; `dtype` is what it is written in. Raises ValueError for a type that is not
+        supported."""
+        return tuple(self._rule(name) for name in self.names)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """One at a time."""
-        for spec in self.specs():
-            with safe_open(str(self.files[spec.name]), framework="pt") as file:
-                yield spec.name, file.get_tensor(spec.name).to(getattr(torch, spec.dtype))
+        for rule in self.rules():
+            assert self.reader is not None and rule.dtype is not None, rule.megatron_name
+            yield rule.megatron_name, self.reader.hf_tensors(rule)[0].to(getattr(torch, rule.dtype))
 
     def write(self, path: Path) -> list[TensorSpec]:
         """Put all into one new file."""
-        specs = self.specs()
+        specs = [TensorSpec(rule.megatron_name, rule.dtype or "", rule.megatron_shape) for rule in self.rules()]
         writer = SafetensorsWriter(path, specs)
         for name, tensor in self.tensors():
             writer.write(name, tensor)
         writer.close()
         return specs
 
-    def _spec(self, name: str) -> TensorSpec:
-        with safe_open(str(self.files[name]), framework="pt") as file:
-            view = file.get_slice(name)
-            if view.get_dtype() not in DTYPES:
-                raise ValueError(f"{self.files[name]}: {name} has type {view.get_dtype()}, which is not supported.")
-            own = DTYPES[view.get_dtype()]
-            return TensorSpec(name, own if name.endswith(_BUFFER) else self.dtype or own, tuple(view.get_shape()))
+    def _rule(self, name: str) -> Rule:
+        assert self.reader is not None, name
+        shape, own = self.reader.stored_as(name)
+        dtype = own if name.endswith(_BUFFER) else self.dtype or own
+        return replace(plain_rule(name, HFTensor(name, shape), "replicated", None), dtype=dtype)
 
 
-NOTHING_KEPT = Kept({})
+NOTHING_KEPT = Kept(None, ())
 
 
-def kept_of(directory: Path | None, hf_config: HFConfig, dtype: str | None = None) -> Kept:
-    """Find the kept tensors of a directory in either layout; none where it has no weights, or is None."""
+def kept_of(
+    directory: Path | None, hf_config: HFConfig, dtype: str | None = None, block: tuple[int, int] | None = None
+) -> Kept:
+    """Find the kept tensors of a directory in any layout; none where it has no weights, or is None. `block`: as of
+    `HFReader`."""
     prefixes = kept_prefixes(hf_config)
     if directory is None or not prefixes or not list(Path(directory).glob("*.safetensors")):
         return NOTHING_KEPT
-    file = Path(directory) / KEPT_FILE
-    if (Path(directory) / "manifest.json").is_file():
-        if not file.is_file():
-            return NOTHING_KEPT
-        with safe_open(str(file), framework="pt") as opened:
-            return Kept(dict.fromkeys(opened.keys(), file), dtype)
-    found = HFReader(directory).files
-    return Kept({name: path for name, path in found.items() if name.startswith(prefixes)}, dtype)
+    if (Path(directory) / KEPT_FILE).is_file():
+        reader = HFReader(directory, only=KEPT_FILE)
+        return Kept(reader, reader.names, dtype)
+    if list(Path(directory).glob("tp*_pp*.safetensors")):
+        return NOTHING_KEPT
+    reader = HFReader(directory, block)
+    return Kept(reader, tuple(name for name in reader.names if name.startswith(prefixes)), dtype)

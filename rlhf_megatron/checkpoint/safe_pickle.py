@@ -70,14 +70,16 @@ _METADATA_GLOBALS = frozenset(
 )
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, has_objects: bool = False) -> Metadata:
     """`.metadata` of a torch distributed checkpoint, of what is needed to load tensors.
 
-    The file is read once, so that what was checked is what is used. Raises ValueError (FileNotFoundError for none).
+    `has_objects`: pickled objects may stand beside the tensors, as in what others wrote; they are left out, and nobody
+    opens them. The file is read once, so that what was checked is what is used. Raises ValueError (FileNotFoundError
+    for none).
     """
     parsed = _replay(str(path), read_bytes(path), _METADATA_GLOBALS)
     try:
-        return _metadata(parsed)
+        return _metadata(parsed, has_objects)
     except Exception as error:  # a hostile file may hold anything anywhere
         raise ValueError(f"{path} is no metadata of a checkpoint that is loaded here: {error}.") from error
 
@@ -160,10 +162,12 @@ def _replay(name: str, data: bytes, allowed: frozenset[str]) -> Any:
 # From stand-ins to torch's objects. Each step takes exactly the types that torch writes.
 
 
-def _metadata(parsed: Any) -> Metadata:
+def _metadata(parsed: Any, has_objects: bool) -> Metadata:
     fields = _fields(parsed, "Metadata")
     entries = _exactly(fields["state_dict_metadata"], dict, "state_dict_metadata")
     storage = _exactly(fields["storage_data"], dict, "storage_data")
+    if has_objects:
+        entries = {key: entry for key, entry in entries.items() if not _is_a(entry, "BytesStorageMetadata")}
     return Metadata(
         {_exactly(key, str, "a key"): _entry(key, entry) for key, entry in entries.items()},
         planner_data=None,  # how nested states were flattened: megatron's are flat
@@ -270,9 +274,16 @@ _CONFIG = {
 def check_directory(directory: Path) -> None:
     """Raises ValueError naming the file, unless everything that a load parses in `directory` is of the kind expected.
 
-    `directory`: what megatron's `dist_checkpointing.save` wrote. Megatron picks its reader by metadata.json, so that
-    one decides what is opened at all.
+    `directory`: what megatron's `dist_checkpointing.save` wrote.
     """
+    check_format(directory)
+    read_metadata(directory / METADATA)
+    if (path := directory / COMMON).exists():
+        read_plain(str(path), read_bytes(path))
+
+
+def check_format(directory: Path) -> None:
+    """Raises ValueError where metadata.json names another format: megatron picks its reader by that file."""
     path = directory / CONFIG
     try:
         config = json.loads(read_bytes(path))
@@ -281,9 +292,6 @@ def check_directory(directory: Path) -> None:
         raise ValueError(f"{path} cannot be read: {error}; {directory} is not a checkpoint.") from error
     if not is_known or any(_CONFIG.get(key) != value for key, value in config.items()):
         raise ValueError(f"{path} says {str(config)[:200]}; only {json.dumps(_CONFIG)} is read.")
-    read_metadata(directory / METADATA)
-    if (path := directory / COMMON).exists():
-        read_plain(str(path), read_bytes(path))
 
 
 def apply() -> None:

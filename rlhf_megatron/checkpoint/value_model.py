@@ -67,9 +67,35 @@ def read_value_model(directory: Path, table: Sequence[Rule]) -> HFReader:
     return reader
 
 
+def scoring_model(directory: Path, table: Sequence[Rule]) -> ValueSource:
+    """The weights of a model that scores: its head is its own, where a critic may get a first one.
+
+    Raises ValueError as `read_value_model`, and for a directory without a head.
+    """
+    body = read_value_model(directory, table)
+    if WEIGHT not in body.names:
+        raise ValueError(
+            f"{directory} has no {WEIGHT}, so it scores nothing; name a model with a head of one label, such as the job"
+            " reward-model writes (a ...ForSequenceClassification), not a language model."
+        )
+    return with_value_head(body, std=0.0, seed=0)
+
+
 def value_model_config(hf_config: HFConfig) -> dict[str, Any]:
     """config.json of an exported critic: that of its body, as a token classifier of one label."""
-    architectures = [f"{name.split('For')[0]}ForTokenClassification" for name in hf_config.get("architectures") or ()]
-    head = {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}, "classifier_dropout": 0.0}
+    return _one_label(hf_config, "ForTokenClassification", "VALUE")
+
+
+def reward_model_config(hf_config: HFConfig) -> dict[str, Any]:
+    """config.json of a trained reward model: a sequence classifier of one label, which scores the last token.
+
+    transformers' classifiers have no bias in the head and leave it out; SGLang's have one, and read it.
+    """
+    return _one_label(hf_config, "ForSequenceClassification", "REWARD")
+
+
+def _one_label(hf_config: HFConfig, kind: str, label: str) -> dict[str, Any]:
+    architectures = [f"{name.split('For')[0]}{kind}" for name in hf_config.get("architectures") or ()]
+    head = {"id2label": {"0": label}, "label2id": {label: 0}, "classifier_dropout": 0.0}
     body = {key: value for key, value in hf_config.items() if key != "num_nextn_predict_layers"}  # no policy's layers
     return {**body, **({"architectures": architectures} if architectures else {}), **head}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.model import critic_model_problems
-from rlhf_megatron.config.rules.run import has_critic, megatron_sections, world_size
+from rlhf_megatron.config.rules.run import has_critic, learning_sections, megatron_sections, world_size
 from rlhf_megatron.config.rules.validate import validate_model
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -88,7 +88,8 @@ def _layout(config: RunConfig) -> str:
     """ "tp2 pp2 dp1"; with a pool for the critic "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
     from rlhf_megatron.runtime.pool import pools_of
 
-    return ", critic ".join(str(pool.layout) for pool in pools_of(config))
+    first, *others = pools_of(config)
+    return ", ".join([str(first.layout), *(f"{pool.name} {pool.layout}" for pool in others)])
 
 
 def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, directory: Path) -> Certificate:
@@ -107,7 +108,7 @@ def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, di
     _make_directory(directory)
     proof = None
     if not args.no_run:
-        layouts = fold_layouts(list(megatron_sections(config)), args.max_processes)
+        layouts = fold_layouts(list(learning_sections(config)), args.max_processes)
         for folded in layouts:
             differences = "; ".join(folded.differences) or "as in the run"
             print(f"layout         {folded.name}: {folded.num_ranks} processes ({differences})", flush=True)

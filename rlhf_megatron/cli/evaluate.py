@@ -9,34 +9,48 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_megatron.cli.generate import answer, answer_steps, is_address, split_words
+from rlhf_megatron.data.prepare import questions
 from rlhf_megatron.evaluation.evaluation import Answered, summarize
 from rlhf_megatron.evaluation.page import page
 from rlhf_megatron.generation.answer_file import PARQUET
+from rlhf_megatron.generation.loss import loss_table, losses_as_json, losses_of
 from rlhf_megatron.generation.score import as_json, compare, score, table_of
 from rlhf_megatron.generation.source import config_of
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Exit code 0: the figures are printed; others as those of `generate`."""
+    if args.loss is not None:
+        return _losses(args)
+    settings: list[str] = []
+    if args.task:
+        if split_words(args)[0]:
+            raise ValueError(f"--task {args.task} brings its questions; leave out the files of prompts.")
+        questions_file, settings = questions(args.task)
+        args.words = [str(questions_file), *args.words]
     prompts, overrides = split_words(args)
     answers, source = Path(args.source), args.config
     files: list[tuple[str, Path]] = []
-    if answers.suffix not in (".jsonl", PARQUET) or not answers.is_file():
+    if not _is_rows(answers):
         source = source or (None if is_address(args.source) else answers)
+        kind = args.task or "answers"
         if args.every_step:
-            code, steps = answer_steps(args)
+            code, steps = answer_steps(args, settings, kind)
             files = [(f"step {step}", path) for step, path in steps]
         else:
-            code, answers = answer(args)
+            code, answers = answer(args, settings, kind)
         if code:
             return code
         prompts = []
-    elif args.every_step:
-        raise ValueError(f"--every-step is for the directory of a run; {answers} is a file of answers.")
+    elif args.every_step or args.task:
+        name = "every-step" if args.every_step else "task"
+        raise ValueError(f"--{name} is for a model or a run that is asked; {answers} is a file of answers.")
     files = files or [(str(answers), answers), *((name, Path(name)) for name in prompts)]
-    config = config_of(source, [], overrides).reward
+    config = config_of(source, [], [*settings, *overrides])
     with TemporaryDirectory() as scratch:
-        scored = [(name, score(path, config, Path(scratch) / "rewards.log")) for name, path in files]
+        scored = [
+            (name, score(path, config.reward, Path(scratch) / "rewards.log", config.data)) for name, path in files
+        ]
     notes = [] if args.every_step else _comparisons(scored)
     for name, of_file in scored:
         if len(scored) > 1:
@@ -44,12 +58,50 @@ def evaluate(args: argparse.Namespace) -> int:
         print("\n".join(table_of(summarize(of_file))))
     print("\n".join(notes), end="\n" if notes else "")
     if args.json:
-        args.json.write_text(json.dumps(_figures(scored, args.every_step), indent=1) + "\n")
-        print(f"all figures: {args.json}")
+        _write(args, _figures([(name, as_json(answered)) for name, answered in scored], args.every_step))
     if args.report:
         args.report.write_text(page(args.source, [(name, summarize(a)) for name, a in scored], notes))
         print(f"page: {args.report}")
     return 0
+
+
+def _losses(args: argparse.Namespace) -> int:
+    """Exit code as of `evaluate`."""
+    names = ("task", "report", "config", "tokens", "n", "temperature", "top_p", "max_tokens")
+    ignored = [name for name in names if getattr(args, name) is not None and getattr(args, name) is not False]
+    if is_address(args.source) or ignored or args.split != "val":
+        told = ", ".join(f"--{name.replace('_', '-')}" for name in ignored) or "--split, or the address"
+        raise ValueError(
+            f"--loss scores what is written, with engines of this command, and has no page: leave out {told}."
+        )
+    args.words = [*args.words, *args.loss]
+    files = [(args.source, Path(args.source))]
+    if _is_rows(files[0][1]) and args.words:
+        raise ValueError(f"{args.source} is a file of losses, which is only read; leave out {' '.join(args.words)}.")
+    if not _is_rows(files[0][1]):
+        code, steps = answer_steps(args, (), "loss") if args.every_step else (0, [])
+        if not args.every_step:
+            code, out = answer(args, (), "loss")
+            files = [(str(out), out)]
+        if code:
+            return code
+        files = [(f"step {step}", path) for step, path in steps] or files
+    found = [(name, losses_of(path)) for name, path in files]
+    for name, sets in found:
+        print("\n".join([f"\n{name}"] * (len(found) > 1) + loss_table(sets)))
+    if args.json:
+        _write(args, _figures([(name, losses_as_json(sets)) for name, sets in found], args.every_step))
+    return 0
+
+
+def _is_rows(path: Path) -> bool:
+    """A file that `generate` or --loss wrote."""
+    return path.suffix in (".jsonl", PARQUET) and path.is_file()
+
+
+def _write(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"all figures: {args.json}")
 
 
 def _comparisons(scored: list[tuple[str, list[Answered]]]) -> list[str]:
@@ -62,7 +114,7 @@ def _comparisons(scored: list[tuple[str, list[Answered]]]) -> list[str]:
     return lines
 
 
-def _figures(scored: list[tuple[str, list[Answered]]], is_along: bool) -> dict[str, Any]:
+def _figures(found: list[tuple[str, dict[str, Any]]], is_along: bool) -> dict[str, Any]:
     if not is_along:
-        return as_json(scored[0][1])
-    return {"steps": [{"step": int(name.split()[-1])} | as_json(answered) for name, answered in scored]}
+        return found[0][1]
+    return {"steps": [{"step": int(name.split()[-1])} | figures for name, figures in found]}

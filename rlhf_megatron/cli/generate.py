@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.generation.answer_file import read_answers
 from rlhf_megatron.generation.endpoint import EndpointJob, model_of
 from rlhf_megatron.generation.job import GenerateJob, answer_along
-from rlhf_megatron.generation.source import config_of, weights_of
+from rlhf_megatron.generation.loss import LossJob
+from rlhf_megatron.generation.source import Served, config_of, weights_of
 from rlhf_megatron.recovery.resume import CHECKPOINTS
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
@@ -32,31 +33,32 @@ def generate(args: argparse.Namespace) -> int:
     return code
 
 
-def asked(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
-    """The configuration of a job, and its source; None: an address."""
+def asked(args: argparse.Namespace, settings: Sequence[str] = ()) -> tuple[RunConfig, Path | None]:
+    """The configuration of a job, and its source; None: an address. `settings`: those of the command line count over
+    them."""
     shortcuts = {"n": args.n, "temperature": args.temperature, "top_p": args.top_p}
     words = [f"rollout.val_kwargs.{key}={value}" for key, value in shortcuts.items() if value is not None]
     words += [f"data.max_response_length={args.max_tokens}"] if args.max_tokens is not None else []
     prompts, overrides = split_words(args)
     source = None if is_address(args.source) else Path(args.source)
-    return config_of(source, prompts, [*words, *overrides]), source
+    return config_of(source, prompts, [*settings, *words, *overrides]), source
 
 
 def is_address(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def answer(args: argparse.Namespace) -> tuple[int, Path]:
-    """The exit code of `generate`, and the file of answers."""
-    config, source = asked(args)
+def answer(args: argparse.Namespace, settings: Sequence[str] = (), kind: str = "answers") -> tuple[int, Path]:
+    """The exit code of `generate`, and the file of answers. `kind`: of the file; "loss": of losses."""
+    config, source = asked(args, settings)
     job: GenerateJob | EndpointJob
     if source is None:
-        out = args.out or Path("answers.jsonl")
+        out = args.out or Path(f"{kind}.jsonl")
         job = _endpoint_job(args, config, out)
     else:
-        out = args.out or Path(f"{source.absolute().stem}-answers.jsonl")
+        out = args.out or Path(f"{source.absolute().stem}-{kind}.jsonl")
         served = weights_of(source, Path(config.model.path), args.step, args.best)
-        job = GenerateJob.of(config, served, args.split, out, args.tokens, args.overwrite)
+        job = _job_of(args, config, served, out, kind)
     figures: dict[str, float] = {}
     code = resumably(lambda stop: figures.update(job.run(stop, _say)), out)
     if code:
@@ -64,24 +66,33 @@ def answer(args: argparse.Namespace) -> tuple[int, Path]:
     if figures["prompts"]:
         rate = figures["tokens"] / max(figures["seconds"], 1e-9)
         print(f"{figures['samples']:.0f} answers of {figures['tokens']:.0f} tokens, {rate:.0f} tokens/s")
-    print(f"answers to {sum(1 for _ in read_answers(out))} prompts: {out}")
+    what, of = ("losses of", "documents") if kind == "loss" else ("answers to", "prompts")
+    print(f"{what} {sum(1 for _ in read_answers(out))} {of}: {out}")
     return 0, out
 
 
-def answer_steps(args: argparse.Namespace) -> tuple[int, list[tuple[int, Path]]]:
-    """The exit code, and a file of answers for each checkpoint of a run, with its step."""
-    config, source = asked(args)
+def _job_of(args: argparse.Namespace, config: RunConfig, served: Served, out: Path, kind: str) -> GenerateJob:
+    if kind == "loss":
+        return LossJob.of_files(config, served, out, args.overwrite)
+    return GenerateJob.of(config, served, args.split, out, args.tokens, args.overwrite)
+
+
+def answer_steps(
+    args: argparse.Namespace, settings: Sequence[str] = (), kind: str = "answers"
+) -> tuple[int, list[tuple[int, Path]]]:
+    """The exit code, and a file for each checkpoint of a run, with its step; arguments as of `answer`."""
+    config, source = asked(args, settings)
     steps = sorted(CheckpointStore(source / CHECKPOINTS).steps()) if source is not None else []
     if source is None or not steps:
         raise ValueError(f"--every-step needs the directory of a run with checkpoints; {args.source} is none.")
-    folder = args.out or Path(f"{source.absolute().stem}-answers")
+    folder = args.out or Path(f"{source.absolute().stem}-{kind}")
     folder.mkdir(parents=True, exist_ok=True)
     files = [(step, folder / f"step_{step:06d}.jsonl") for step in steps]
     first: GenerateJob | None = None
     jobs = []
     for step, out in files:
         served = weights_of(source, Path(config.model.path), step)
-        first = first or GenerateJob.of(config, served, args.split, out, args.tokens, args.overwrite)
+        first = first or _job_of(args, config, served, out, kind)
         jobs.append(replace(first, served=served, out=out))
     return resumably(lambda stop: answer_along(jobs, stop, _say), folder), files
 

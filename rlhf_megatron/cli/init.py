@@ -38,19 +38,30 @@ algorithm:
     preset: decoupled_token_is  # weighs tokens that an older policy sampled
 """,
 }
+KINDS = ("quickstart", *RECIPES)
 NUM_ROWS = {"train.jsonl": 1000, "val.jsonl": 200}
 
 
+def _kind_and_directory(words: list[str]) -> tuple[str, Path]:
+    *kinds, directory = words
+    if len(kinds) > 1 or not set(kinds) <= set(KINDS) or directory in KINDS:
+        raise ValueError(
+            f"`init {' '.join(words)}` must name a folder, and before it one of {', '.join(KINDS)}: as"
+            " `rlhf-megatron init grpo my_run`."
+        )
+    return (kinds or KINDS)[0], Path(directory)
+
+
 def init(args: argparse.Namespace) -> None:
-    """Write the files, none over one that is there, and say what to do next."""
+    """Write the files, none over one that is there, and say what to do next. Raises ValueError."""
+    kind, directory = _kind_and_directory(args.words)
     gpus: int = args.gpus if args.gpus is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if args.kind == "quickstart" and args.gpus:
+    if kind == "quickstart" and args.gpus:
         raise ValueError("the quickstart needs no GPU; leave out --gpus, or write `rlhf-megatron init grpo DIR`.")
-    if args.kind == "async" and gpus == 1:
+    if kind == "async" and gpus == 1:
         raise ValueError("engines that never wait need GPUs of their own; use --gpus 2 or more, or grpo.")
-    directory: Path = args.directory
-    own = {"quickstart": "model"}.get(args.kind, "" if gpus else "warm_model")
-    names = ["run.yaml", *(["model"] if own else []), *([] if args.kind == "quickstart" or gpus else NUM_ROWS)]
+    own = {"quickstart": "model"}.get(kind, "" if gpus else "warm_model")
+    names = ["run.yaml", *(["model"] if own else []), *([] if kind == "quickstart" or gpus else NUM_ROWS)]
     if there := [name for name in names if (directory / name).exists()]:
         raise ValueError(f"{directory / there[0]} is there already and is not overwritten; name another folder.")
     directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +69,7 @@ def init(args: argparse.Namespace) -> None:
         shutil.copytree(shipped() / "examples" / "quickstart" / own, directory / "model")
     if "train.jsonl" in names:
         _write_sums(directory)
-    text = _quickstart() if args.kind == "quickstart" else starter(args.kind, gpus)
+    text = _quickstart() if kind == "quickstart" else starter(kind, gpus)
     (directory / "run.yaml").write_text(text, encoding="utf-8")
     print(f"{directory}: {', '.join(names)}")
     print(

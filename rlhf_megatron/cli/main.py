@@ -36,16 +36,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand before, between and after options, which argparse alone does not allow."""
+    """Overrides, and other words, may stand before, between and after options, which argparse alone does not allow."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
-    strange = [item for item in rest if item.startswith("-") or "=" not in item or not hasattr(args, "overrides")]
+    more = next((name for name in ("words", "overrides") if hasattr(args, name)), None)
+    strange = [
+        item for item in rest if item.startswith("-") or more is None or (more == "overrides" and "=" not in item)
+    ]
     if strange:
         settings = [item.lstrip("-") for item in strange if item.startswith("--") and "=" in item]
         hint = f"; a setting is given without dashes: {' '.join(settings)}" if settings else ""
         parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     if rest:
-        args.overrides = [*args.overrides, *rest]
+        setattr(args, str(more), [*getattr(args, str(more)), *rest])
     return args
 
 

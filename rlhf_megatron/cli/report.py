@@ -5,15 +5,32 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import webbrowser
+from contextlib import suppress
 
 from rlhf_megatron import api
+from rlhf_megatron.observe.report.build import Written
 
 
 def report(args: argparse.Namespace) -> None:
-    """Write the report, say where it is and open it. Raises ValueError if there is nothing to report."""
-    written = api.report(args.run_dirs, args.out)
-    print(*written.states, sep="\n")
+    """Write the report, say where it is and open it; with --watch again and again while a run goes on.
+
+    Raises ValueError if there is nothing to report.
+    """
+    written = api.report(args.run_dirs, args.out, args.watch)
+    _tell(args, written)
+    if args.watch is not None and not written.is_final:
+        print(f"written again every {args.watch} s until the run ends; Ctrl-C leaves it as it is", flush=True)
+        with suppress(KeyboardInterrupt):
+            while not written.is_final:
+                time.sleep(args.watch)
+                written = api.report(args.run_dirs, args.out, args.watch)
+            print(*written.states, sep="\n")
+
+
+def _tell(args: argparse.Namespace, written: Written) -> None:
+    print(*written.states, *written.differences, sep="\n")
     for note in written.notes:
         print(f"note: {note}")
     if written.pictures is None:

@@ -1,4 +1,4 @@
-"""Start a run again after a crash: `python -m rlhf_megatron.cli.restarts NUM COMMAND ... train|sft CONFIG ...`.
+"""Start a run again after a crash: `python -m rlhf_megatron.cli.restarts NUM COMMAND ... JOB CONFIG ...`.
 
 COMMAND is what launch/torchrun.sh runs without MAX_RESTARTS. After an end that another attempt may avoid it is started
 again, at most NUM times; the run goes on from its newest checkpoint and its journal. Two attempts in a row without a
@@ -73,7 +73,7 @@ def _entries(directory: Path) -> list[Path]:
 
 def restartable(command: Sequence[str]) -> Restartable:
     """Return the run that a command starts. Raises ConfigError if a second attempt would not go on from the first."""
-    at = next(i for i, word in enumerate(command) if word in ("train", "sft"))
+    at = next(i for i, word in enumerate(command) if word in ("train", "sft", "reward-model"))
     args = parse_arguments(command[at:])
     trainer = load_run_config(args.config, args.overrides).config.trainer
     problems = []

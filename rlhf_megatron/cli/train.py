@@ -1,4 +1,4 @@
-"""`rlhf-megatron train` and `sft`: train in this process, or in those that they start."""
+"""`rlhf-megatron train`, `sft` and `reward-model`: train in this process, or in those that they start."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def sft(args: argparse.Namespace) -> int:
     return _started("sft", args, {})
 
 
+def reward_model(args: argparse.Namespace) -> int:
+    """Return the exit code of the job `reward-model`; every rank comes through here, as for `train`."""
+    return _started("reward-model", args, {})
+
+
 def _started(command: str, args: argparse.Namespace, options: dict[str, Any]) -> int:
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a rank waits where Python cannot run: a signal must end it at once
         for number in (signal.SIGTERM, signal.SIGUSR1):  # until the launcher or the controller takes them
@@ -30,9 +35,10 @@ def _started(command: str, args: argparse.Namespace, options: dict[str, Any]) ->
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     from rlhf_megatron import api
 
-    run = {"train": api.train, "sft": api.sft}[command]
+    run = {"train": api.train, "sft": api.sft, "reward-model": api.reward_model}[command]
     try:
-        run(args.config, args.overrides, fresh=args.fresh, **options, is_own_process=False)
+        is_free = args.allow_changes
+        run(args.config, args.overrides, fresh=args.fresh, allow_changes=is_free, **options, is_own_process=False)
     except api.RunFailed as error:
         return error.exit_code
     return 0

@@ -16,6 +16,9 @@ NOT_USED = "not in use"
 
 FIXED = {
     "actor.backend": "the state was made by the former one",
+    **dict.fromkeys(
+        [f"actor.lora.{name}" for name in ("rank", "alpha", "target_modules")], "the state has the former's matrices"
+    ),
     "model.dtype": "the state was made in the former type",
     "algorithm.adv_estimator": "it decides which models are trained and what their state is",
 }
@@ -26,11 +29,13 @@ OF_LAYOUT = (
     "actor.megatron.",
     "critic.megatron.",
     "critic.num_ranks",
+    "reward_model.megatron.",
+    "reward_model.num_ranks",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.runtime",
 )
-_OF_A_STEP = ("model.", "data.", "actor.", "critic.", "reference.", "reward.", "algorithm.")
+_OF_A_STEP = ("model.", "data.", "actor.", "critic.", "reference.", "reward.", "reward_model.", "algorithm.")
 _OF_A_STEP_TOO = (
     *("rollout.n", "rollout.temperature", "rollout.stop"),
     *("trainer.seed", "trainer.critic_warmup", "trainer.total_training_steps"),

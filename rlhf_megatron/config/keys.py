@@ -72,10 +72,10 @@ def section_keys(cls: type) -> tuple[str, ...]:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value at a full key path; entries of free mappings are reached by their name."""
+    """The value at a full key path; entries of free mappings are reached by their name, None where it lacks."""
     value = config
     for name in key.split("."):
-        value = value[name] if isinstance(value, dict) else getattr(value, name)
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name)
     return value
 
 

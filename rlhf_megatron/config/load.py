@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from rlhf_megatron.config import hub
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.keys import join
 from rlhf_megatron.config.rules import Check
@@ -70,7 +72,8 @@ def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
     return trees
 
 
-EXTENDS = "extends"
+EXTENDS, LOCK = "extends", "lock"
+LOCK_FILE = "config.lock.yaml"  # in a run's directory (recovery/lock_file.py)
 
 
 def load_run_config(
@@ -149,7 +152,9 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[Prob
     assert config is not BROKEN
     if files.problems:  # what an unreadable file would have set is unknown: no rule can be trusted
         raise ConfigError([*files.problems, *converter.problems])
-    return Loaded(config, converter.provenance), converter.problems, converter.broken
+    if files.lock is not None and not isinstance(files.lock, dict):
+        raise ConfigError([f"{LOCK} ({files.lock}) must be as a run writes it into config.lock.yaml; take that file."])
+    return Loaded(config, converter.provenance, files.lock), converter.problems, converter.broken
 
 
 class _Files:
@@ -157,6 +162,7 @@ class _Files:
 
     def __init__(self) -> None:
         self.tree: Node = MappingNode({}, Loaded.of_nothing().origin(""))
+        self.lock: Any = None
         self.num_layers = 0
         self.problems: list[Problem] = []
         self._done: set[Path] = set()
@@ -179,8 +185,14 @@ class _Files:
             self.read(base, base_where)
         self._open.pop()
         self._done.add(real)
-        items = {key: _in_layer(item, self.num_layers) for key, item in node.items.items() if key != EXTENDS}
-        items = {key: _from_folder(item, key, path.parent) for key, item in items.items()}
+        items = {
+            key: _in_layer(item, self.num_layers) for key, item in node.items.items() if key not in (EXTENDS, LOCK)
+        }
+        self.lock = plain(node.items[LOCK]) if LOCK in node.items else self.lock
+        # What a run has written holds paths in full; those of older versions counted from the working directory.
+        is_of_run = path.name == "config.yaml" and (path.parent / "run.lock").exists()
+        folder = Path() if is_of_run else path.parent
+        items = {key: _from_folder(item, key, folder) for key, item in items.items()}
         if items:
             self.tree = merge(self.tree, MappingNode(items, replace(node.origin, layer=self.num_layers)))
         self.num_layers += 1
@@ -236,13 +248,14 @@ def _in_layer(node: Node, layer: int) -> Node:
 
 
 INPUTS = {
-    *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "trainer.resume_from_path", "plugins[]"),
+    *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "reward_model.path"),
+    *("trainer.resume_from_path", "plugins[]"),
     *("data.train_files[]", "data.val_files[]", "data.sources[].train_files[]", "data.sources[].val_files[]"),
     *("rollout.sglang.python", "rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file"),
     "rollout.transfer_dir",
 }
 """Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
-from the working directory on the command line."""
+from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py)."""
 
 
 def _from_folder(node: Node, key: str, folder: Path) -> Node:
@@ -251,7 +264,7 @@ def _from_folder(node: Node, key: str, folder: Path) -> Node:
         return replace(node, items={n: _from_folder(item, join(key, n), folder) for n, item in node.items.items()})
     if isinstance(node, SequenceNode):
         return replace(node, items=tuple(_from_folder(item, f"{key}[]", folder) for item in node.items))
-    is_function = key.startswith("reward.") and key.endswith("params.path")
+    is_function = is_path_of_function(key)
     if not isinstance(node.value, str) or not node.value or not (key in INPUTS or is_function):
         return node
     file, colon, name = node.value.rpartition(":") if is_function else (node.value, "", "")
@@ -259,7 +272,14 @@ def _from_folder(node: Node, key: str, folder: Path) -> Node:
     if is_program or file.startswith("~") or ((is_function or key == "plugins[]") and not is_file(file)):
         return node
     text = os.path.abspath(folder / file) + colon + name
+    if key in hub.MODELS and hub.is_hub_name(file) and not os.path.exists(text):
+        text = hub.local_copy(file, key) or file
     return replace(node, value=text, text=text)
+
+
+def is_path_of_function(key: str) -> bool:
+    """Whether a setting names a function of a file: FILE.py:NAME."""
+    return key.startswith("reward.") and key.endswith("params.path")
 
 
 def display(path: Path) -> str:

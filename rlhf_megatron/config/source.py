@@ -41,6 +41,7 @@ class Loaded:
 
     config: RunConfig
     provenance: Mapping[str, Origin] = field(default_factory=dict)
+    lock: Mapping[str, Any] | None = None  # of a run's lock file, as it is written there
 
     @staticmethod
     def of(config: RunConfig) -> Loaded:

@@ -75,21 +75,21 @@ def entry_of(key: str) -> VerlName | None:
     return None
 
 
+EPOCHS = "in steps of the loop: rows of data.train_files // data.train_batch_size x epochs"
 ELSEWHERE = {
     "learning_rate": "actor.optim.lr",
     "num_generations": "rollout.n",
     "group_size": "rollout.n",
     "beta": "actor.kl_loss_coef",
     "kl_coef": "actor.kl_loss_coef",
-    "epochs": "trainer.total_training_steps (steps of the loop; prompts are drawn anew when all were drawn)",
-    "num_train_epochs": "trainer.total_training_steps (steps of the loop; prompts are drawn anew when all were drawn)",
+    "epochs": f"trainer.total_training_steps ({EPOCHS})",
+    "num_train_epochs": f"trainer.total_training_steps ({EPOCHS})",
     "max_steps": "trainer.total_training_steps",
     "save_steps": "trainer.save_freq",
     "eval_steps": "trainer.test_freq",
     "output_dir": "trainer.default_local_dir",
     "model_name_or_path": "model.path",
     "bf16": "model.dtype (bfloat16)",
-    "val_only": "a command: rlhf-megatron evaluate RUN.yaml",
 }
 """Last parts of names that other trainers have -> what it is here."""
 
@@ -103,6 +103,10 @@ def suggest(key: str) -> Suggestion:
     entry = entry_of(path)
     if entry is None and (name := path.rpartition(".")[2]) in ELSEWHERE:
         return Suggestion(f"Here it is {ELSEWHERE[name]}.", (ELSEWHERE[name].partition(" ")[0],))
+    name = path.rpartition(".")[2]
+    if entry is None and not any(other.rpartition(".")[2] == name for other in known):  # verl's, without its section
+        named = [each for each in VERL_NAMES if each.name.rpartition(".")[2] == name]
+        entry = min(named, key=lambda each: not each.name.startswith("trainer."), default=None)
     if entry is None:
         return nearest(path, [name for name in known if not path.startswith(name + ".")])
     if entry.target is None:

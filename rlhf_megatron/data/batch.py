@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +60,11 @@ class TokenBatch:
     """B samples as ragged token columns: what a forward pass needs."""
 
     offsets: Tensor  # [B + 1] int64; offsets[0] == 0, offsets[B] == T
-    token_ids: Tensor = per_token()  # [T] int64, prompt then response
+    token_ids: Tensor = per_token()  # [T] int32 (int64 in older files), prompt then response
     response_mask: Tensor = per_token()  # [T] bool, never True on the first token of a sample
+    # Where routing is replayed: which sample it is, and what its engine wrote of it.
+    sample_ids: Tensor | None = per_sample(default=None, kw_only=True)  # [B] int64, unique over the run
+    routes: tuple[str, ...] | None = per_sample(default=None, kw_only=True)  # files, see data.routes
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -104,6 +108,8 @@ class ScoredBatch(RolloutBatch):
     rewards: Tensor = per_sample()  # [B] float32; what a masked status has here is never read
     reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base; a "masked:<why>" sample is left out
     reward_parts: dict[str, Tensor] = field(default_factory=dict, metadata={"axis": "sample"})  # name -> [B] float32
+    # Shares of `rewards` that are paid at tokens of their own; the rest is paid at the response's last token.
+    process_rewards: Tensor | None = per_token(default=None, kw_only=True)  # [T] float32
     # Of the greedy sample of the sample's prompt, where the estimator needs it; nan: that one is of masked status.
     greedy_rewards: Tensor | None = per_sample(default=None, kw_only=True)  # [B] float32
 
@@ -148,6 +154,8 @@ class MiniBatch(TokenBatch):
     rollout_log_probs: Tensor | None = per_token(default=None)
     correction_weights: Tensor | None = per_token(default=None)  # [T] float32, factor of the policy loss
     is_picked: Tensor | None = per_token(default=None)  # [T] bool, tokens that the policy loss treats in its own way
+    teacher_ids: Tensor | None = per_token(default=None)  # [T, K] int32, the teacher's most likely tokens
+    teacher_log_probs: Tensor | None = per_token(default=None)  # [T, K] float32
 
 
 @codec.register
@@ -163,7 +171,13 @@ class ValueMiniBatch(TokenBatch):
 
 @codec.register
 @dataclass(frozen=True)
-class Values(TokenBatch):
+class TokenColumns:
+    """What a rank returns of a TokenBatch: token columns alone, since who asked has the rest."""
+
+
+@codec.register
+@dataclass(frozen=True)
+class Values(TokenColumns):
     """The result of the critic's forward-only pass. Zero where `response_mask` is False."""
 
     values: Tensor = per_token()  # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
@@ -171,12 +185,21 @@ class Values(TokenBatch):
 
 @codec.register
 @dataclass(frozen=True)
-class LogProbs(TokenBatch):
+class LogProbs(TokenColumns):
     """The result of a forward-only pass. Zero where `response_mask` is False."""
 
     log_probs: Tensor = per_token()  # [T] float32
     entropies: Tensor | None = per_token(default=None)  # [T] float32, nats, when asked for
     sum_squares: Tensor | None = per_token(default=None)  # [T] float32, sum over the vocabulary of p^2, when asked for
+
+
+@codec.register
+@dataclass(frozen=True)
+class TopLogProbs(TokenColumns):
+    """The K most likely tokens at each place, the likeliest first. Zero where `response_mask` is False."""
+
+    teacher_ids: Tensor = per_token()  # [T, K] int32
+    teacher_log_probs: Tensor = per_token()  # [T, K] float32
 
 
 def token_index(offsets: Tensor, samples: Sequence[int]) -> Tensor:
@@ -192,7 +215,28 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
 
 
-def columns_of(batch: TokenBatch) -> Iterator[tuple[str, str, Any]]:
+def with_places_behind(tokens: TokenBatch, is_wanted_T: Tensor | None = None) -> TokenBatch:
+    """`tokens`, each sample with a copy of its last token behind it, so that a value model's value of the state behind
+    each token has a place. Its mask has the places behind `is_wanted_T`: [T] bool; None: behind whole samples."""
+    if is_wanted_T is None:
+        is_wanted_T = torch.zeros(tokens.num_tokens, dtype=torch.bool)
+        is_wanted_T[tokens.offsets[1:] - 1] = True
+    index_T = torch.repeat_interleave(torch.arange(len(tokens)), tokens.lengths)
+    token_ids = torch.empty(tokens.num_tokens + len(tokens), dtype=tokens.token_ids.dtype)
+    token_ids[torch.arange(tokens.num_tokens) + index_T] = tokens.token_ids
+    token_ids[tokens.offsets[1:] + torch.arange(len(tokens))] = tokens.token_ids[tokens.offsets[1:] - 1]
+    mask = torch.zeros(len(token_ids), dtype=torch.bool)
+    mask[places_behind(tokens.offsets, is_wanted_T)] = True
+    return TokenBatch(tokens.offsets + torch.arange(len(tokens.offsets)), token_ids, mask)
+
+
+def places_behind(offsets: Tensor, is_wanted_T: Tensor) -> Tensor:
+    """[N] int64: where `with_places_behind` has the states behind those tokens."""
+    index_T = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    return (torch.arange(len(is_wanted_T)) + index_T + 1)[is_wanted_T]
+
+
+def columns_of(batch: TokenBatch | TokenColumns) -> Iterator[tuple[str, str, Any]]:
     """(name, "sample" or "token", value) of each column that is there."""
     for f in fields(batch):
         if "axis" in f.metadata and getattr(batch, f.name) is not None:
@@ -202,11 +246,12 @@ def columns_of(batch: TokenBatch) -> Iterator[tuple[str, str, Any]]:
 def select(batch: Batch, samples: Sequence[int]) -> Batch:
     """The given samples of a batch, in the given order. Every column follows."""
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
-    tokens = token_index(batch.offsets, list(samples))
+    runs = _runs(batch.offsets, samples)
     new: dict[str, Any] = {"offsets": offsets_from_lengths(batch.lengths[rows])}
     for name, axis, value in columns_of(batch):
         if axis == "token":
-            new[name] = value[tokens]
+            column = value.numpy()
+            new[name] = torch.from_numpy(np.concatenate([column[:0], *(column[run] for run in runs)]))
         elif isinstance(value, Tensor):
             new[name] = value[rows]
         elif isinstance(value, dict):
@@ -214,6 +259,18 @@ def select(batch: Batch, samples: Sequence[int]) -> Batch:
         else:
             new[name] = tuple(value[i] for i in samples)
     return replace(batch, **new)
+
+
+def _runs(offsets: Tensor, samples: Sequence[int]) -> list[slice]:
+    """The tokens of these samples; those of neighbours are one run. No index a token: it is larger than a column."""
+    borders = offsets.tolist()
+    runs: list[slice] = []
+    for sample in samples:
+        start, stop = borders[sample], borders[sample + 1]
+        if runs and runs[-1].stop == start:
+            start = runs.pop().start
+        runs.append(slice(start, stop))
+    return runs
 
 
 def concat(batches: Sequence[Batch]) -> Batch:

@@ -198,7 +198,8 @@ def _pack_tensor(tensor: Tensor, buffers: list[Buffer]) -> list[Any]:
     if dtype not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}.")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    buffers.append(flat.view(torch.uint8).numpy().data)
+    # An array without entries can have no stride by which it would be seen as bytes.
+    buffers.append(flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b""))
     return [dtype, list(tensor.shape)]
 
 

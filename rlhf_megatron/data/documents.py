@@ -27,6 +27,7 @@ from rlhf_megatron.data.rows import SOURCE_KEY, check_text, look_up, prompt_of, 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.turns import Document, turns_of
 
+MESSAGES, TEXT = "messages", "text"  # keys that published files have
 ANY_LENGTH = 1 << 24  # tokens: the limit on documents comes after the one on prompts
 
 
@@ -194,6 +195,33 @@ def load_documents(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pa
     return DocumentSets(
         sources, tuple(DocumentSource(name, 1.0, items) for name, items in sets.items() if items), counts
     )
+
+
+def load_held_out(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer) -> tuple[Sample, ...]:
+    """The held-out documents of a job, to be scored. Files say by their first row what they are: of prompts and
+    answers, of conversations (under "messages" where sft.messages_key is null), or of plain texts ("text").
+
+    Raises ValueError as `load_documents` does.
+    """
+    rows = raw_rows(Path(data.val_files[0])) if data.val_files else ()
+    first: Mapping[str, Any] = next((row for _, row in rows if isinstance(row, dict)), {})
+    if sft.messages_key is None and data.prompt_key not in first and MESSAGES in first:
+        sft, data = replace(sft, messages_key=MESSAGES), replace(data, apply_chat_template=True)
+    if sft.messages_key is None and data.prompt_key not in first and TEXT in first:
+        counts = Counts()
+        read = partial(_text, tokenizer=tokenizer)
+        samples: Iterable[Sample] = _read(data.val_files, SourceConfig(""), read, data, counts)
+        return tuple(_limited(samples, data, sft.max_length, counts))
+    sets = load_documents(data, sft, tokenizer, is_pairs=False)
+    return tuple(held_out.items[i] for held_out in sets.held_out for i in range(len(held_out.items)))
+
+
+def _text(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[Sample]:
+    text = look_up(row, TEXT, "a row")
+    if not isinstance(text, str):
+        raise ValueError(f"{TEXT!r} must be a text, not {type(text).__name__}")
+    ids = tokenizer.encode(text)
+    return [Sample((Document(ids, ((1, len(ids)),) if len(ids) > 1 else ()),), "")]
 
 
 Train = list[tuple[str, float, list[Sample]]]  # (name, weight, samples) of each source

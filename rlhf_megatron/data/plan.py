@@ -13,15 +13,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import Batch, columns_of, concat, select
+from rlhf_megatron.data.batch import Batch, TokenColumns, columns_of, concat, select
 from rlhf_megatron.data.packing import Bin, pack
 
+Columns = TypeVar("Columns", bound=TokenColumns)
 NO_OP = -1
 NO_OP_LENGTH = 2  # one prompt token, one response token that is not in the mask
 
@@ -87,14 +88,25 @@ def take(batch: Batch, plan: ReplicaPlan) -> Batch:
     return concat([shard, *[_no_op_sample(batch)] * num_no_ops]) if num_no_ops else shard
 
 
-def restore(parts: Sequence[Batch], plans: Sequence[ReplicaPlan]) -> Batch:
-    """Undo `take` on the results of all replicas: no-op samples are dropped, the order is that of the whole batch."""
-    samples: list[int] = []
-    for part, plan in zip(parts, plans, strict=True):
-        assert len(part) == len(plan.samples), f"{len(part)} results for {len(plan.samples)} samples of a replica"
-        samples += plan.samples
-    position_of = {sample: position for position, sample in enumerate(samples) if sample != NO_OP}
-    return select(concat(parts), [position_of[sample] for sample in range(len(position_of))])
+def restore(parts: Sequence[Columns], plans: Sequence[ReplicaPlan], offsets: Tensor) -> Columns:
+    """Undo `take` on the results of all replicas: no-op samples are dropped, the order is that of the whole batch.
+    `offsets`: of that."""
+    borders = offsets.tolist()
+    new: dict[str, Tensor] = {}
+    for name, _, first in columns_of(parts[0]):
+        whole = first.new_empty(borders[-1], *first.shape[1:])
+        for part, plan in zip(parts, plans, strict=True):
+            column, begin = getattr(part, name), 0
+            for sample in plan.samples:
+                if sample == NO_OP:
+                    begin += NO_OP_LENGTH
+                    continue
+                start, stop = borders[sample], borders[sample + 1]
+                whole.numpy()[start:stop] = column.numpy()[begin : begin + stop - start]
+                begin += stop - start
+            assert len(column) == begin, f"{len(column)} results for {begin} tokens of a replica"
+        new[name] = whole
+    return replace(parts[0], **new)
 
 
 def _align(length: int, multiple: int) -> int:

@@ -1,28 +1,32 @@
 """Rows of data files, checked: a prompt (text or chat messages), a label, a source, and what else a reward may read.
 
-Files are JSONL, or parquet where pyarrow is installed.
+Files are JSONL, or parquet and saved datasets of Hugging Face where pyarrow is installed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+STATE = "state.json"
 PARQUET_BATCH = 1024  # rows that are held as Python objects at once
 
 
 def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(number counted from 1, the row's value) of each row; a ValueError in place of one that cannot be read.
 
-    `*.parquet` is parquet, anything else JSONL: one JSON value a line, blank lines left out. Raises ValueError for a
-    file that is missing or not what its name says, and for parquet without pyarrow.
+    `*.parquet` is parquet, a folder what `save_to_disk` of Hugging Face datasets wrote, anything else JSONL: one JSON
+    value a line, blank lines left out. Raises ValueError for a file that is missing or not what its name says, and
+    where pyarrow is needed and not installed.
     """
+    if path.is_dir():
+        return _table(path, _saved_dataset)
     if not path.is_file():
         raise ValueError(f"{path} does not exist or is not a file; check data.train_files and data.val_files.")
-    return _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    return _table(path, _parquet) if path.suffix == ".parquet" else _json_lines(path)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -45,24 +49,47 @@ def _reject_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _table(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[tuple[int, Any]]:
+    """Rows of Arrow's record batches."""
     try:
         import pyarrow
-        from pyarrow import parquet
     except ImportError:
+        kind = "saved datasets" if path.is_dir() else "parquet files"
         raise ValueError(
-            f"{path}: parquet files need pyarrow; install the extra (pip install '.[parquet]'), or convert the file to"
-            " JSONL."
+            f"{path}: {kind} need pyarrow; install the extra (pip install '.[parquet]'), or convert the rows to JSONL."
         ) from None
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH):
-                for row in batch.to_pylist():
+        for batch in batches(path):
+            for start in range(0, len(batch), PARQUET_BATCH):
+                for row in batch.slice(start, PARQUET_BATCH).to_pylist():
                     number += 1
                     yield number, _without_nulls(row)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a parquet file that pyarrow can read ({error}); write it again.") from error
+        kind = "a parquet file" if path.is_file() else "a saved dataset"
+        raise ValueError(f"{path} is not {kind} that pyarrow can read ({error}); write it again.") from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=PARQUET_BATCH)
+
+
+def _saved_dataset(path: Path) -> Iterator[Any]:
+    """The files that state.json names, in that order, mapped into memory."""
+    import pyarrow
+
+    if not (path / STATE).is_file():
+        raise ValueError(
+            f"{path} has no {STATE}: it is no dataset that save_to_disk of Hugging Face datasets wrote; of several"
+            " splits name the folder of one."
+        )
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    for file in state["_data_files"]:
+        with pyarrow.memory_map(str(path / file["filename"])) as source:
+            yield from pyarrow.ipc.open_stream(source)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -126,7 +153,7 @@ def read_rows(
         for number, value in raw_rows(path):
             origin = f"{path}:{number}"
             try:
-                rows.append(_checked(value, prompt_key, label_key, path.stem, origin))
+                rows.append(checked(value, prompt_key, label_key, path.stem, origin))
             except ValueError as error:
                 problems.append(f"{origin}: {error}")
     num_rows = len(rows) + len(problems)
@@ -167,8 +194,8 @@ def check_text(text: str, what: str = "text") -> None:
         raise ValueError(f"its {what} has half of a surrogate pair ({found}); write it as UTF-8 text") from None
 
 
-def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str) -> PromptRow:
-    """Raises ValueError saying what is wrong with the row."""
+def checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str) -> PromptRow:
+    """Return the row as it is read. Raises ValueError saying what is wrong with it."""
     if isinstance(value, ValueError):
         raise value
     if not isinstance(value, dict):

@@ -224,6 +224,10 @@ def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
 
 def _split(token_ids: Iterable[int], known_ids: frozenset[int]) -> Iterator[list[int]]:
     """The runs of known ids between unknown ones."""
+    token_ids = list(token_ids)
+    if known_ids.issuperset(token_ids):
+        yield token_ids
+        return
     piece: list[int] = []
     for token_id in token_ids:
         if token_id in known_ids:

@@ -21,7 +21,7 @@ STYLE = """
 def page(title: str, results: Sequence[tuple[str, EvaluationResult]], notes: Sequence[str] = ()) -> str:
     """`results`: a name and figures, in order; with `curve` where names are steps. `notes`: lines below the tables."""
     steps = [(int(name.split()[-1]), result) for name, result in results if name.startswith("step ")]
-    parts = [curve(steps)] if len(steps) > 1 else []
+    parts = ["<p>Mean score over steps, with its 95 % interval</p>", curve(steps)] if len(steps) > 1 else []
     for name, result in results:
         parts += [f"<h2>{escape(name)}</h2>", _sets(result), _figures(result)]
     parts += [f"<p>{escape(note)}</p>" for note in notes]

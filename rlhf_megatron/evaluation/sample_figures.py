@@ -1,7 +1,8 @@
 """best@k, worst@k and maj@k of an evaluation set, with bootstrap intervals over items. Pure; vectorised and seeded.
 
 best and worst are expected values over all ways to take k of an item's n samples without replacement, in closed form.
-maj is the score of the most common answer among k samples: exact for k = n, else the mean of NUM_DRAWS drawn subsets.
+maj is the score of the most common answer among k samples: the mean over all subsets where these are at most NUM_DRAWS,
+else over so many that are drawn.
 Answers that are equally common count as the mean of their scores. An answer is what stands in the last \\boxed{...}, or
 after the last "####", or else the whole response.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import comb
 
 import numpy as np
@@ -84,15 +86,19 @@ def majority(scores_IN: Floats, codes_IN: NDArray[np.int64], k: int, generator: 
     if k == n:
         return _most_common(scores_IN, codes_IN, n)
     found = np.empty(num_items)
-    step = max(1, MOST_NUMBERS // (NUM_DRAWS * n))
+    num_subsets = min(comb(n, k), NUM_DRAWS)
+    step = max(1, MOST_NUMBERS // (num_subsets * n))
     for start in range(0, num_items, step):
         rows = slice(start, min(num_items, start + step))
         count = rows.stop - rows.start
-        chosen = generator.random((count, NUM_DRAWS, n)).argpartition(k - 1, axis=2)[..., :k].reshape(count, -1)
-        shape = (count * NUM_DRAWS, k)
+        if comb(n, k) <= NUM_DRAWS:
+            chosen = np.tile(np.array(list(combinations(range(n), k))).ravel(), (count, 1))
+        else:
+            chosen = generator.random((count, NUM_DRAWS, n)).argpartition(k - 1, axis=2)[..., :k].reshape(count, -1)
+        shape = (count * num_subsets, k)
         scores = np.take_along_axis(scores_IN[rows], chosen, 1).reshape(shape)
         codes = np.take_along_axis(codes_IN[rows], chosen, 1).reshape(shape)
-        found[rows] = _most_common(scores, codes, n).reshape(count, NUM_DRAWS).mean(1)
+        found[rows] = _most_common(scores, codes, n).reshape(count, num_subsets).mean(1)
     return found
 
 
@@ -107,12 +113,16 @@ def _most_common(scores_IN: Floats, codes_IN: NDArray[np.int64], num_codes: int)
 
 
 def bootstrap(
-    table_IK: Floats, generator: np.random.Generator, num_resamples: int = NUM_RESAMPLES
+    table_IK: Floats,
+    generator: np.random.Generator,
+    num_resamples: int = NUM_RESAMPLES,
+    weights_IK: Floats | None = None,
 ) -> Iterator[tuple[float, float | None, float | None]]:
     """(mean, low, high) of each column over the items that have an entry (not nan): the 2.5 and 97.5 % quantiles of
-    the means of resampled items. All columns are resampled alike."""
+    the means of resampled items. All columns are resampled alike. `weights_IK`: of the entries in a mean; None: 1."""
     has_entry_IK = ~np.isnan(table_IK)
-    filled_IK = np.where(has_entry_IK, table_IK, 0.0)
+    weight_IK = has_entry_IK if weights_IK is None else np.where(has_entry_IK, weights_IK, 0.0)
+    filled_IK = np.where(has_entry_IK, table_IK, 0.0) * weight_IK
     num_items = len(table_IK)
     means_RK = np.full((num_resamples, table_IK.shape[1]), np.nan)
     step = max(1, MOST_NUMBERS // max(1, num_items))
@@ -121,9 +131,9 @@ def bootstrap(
         drawn = generator.integers(num_items, size=(count, num_items)) + np.arange(count)[:, None] * num_items
         times_RI = np.bincount(drawn.ravel(), minlength=count * num_items).reshape(count, num_items).astype(np.float64)
         with np.errstate(invalid="ignore"):  # a resample without an item that has an entry
-            means_RK[start : start + count] = (times_RI @ filled_IK) / (times_RI @ has_entry_IK)
+            means_RK[start : start + count] = (times_RI @ filled_IK) / (times_RI @ weight_IK)
     for column in range(table_IK.shape[1]):
-        value = float(filled_IK[:, column].sum() / has_entry_IK[:, column].sum())
+        value = float(filled_IK[:, column].sum() / weight_IK[:, column].sum())
         means_R = means_RK[:, column]
         is_known = has_entry_IK[:, column].sum() > 1
         low, high = np.nanquantile(means_R, (0.025, 0.975)) if is_known else (None, None)

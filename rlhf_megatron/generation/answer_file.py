@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.rows import raw_rows
+from rlhf_megatron.config.schema import DataConfig, RunConfig
+from rlhf_megatron.data.rows import checked, raw_rows
 from rlhf_megatron.observe.line_file import LineFile, write_whole
 
 JOB, LINES = "job.json", "answers.jsonl"
@@ -72,18 +72,38 @@ class AnswerFile:
         self._lines.close()
 
 
-def read_answers(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of answers, in the order of the file. Raises ValueError naming file and row."""
+def read_answers(path: Path, data: DataConfig | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file of answers, in the order of the file. `data`: also those that others wrote, which have the
+    list `responses` beside what rows of prompts have. Raises ValueError naming file and row."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file.")
     for number, row in raw_rows(path):
         try:
+            if data is not None and isinstance(row, dict) and "index" not in row and "responses" in row:
+                row = _of_others(path, number, row, data)
             if not isinstance(row["index"], int) or not isinstance(row["responses"], list):
                 raise TypeError
         except (KeyError, TypeError) as error:
             text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
             raise ValueError(f"{path}, line {number} must be {text}.") from error
         yield row
+
+
+def _of_others(path: Path, number: int, row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
+    """Such a row as ours: it says nothing of ends and tokens. Raises ValueError."""
+    place = f"{path}:{number}"
+    responses, rest = row["responses"], {name: value for name, value in row.items() if name != "responses"}
+    if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
+        raise ValueError(f"{place}: responses must be a list of texts.")
+    try:
+        asked = checked(rest, data.prompt_key, data.label_key, path.stem, place)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from error
+    prompt = asked.prompt if isinstance(asked.prompt, str) else "\n".join(m.content for m in asked.prompt)
+    of_prompt = {"prompt": prompt, "answer": asked.label, "source": asked.source, "extra": asked.extra}
+    count = len(responses)
+    found = {"index": number, "responses": responses, "finish_reasons": ["stop"] * count, "num_tokens": [0] * count}
+    return found | of_prompt
 
 
 def asked_of(config: RunConfig) -> dict[str, Any]:

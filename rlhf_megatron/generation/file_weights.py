@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any, cast
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.conversion.model import Model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.layout import Coordinates, Layout
-from rlhf_megatron.resharding.convert import Model
 from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
@@ -40,6 +41,8 @@ class FileWeights:
 
     layout = Layout(1)
     coordinates = Coordinates(dp=0, pp=0, tp=0)
+    rank = 0
+    is_in_pieces = False
     is_first_copy = True
     device = torch.device("cpu")
 
@@ -54,7 +57,8 @@ class FileWeights:
     def send_weights(self, *, dtype: str, **how: Any) -> Future[list[SendReport]]:
         """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError for a broken one."""
         sent: Future[list[SendReport]] = Future()
-        sent.set_result([deliver_weights(self._tensors(getattr(torch, dtype)), self, Groups(), dtype=dtype, **how)])
+        with closing(Groups()) as groups:
+            sent.set_result([deliver_weights(self._tensors(getattr(torch, dtype)), self, groups, dtype=dtype, **how)])
         return sent
 
     def _tensors(self, dtype: torch.dtype) -> Iterator[tuple[Rule, Tensor]]:

@@ -23,7 +23,7 @@ from rlhf_megatron.generation.file_weights import FileWeights, bring
 from rlhf_megatron.generation.pace import Pace
 from rlhf_megatron.generation.source import Served
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.engine import GeneratedSample
+from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.fleet.process import now_and_then
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.rollout.requests import build_requests, sampling_params
@@ -74,15 +74,32 @@ class GenerateJob:
 
     def asked(self) -> dict[str, Any]:
         """What the answers depend on, beside the weights' own bytes."""
-        config = self.config
-        return asked_of(config) | {
-            "model": os.path.abspath(self.served.name),
-            "weights": self.served.identity,
+        return (asked_of(self.config) | self.of_weights()) | {
             "prompts": digest_of([item.prompt for item in self.items]),
-            "stop": list(config.rollout.stop),
-            "dtype": config.rollout.dtype or config.model.dtype,
+            "stop": list(self.config.rollout.stop),
             "with_tokens": self.with_tokens,
         }
+
+    def of_weights(self) -> dict[str, Any]:
+        """What tells the job's weights from others."""
+        return {
+            "model": os.path.abspath(self.served.name),
+            "weights": self.served.identity,
+            "dtype": self.config.rollout.dtype or self.config.model.dtype,
+        }
+
+    @property
+    def num_rows(self) -> int:
+        """Of the file, when it is done."""
+        return len(self.items)
+
+    def requests(self, start: int, count: int) -> list[GenerateRequest]:
+        """What engines are asked for these rows."""
+        sampling = self.config.rollout.val_kwargs
+        stops = self.tokenizer.stop_ids(self.config.rollout.stop)
+        params = sampling_params(sampling, self.config.data.max_response_length, stops)
+        prompts = prompt_batch(self.items[start : start + count], start)
+        return build_requests(prompts, sampling.n, params, self.config.trainer.seed, STEP)
 
     def run(self, stop: StopRequest, report: Callable[[str], None], engines: Engines | None = None) -> dict[str, float]:
         """Answer what has no answer yet; the file is in order when this returns. `engines`: that serve its weights;
@@ -91,9 +108,9 @@ class GenerateJob:
         Returns figures: prompts, samples and tokens of this call, and its seconds. Raises EngineError when retries or
         engines run out, and RunStopped where `stop` asks for it: a call with the same arguments then goes on.
         """
-        with AnswerFile(self.out, self.asked(), len(self.items), self.overwrite) as answers:
+        with AnswerFile(self.out, self.asked(), self.num_rows, self.overwrite) as answers:
             if answers.done:
-                report(f"{len(answers.done)} of {len(self.items)} prompts have an answer already")
+                report(f"{len(answers.done)} of {self.num_rows} prompts have an answer already")
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
                 with (engines or self._engines)(answers.folder, stop, report) as sync:
@@ -108,26 +125,23 @@ class GenerateJob:
 
     def _ask(self, sync: WeightSync, answers: AnswerFile, report: Callable[[str], None]) -> dict[str, float]:
         there = GeneratedSample((), (), "stop", sync.version)  # stands for a sample that is in the file
-        pace = Pace(len(self.items) - len(answers.done), report)
-        sampling, seed = self.config.rollout.val_kwargs, self.config.trainer.seed
-        stops = self.tokenizer.stop_ids(self.config.rollout.stop)
-        params = sampling_params(sampling, self.config.data.max_response_length, stops)
+        pace = Pace(self.num_rows - len(answers.done), report)
         # Windows are of all prompts: where answers are to be repeatable, engines decode the same pieces every time.
-        for start in range(0, len(self.items), WINDOW):
-            window = prompt_batch(self.items[start : start + WINDOW], start)
-            requests = build_requests(window, sampling.n, params, seed, STEP)
-            known = {i: [there] * sampling.n for i in range(len(window)) if start + i in answers.done}
+        for start in range(0, self.num_rows, WINDOW):
+            window = self.requests(start, WINDOW)
+            known = {i: [there] * len(asked.seeds) for i, asked in enumerate(window) if start + i in answers.done}
 
             def write(first: int, groups: Sequence[Sequence[GeneratedSample]], start: int = start) -> None:
                 for number, group in enumerate(groups, start + first):
-                    answers.append(self._row(number, group))
+                    answers.append(self.row(number, group))
                     pace.add([len(sample.token_ids) for sample in group])
 
             if len(known) < len(window):
-                sync.fleet.generate(requests, write, known)
+                sync.fleet.generate(window, write, known)
         return pace.figures()
 
-    def _row(self, number: int, group: Sequence[GeneratedSample]) -> dict[str, Any]:
+    def row(self, number: int, group: Sequence[GeneratedSample]) -> dict[str, Any]:
+        """The file's row of a prompt."""
         item = self.items[number]
         row: dict[str, Any] = {
             "index": number,

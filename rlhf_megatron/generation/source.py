@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.config.hub import download, is_hub_name, local_copy
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import revealed
+from rlhf_megatron.conversion.model import Model
 from rlhf_megatron.generation.answer_file import digest_of
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.parallel.device import has_accelerator, num_devices
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.recovery.export import HF, find_weights
-from rlhf_megatron.resharding.convert import Model
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def weights_of(source: Path, model_path: Path, step: int | None = None, is_best:
     path = source / HF if is_run else model_path
     hf_config, reader = read_hf_config(path), HFReader(path)
     reader.check(table_for(hf_config))
-    return Served(Model(hf_config, reader, path, digests={}), str(path), _identity(path))
+    return Served(Model(hf_config, reader, path, path, digests={}), str(path), _identity(path))
 
 
 def _has_hf(run_dir: Path) -> bool:
@@ -62,7 +63,7 @@ def _identity(directory: Path) -> str:
 
 
 def config_of(source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]) -> RunConfig:
-    """`source`: RUN.yaml; a run's directory; a model in Hugging Face layout; None: the defaults.
+    """`source`: RUN.yaml; a run's directory; a model in Hugging Face layout, or its name on a hub; None: the defaults.
 
     `prompt_files` take the place of the prompts that it names. Raises ConfigError and ValueError.
     """
@@ -79,10 +80,12 @@ def config_of(source: Path | None, prompt_files: Sequence[str], overrides: Seque
         given += [f"model.path={json.dumps(str(source / HF))}"] if _has_hf(source) else []
     elif source is not None and (source / "config.json").is_file():
         given = _defaults(source)
+    elif source is not None and is_hub_name(str(source)) and not source.exists():
+        given = _defaults(Path(local_copy(str(source)) or download(str(source))))
     elif source is not None:
         raise ValueError(
             f"{source} must be a configuration (RUN.yaml), the directory of a run, or a model in Hugging Face layout"
-            " (with config.json); correct the path."
+            " (with config.json) or on a model hub (owner/name); correct it."
         )
     with tempfile.TemporaryDirectory() as directory:
         if path is None:

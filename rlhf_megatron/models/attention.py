@@ -107,12 +107,12 @@ class LatentPositions(torch.nn.Module):
         return documents
 
     def forward(self, documents: PackedDocuments, packed_seq: bool = True) -> Tensor | tuple[Tensor, float]:
-        """[2, T, 1, d]; of YaRN with a further factor, which is in them already."""
+        """[T, 2, 1, d], of which the layer takes T rows; of YaRN with a further factor, which is in them already."""
         if self.key not in documents.rotary_cache:
             made = self.angles.get_emb(documents.max_seqlen_q)
             angles, scale = made if isinstance(made, tuple) else (made, 1.0)
             angles = angles[:, 0].index_select(0, documents.positions)
-            documents.rotary_cache[self.key] = torch.stack([angles.cos() * scale, angles.sin() * scale])
+            documents.rotary_cache[self.key] = torch.stack([angles.cos() * scale, angles.sin() * scale], 1)
         tables: Tensor = documents.rotary_cache[self.key]
         return tables if self.key[0] == "rope" else (tables, 1.0)
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.grouped_experts import GroupedExperts
 from rlhf_megatron.models.norm import RMSNorm, rms_norm
 from rlhf_megatron.models.table import Impl, Part
 from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_transformer_engine, try_import
@@ -36,13 +37,9 @@ def has_transformer_engine() -> bool:
 def resolve_impl(
     transformer_impl: Literal["auto", "local", "transformer_engine"], device: torch.device, has_experts: bool = False
 ) -> Impl:
-    """Return whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it, or of experts,
-    which have megatron-core's own layers."""
-    if has_experts:
-        if transformer_impl == "transformer_engine":
-            raise ValueError(
-                "transformer_impl (transformer_engine) is not there for models with experts yet; use auto or local."
-            )
+    """Return whose names the modules get: of a model with experts megatron-core's own, unless it is told. Raises
+    ValueError for Transformer Engine on a GPU without it."""
+    if has_experts and transformer_impl == "auto":
         return "local"
     is_cuda = device.type == "cuda"
     is_missing = is_cuda and transformer_impl != "local" and not has_transformer_engine()
@@ -70,10 +67,7 @@ def layer_spec(impl: Impl, config: Any, device: torch.device, unbiased: Part | N
 
     `unbiased`: the part of a layer whose linear layers have no bias whatever `add_bias_linear` says.
     """
-    if config.multi_latent_attention:
-        assert impl == "local", "latent attention has megatron-core's own layers"
-        return _latent(config, None), RMSNorm
-    layer, final_norm = _layer_and_norm(impl, config.qk_layernorm, device)
+    layer, final_norm = _layer_and_norm(impl, config, None, device)
     if unbiased is not None:
         linears = getattr(layer.submodules, unbiased).submodules
         for name in ("linear_qkv", "linear_proj") if unbiased == "self_attention" else ("linear_fc1", "linear_fc2"):
@@ -81,21 +75,22 @@ def layer_spec(impl: Impl, config: Any, device: torch.device, unbiased: Part | N
     return layer, final_norm
 
 
-def _layer_and_norm(impl: Impl, has_qk_norm: bool, device: torch.device) -> tuple[Any, Any]:
+def _layer_and_norm(impl: Impl, config: Any, num_experts: int | None, device: torch.device) -> tuple[Any, Any]:
     if impl == "local":
-        return _local(has_qk_norm), RMSNorm
+        return _local(config, num_experts), RMSNorm
     if device.type == "cuda":
-        return _transformer_engine(has_qk_norm)
-    return _torch_under_its_names(has_qk_norm), RMSNorm
+        return _transformer_engine(config, num_experts)
+    return _torch_under_its_names(config, num_experts), RMSNorm
 
 
-def expert_layer_spec(config: Any) -> Any:
-    """megatron's own layer with experts, one MLP after the other, and our attention and norms."""
-    if config.multi_latent_attention:
-        return _latent(config, config.num_moe_experts)
-    layer = _local(config.qk_layernorm, config.num_moe_experts)
-    # Names in checkpoints: the norm behind attention is not part of a matrix here.
-    layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+def expert_layer_spec(impl: Impl, config: Any, device: torch.device, is_grouped: bool) -> Any:
+    """A layer with experts, one MLP after the other or `is_grouped`, and our attention and norms."""
+    layer, _ = _layer_and_norm(impl, config, config.num_moe_experts, device)
+    parts = layer.submodules.mlp.submodules
+    if is_grouped and isinstance(parts.experts, functools.partial):  # megatron-core 0.19
+        parts.experts = functools.partial(GroupedExperts, *parts.experts.args, **parts.experts.keywords)
+    elif is_grouped:
+        parts.experts.module = GroupedExperts
     return layer
 
 
@@ -110,47 +105,74 @@ def _without_bias(linear: Any) -> Any:
     return WithoutBias
 
 
-def _local(has_qk_norm: bool, num_experts: int | None = None) -> Any:
-    """megatron's own layers with our norm, since its wrapper of torch's refuses sequence parallelism."""
-    layer = copy.deepcopy(
-        get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=has_qk_norm, normalization="RMSNorm")
-    )
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    return layer
+def _local(config: Any, num_experts: int | None) -> Any:
+    """megatron's own layers with our attention and norm, since its wrapper of torch's refuses sequence parallelism.
 
-
-def _latent(config: Any, num_experts: int | None) -> Any:
-    """megatron's own layer with latent attention, our core attention and norms; both down projections whole."""
+    Both down projections of latent attention are whole.
+    """
+    is_latent = config.multi_latent_attention
     layer = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=num_experts, qk_layernorm=True, multi_latent_attention=True, normalization="RMSNorm"
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=is_latent,
+            normalization="RMSNorm",
         )
     )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
-    attention.q_layernorm = RMSNorm if config.q_lora_rank is not None else IdentityOp
-    attention.kv_layernorm = layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if is_latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+        attention.q_layernorm = RMSNorm if config.q_lora_rank is not None else IdentityOp
+        attention.kv_layernorm = RMSNorm
+        return layer
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if num_experts:  # names in checkpoints: the norm behind attention is not part of a matrix here
+        layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     return layer
 
 
-def _torch_under_its_names(has_qk_norm: bool) -> Any:
-    layer = _local(has_qk_norm)
+_LOCAL_KEYS = {
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Names in checkpoints with latent attention, where megatron's local layers do not have those of fused ones."""
+
+
+def _torch_under_its_names(config: Any, num_experts: int | None) -> Any:
+    layer = _local(config, num_experts)
     provider = TorchSpecProvider()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    layer.submodules.self_attention.submodules.linear_qkv = provider.column_parallel_layer_norm_linear()
-    layer.submodules.mlp = get_mlp_module_spec_for_backend(backend=provider)
-    layer.submodules.sharded_state_dict_keys_map = {}  # gives the local layers these names in checkpoints
+    fused = provider.column_parallel_layer_norm_linear()
+    attention = layer.submodules.self_attention.submodules
+    # For plain attention: gives the local layers these names in checkpoints.
+    layer.submodules.sharded_state_dict_keys_map = _LOCAL_KEYS if config.multi_latent_attention else {}
+    if config.multi_latent_attention:
+        if config.q_lora_rank is not None:
+            attention.linear_q_up_proj = fused
+        attention.linear_kv_up_proj = fused
+        attention.q_layernorm = attention.kv_layernorm = IdentityOp
+    else:
+        attention.linear_qkv = fused
+        layer.submodules.input_layernorm = IdentityOp
+    if not num_experts:
+        layer.submodules.mlp = get_mlp_module_spec_for_backend(backend=provider)
+        layer.submodules.pre_mlp_layernorm = IdentityOp
     return layer
 
 
-def _transformer_engine(has_qk_norm: bool) -> tuple[Any, Any]:
-    layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_qk_norm))
+def _transformer_engine(config: Any, num_experts: int | None) -> tuple[Any, Any]:
+    is_latent = config.multi_latent_attention
+    layer = copy.deepcopy(
+        get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, qk_layernorm=config.qk_layernorm, multi_latent_attention=is_latent
+        )
+    )
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    if is_latent:
+        layer.submodules.sharded_state_dict_keys_map = _LOCAL_KEYS
     return layer, importlib.import_module("megatron.core.extensions.transformer_engine").TENorm
 
 

@@ -54,8 +54,8 @@ def build_model(
 ) -> MegatronModel:
     """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
 
-    `world.layout` has the parallel sizes; of `megatron` recompute_*, transformer_impl and gradient_accumulation_fusion
-    are read. Rank 0 logs which kernels it takes, and why no faster ones.
+    `world.layout` has the parallel sizes; of `megatron` recompute_*, transformer_impl, moe_* and
+    gradient_accumulation_fusion are read. Rank 0 logs which kernels it takes, and why no faster ones.
 
     Every chunk takes packed documents:
     `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`. The last one of the
@@ -80,7 +80,10 @@ def build_model(
     padded = padded_vocab_size(vocab_size, world.layout.tp)
     chunks = range(world.layout.vpp)
     return MegatronModel(
-        chunks=[_build_chunk(config, impl, world, padded, gpt_arguments, head, index) for index in chunks],
+        chunks=[
+            _build_chunk(config, impl, world, padded, gpt_arguments, head, index, megatron.moe_grouped_gemm)
+            for index in chunks
+        ],
         transformer_config=config,
         hf_config=hf_config,
         impl=impl,
@@ -110,6 +113,7 @@ def _build_chunk(
     gpt_arguments: Mapping[str, Any],
     head: Head,
     index: int,
+    has_grouped_experts: bool,
 ) -> torch.nn.Module:
     """The `index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
     arguments = dict(gpt_arguments)
@@ -121,7 +125,7 @@ def _build_chunk(
     dense, final_norm = layer_spec(impl, config, world.device, unbiased)
     layers = [dense] * num_layers
     if config.num_moe_experts:
-        with_experts = expert_layer_spec(config)
+        with_experts = expert_layer_spec(impl, config, world.device, has_grouped_experts)
         has_experts = config.moe_layer_freq[first : first + num_layers]
         layers = [with_experts if has else dense for has in has_experts]
     model = GPTModel(

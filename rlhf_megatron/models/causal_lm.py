@@ -102,7 +102,7 @@ class PackedModel(nn.Module):
 
 
 def _own(name: str) -> str:
-    return name.removeprefix("decoder.")
+    return name.removeprefix("decoder.").replace(".base_layer.", ".")  # as without LoRA
 
 
 def build_causal_lm(hf_config: HFConfig, attn_implementation: str, head: Head, dtype: torch.dtype) -> PackedModel:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_megatron.lazy import Tensor, torch
-from rlhf_megatron.parallel.layout import Layout, stage_depths
+from rlhf_megatron.parallel.layout import Layout
 
 Split = Literal["replicated", "rows", "columns", "gated_rows", "pieces"]
 """How tp (of an expert: etp) shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up)
@@ -29,11 +29,15 @@ Impl = Literal["local", "transformer_engine"]
 Part = Literal["self_attention", "mlp"]
 """Of a layer, under megatron-core's names."""
 
-_FUSED_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+_INPUT_NORM, _MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_QUERY_NORM, _KEY_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
+FUSED_NORMS = {
+    _INPUT_NORM: "self_attention.linear_qkv.layer_norm_weight",
+    _MLP_NORM: "mlp.linear_fc1.layer_norm_weight",
+    _QUERY_NORM: "self_attention.linear_q_up_proj.layer_norm_weight",
+    _KEY_NORM: "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""In a layer: Transformer Engine has the norm in the matrix behind it."""
+"""In a layer: Transformer Engine has the norm in the matrix behind it, where that is one matrix."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,23 @@ class HFTensor:
 
     name: str  # "model.layers.3.self_attn.q_proj.weight"
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Entries start .. start + count - 1 of a tensor along an axis."""
+
+    axis: int
+    start: int
+    count: int
+
+    @staticmethod
+    def whole(hf: HFTensor) -> Span:
+        return Span(0, 0, hf.shape[0])
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this part of a tensor of `shape`."""
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True)
@@ -98,17 +119,25 @@ def halves(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def with_names_of(impl: Impl, table: Iterable[Rule]) -> tuple[Rule, ...]:
-    """A table made under local names, under those of `impl`: the same tensors in the same order."""
+    """A table made under local names, under those of `impl`: the same tensors in the same order.
+
+    In front of latent attention and of experts there are several matrices, so that their norms stay apart.
+    """
+    rules = tuple(table)
     if impl == "local":
-        return tuple(table)
-    return tuple(replace(rule, megatron_name=_fused_name(rule.megatron_name)) for rule in table)
+        return rules
+    of_experts = {rule.layer for rule in rules if rule.expert is not None}
+    latent = {rule.layer for rule in rules if rule.megatron_name.endswith(f".{_KEY_NORM}")}
 
+    def renamed(rule: Rule) -> Rule:
+        _, _, name = rule.megatron_name.partition(f".{rule.layer}.")
+        has_experts, is_latent = rule.layer in of_experts, rule.layer in latent
+        is_fused = {_INPUT_NORM: not is_latent, _MLP_NORM: not has_experts, _QUERY_NORM: is_latent, _KEY_NORM: True}
+        if not is_fused.get(name, False):
+            return rule
+        return replace(rule, megatron_name=rule.megatron_name.removesuffix(name) + FUSED_NORMS[name])
 
-def _fused_name(name: str) -> str:
-    for local, fused in _FUSED_NORMS.items():
-        if name.endswith(f".{local}"):
-            return name.removesuffix(local) + fused
-    return name
+    return tuple(renamed(rule) for rule in rules)
 
 
 def check_tensor_parallel(table: Sequence[Rule], tp_size: int, etp_size: int | None = None) -> None:
@@ -129,6 +158,25 @@ def check_tensor_parallel(table: Sequence[Rule], tp_size: int, etp_size: int | N
             f"tensor parallel size {ways} does not divide {len(bad)} tensors, first {rule.megatron_name}"
             f" {rule.megatron_shape} with {blocks} blocks (key-value groups, or rows); it must divide {blocks}."
         )
+
+
+def hf_spans(rule: Rule, num_shards: int, number: int) -> tuple[Span, ...]:
+    """Which parts of a rule's Hugging Face tensors `to_hf` makes of its shard `number`, in the order of `hf`: as many
+    entries as the span says; rows of a padded vocabulary that `to_hf` leaves in are behind them.
+
+    "pieces" end anywhere in a head or an expert, so they have no such parts.
+    """
+    assert rule.split != "pieces", f"{rule.megatron_name}: pieces have no parts"
+    if rule.split == "replicated" or num_shards == 1:
+        return tuple(map(Span.whole, rule.hf))
+    axis = 1 if rule.split == "columns" else 0
+    spans = []
+    for hf in rule.hf:
+        size = hf.shape[axis]
+        each = (size if len(rule.hf) > 1 else rule.megatron_shape[axis]) // num_shards
+        start = min(number * each, size)
+        spans.append(Span(axis, start, min(each, size - start)))
+    return tuple(spans)
 
 
 def holders(rule: Rule, layout: Layout) -> range:
@@ -157,14 +205,11 @@ def shard_shape(rule: Rule, num_shards: int, number: int = 0) -> tuple[int, ...]
     return tuple(shape)
 
 
-def rules_of_stage(
-    table: Sequence[Rule], stage: int, num_stages: int, first: int = 0, last: int = 0
-) -> tuple[Rule, ...]:
-    """The rules whose tensors stand on pipeline stage `stage`. `first`, `last`: see `stage_depths`, as for errors."""
+def rules_of_stage(table: Sequence[Rule], stage: int, layout: Layout) -> tuple[Rule, ...]:
+    """Return the rules whose tensors stand on pipeline stage `stage`. Raises ValueError as `Layout.chunks` does."""
     num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
-    depths = stage_depths(num_layers, num_stages, first, last)
-    stage_of = [number for number, depth in enumerate(depths) for _ in range(depth)]
-    owners = {"embedding": 0, "head": num_stages - 1}
+    stage_of = layout.stage_of_layers(num_layers)
+    owners = {"embedding": 0, "head": layout.pp - 1}
     return tuple(
         rule for rule in table if (owners[rule.owner] if rule.layer is None else stage_of[rule.layer]) == stage
     )

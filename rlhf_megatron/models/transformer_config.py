@@ -14,8 +14,9 @@ from torch import Tensor
 from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.fused import Choice, DeviceType, choose_compiled_activation, choose_gradient_fusion
+from rlhf_megatron.models.grouped_experts import ALIGNMENT
 from rlhf_megatron.models.table import Impl
-from rlhf_megatron.parallel.layout import Layout, stage_depths
+from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.packages import has_gradient_extension, why_no_compiler
 from rlhf_megatron.parallel.weight_grad import has_float32_product
 from rlhf_megatron.parallel.world import World
@@ -41,6 +42,8 @@ def make_transformer_config(
     _check_recompute(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
     experts = arguments.get("num_moe_experts", 0)
     _check_experts(experts, arguments.get("moe_ffn_hidden_size", 0), world.layout, megatron)
+    if experts and megatron.moe_grouped_gemm:
+        _check_grouped(arguments, world.layout, dtype)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
     kind = MLATransformerConfig if plain.get("multi_latent_attention") else TransformerConfig
@@ -74,11 +77,17 @@ def _layout_settings(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "sequence_parallel": layout.sequence_parallel,
         "num_layers_in_first_pipeline_stage": layout.first_layers or None,
         "num_layers_in_last_pipeline_stage": layout.last_layers or None,
+        "pipeline_model_parallel_layout": layout_text(layout) if layout.chunk_layers else None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
     }
+
+
+def layout_text(layout: Layout) -> str:
+    """Return the chunks of a layout in megatron-core's language: "Ett|tttL"."""
+    return f"E{'|'.join('t' * depth for depth in layout.chunk_layers)}L"
 
 
 def _expert_settings(layout: Layout, megatron: MegatronConfig) -> dict[str, Any]:
@@ -180,13 +189,25 @@ def _check_experts(num_experts: int, width: int, layout: Layout, megatron: Megat
         raise ValueError(" ".join(problems))
 
 
+def _check_grouped(arguments: dict[str, Any], layout: Layout, dtype: torch.dtype) -> None:
+    for name, columns in (
+        ("hidden_size", arguments["hidden_size"]),
+        ("moe_ffn_hidden_size / etp", arguments["moe_ffn_hidden_size"] // layout.etp),
+    ):
+        if columns * dtype.itemsize % ALIGNMENT:
+            raise ValueError(
+                f"moe_grouped_gemm needs rows of a multiple of {ALIGNMENT} bytes, and {name} ({columns}) has"
+                f" {columns * dtype.itemsize} in {dtype}; set it to false."
+            )
+
+
 def _check_divisible(arguments: dict[str, Any], layout: Layout) -> None:
     problems = []
-    depths = layout.first_layers or layout.last_layers
-    if depths:
-        stage_depths(arguments["num_layers"], layout.pp, layout.first_layers, layout.last_layers)
+    is_uneven = bool(layout.first_layers or layout.last_layers or layout.chunk_layers)
+    if is_uneven:
+        layout.chunks(arguments["num_layers"])
     for key, axis, parts in (
-        *((("num_layers", "pipeline_model_parallel_size", layout.pp),) if not depths else ()),
+        *((("num_layers", "pipeline_model_parallel_size", layout.pp),) if not is_uneven else ()),
         ("num_attention_heads", "tensor_model_parallel_size", layout.tp),
         ("num_query_groups", "tensor_model_parallel_size", layout.tp),
         ("ffn_hidden_size", "tensor_model_parallel_size", layout.tp),
@@ -220,8 +241,8 @@ def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, 
         return
     if megatron.recompute_granularity in (None, "none"):
         return
-    depths = stage_depths(num_layers, layout.pp, layout.first_layers, layout.last_layers)
-    in_chunk, group = math.gcd(*depths) // layout.vpp, megatron.recompute_num_layers
+    chunks = layout.chunks(num_layers)
+    in_chunk, group = math.gcd(*chunks), megatron.recompute_num_layers
     if not megatron.recompute_method or not group:
         raise ValueError(
             f"full recompute needs recompute_method ({megatron.recompute_method}) and recompute_num_layers ({group});"
@@ -232,7 +253,7 @@ def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, 
             f"recompute_num_layers ({group}) must divide the layers of a model chunk ({in_chunk} = {num_layers} /"
             f" {layout.pp} stages / {layout.vpp} chunks) under recompute_method uniform; use 1."
         )
-    in_chunk = min(depths) // layout.vpp
+    in_chunk = min(chunks)
     if megatron.recompute_method == "block" and group > in_chunk:
         raise ValueError(
             f"recompute_num_layers ({group}) must be at most the layers of a model chunk ({in_chunk} = {num_layers} /"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class Tracker:
         view = BatchView(
             samples=tuple(samples_of(step, batch, self.facts.samples_kept, self.facts.seed)),
             mismatch=mismatch_record(step, batch, spell) if spell else None,
-            distributions=distributions(batch, self._version),
+            make_distributions=partial(distributions, batch, self._version),
         )
         self.loggers.tell(lambda logger: logger.batch(step, view))
 

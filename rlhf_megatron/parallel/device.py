@@ -5,11 +5,9 @@ The functions at the end share device memory with another process of the same ma
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +65,14 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def make_deterministic(warn_only: bool = False) -> None:
+    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that names it, or warn."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    # Filling is for programs that read what they never wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work queued on `device`."""
     if device.type == "cuda":
@@ -115,7 +121,19 @@ def page_lock(memory: Tensor, device: torch.device) -> bool:
     slower and nothing else. Undo it with `page_unlock` before the memory goes."""
     if device.type != "cuda" or memory.device.type != "cpu":
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    if not memory.nbytes:
+        return False
+    is_locked = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+    if not is_locked:
+        _forget_error(device)
+    return is_locked
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call that failed, and torch raises it at the next kernel, whichever that is: this one.
+    What also ends later kernels is raised by them."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
 
 
 def page_unlock(memory: Tensor) -> None:
@@ -178,9 +196,6 @@ class CopyQueue:
             self._stream.synchronize()
 
 
-_DEVICE_INDEX = 6  # place of the device among the arguments of torch's rebuild_cuda_tensor
-
-
 def device_ids() -> list[str]:
     """Identities of the devices that this process can use, the same in every process; none on a CPU."""
     if not torch.cuda.is_available():
@@ -201,15 +216,9 @@ def can_share(device: torch.device) -> bool:
     return not torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", False)
 
 
-def pickle_shared(value: Any) -> bytes:
-    """`value` pickled, tensors on a device as references to their memory and all others by value.
-
-    One pickle for one reader: each counts what it has open. Devices are named by identity, since numbers differ between
-    processes; stock SGLang reads that.
-    """
-    out = io.BytesIO()
-    _SharingPickler(out).dump(value)
-    return out.getvalue()
+def shareable_id(device: torch.device) -> str:
+    """Identity of a device whose memory other processes can open; "" where they cannot."""
+    return device_id(device) if can_share(device) else ""
 
 
 @dataclass(frozen=True)
@@ -253,18 +262,6 @@ def open_shared(memory: SharedMemory) -> Tensor:
     return tensor
 
 
-def collect() -> None:
-    """Free what was shared and other processes have closed."""
-    if torch.cuda.is_available():
-        torch.cuda.ipc_collect()
-
-
-class _SharingPickler(pickle.Pickler):
-    """torch's own pickler would send a tensor of a CPU as a file descriptor, which an unrelated process cannot get."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor) or obj.device.type != "cuda":
-            return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(obj)
-        changed = (*arguments[:_DEVICE_INDEX], device_id(obj.device), *arguments[_DEVICE_INDEX + 1 :])
-        return rebuild, changed
+def decline(memory: SharedMemory) -> None:
+    """Take a reference for closed that its reader will never open: the memory would stay for it else."""
+    torch.UntypedStorage._release_ipc_counter_cuda(memory.counter_handle, memory.counter_offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_megatron.config.rules.stages import parse_layout
 from rlhf_megatron.config.schema import MegatronConfig
 
 
@@ -39,6 +40,7 @@ class Layout:
     etp: int = 0  # ranks that split each expert; 0: as many as split the other layers, and then it is that number
     first_layers: int = 0  # of the first pipeline stage; 0: as many as the others have
     last_layers: int = 0  # of the last one
+    chunk_layers: tuple[int, ...] = ()  # of every model chunk, in the order of the model; (): as the numbers above say
 
     def __post_init__(self) -> None:
         """Raises ValueError for a shape that cannot be."""
@@ -137,8 +139,30 @@ class Layout:
         sequence = " sequence" if self.sequence_parallel else ""
         return f"tp{self.tp}{sequence} pp{self.pp}{vpp}{cp}{ep}{etp} dp{self.dp}"
 
+    def chunks(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of each model chunk in the order of the model; chunk c stands on stage c % pp.
 
-def stage_depths(num_layers: int, num_stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+        Raises ValueError for a number of layers that these sizes do not fit.
+        """
+        if self.chunk_layers:
+            if sum(self.chunk_layers) != num_layers:
+                raise ValueError(
+                    f"pipeline_model_parallel_layout has {sum(self.chunk_layers)} layers (t), the model has"
+                    f" {num_layers}; make them equal."
+                )
+            return self.chunk_layers
+        depths = _stage_depths(num_layers, self.pp, self.first_layers, self.last_layers)
+        if any(depth % self.vpp for depth in depths):
+            raise ValueError(f"virtual pipeline size ({self.vpp}) must divide the layers of every stage ({depths}).")
+        return tuple(depth // self.vpp for depth in depths) * self.vpp
+
+    def stage_of_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the pipeline stage of every layer. Raises ValueError as `chunks` does."""
+        chunks = enumerate(self.chunks(num_layers))
+        return tuple(number % self.pp for number, depth in chunks for _ in range(depth))
+
+
+def _stage_depths(num_layers: int, num_stages: int, first: int, last: int) -> tuple[int, ...]:
     """Layers of each pipeline stage. `first` and `last`: of these stages, where they are told (not 0); the others share
     the rest evenly. Raises ValueError where that does not divide."""
     inner, left = num_stages - bool(first) - bool(last), num_layers - first - last
@@ -146,7 +170,8 @@ def stage_depths(num_layers: int, num_stages: int, first: int = 0, last: int = 0
         if not first and not last:
             raise ValueError(
                 f"the number of layers ({num_layers}) must be a multiple of the pipeline parallel size ({num_stages});"
-                " set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides."
+                " set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides,"
+                " or pipeline_model_parallel_layout."
             )
         raise ValueError(
             f"the number of layers ({num_layers}) less those of first and last stage ({first} and {last}; 0: not set)"
@@ -170,4 +195,5 @@ def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
         etp=megatron.expert_tensor_parallel_size or 0,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
+        chunk_layers=parse_layout(text) if (text := megatron.pipeline_model_parallel_layout) else (),
     )

@@ -87,8 +87,8 @@ def _turn_by_tables() -> None:
     import torch
 
     def turned(x: Any, tables: Any, mscale: float = 1.0, **unused: Any) -> Any:
-        """x [T, heads, d], neighbours in pairs; tables [2, T, 1, d], cosines and sines."""
-        cos, sin = tables.to(x.dtype).unbind(0)
+        """x [T, heads, d], neighbours in pairs; tables [T, 2, 1, d], cosines and sines."""
+        cos, sin = tables.to(x.dtype).unbind(1)
         first, second = x[..., 0::2], x[..., 1::2]
         return torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
 

@@ -23,6 +23,7 @@ KNOWN_WARNINGS = (
     (".*dynamic_context.py.*", DeprecationWarning),
     ("full scope is deprecated", UserWarning),
     (".*GPTModel is deprecated.*", Warning),
+    ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),  # experts at etp 1
 )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-import torch
-
 from rlhf_megatron.parallel import cpu_platform, mcore_fixes
+from rlhf_megatron.parallel.gloo_device import share_gloo_device
 from rlhf_megatron.parallel.mcore_patch import check_undeclared_needs, check_version
 from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_package, one_line
 
@@ -23,6 +22,7 @@ def prepare_megatron() -> None:
     refuse_broken_transformer_engine()
     cpu_platform.apply()
     mcore_fixes.apply()
+    share_gloo_device()
 
 
 def refuse_broken_transformer_engine() -> None:
@@ -41,11 +41,3 @@ def refuse_broken_transformer_engine() -> None:
             f" {one_line(error)}. Install all of it ({INSTALL[TRANSFORMER_ENGINE]}), or remove it (pip uninstall"
             " transformer-engine transformer-engine-torch transformer-engine-cu12)."
         ) from error
-
-
-def make_deterministic() -> None:
-    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that names it."""
-    torch.use_deterministic_algorithms(True)
-    # Filling is for programs that read what they never wrote.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False

@@ -34,6 +34,7 @@ class World:
     copy_group: ProcessGroup  # ranks of this stage that hold its tensors once together, or more of them alike
     leader: int  # rank of this replica's leader
     pg_collection: Any  # megatron's ProcessGroupCollection, to be handed to its functions
+    is_in_pieces: bool = False  # FSDP2's shards end anywhere in a tensor's rows
 
     @property
     def is_first_copy(self) -> bool:

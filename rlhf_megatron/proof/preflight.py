@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
-from rlhf_megatron.checkpoint.value_model import read_value_model
+from rlhf_megatron.checkpoint.value_model import read_value_model, scoring_model
 from rlhf_megatron.config.rules import Check
-from rlhf_megatron.config.rules.run import has_critic, has_pairs, needs_reference
+from rlhf_megatron.config.rules.run import has_critic, has_pairs, has_reward_model, needs_reference
 from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, TrainerConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.data.prompts import read_all
@@ -51,6 +51,7 @@ def checks_of_run(
             lambda c: _check_weights(c.reference.path if needs_reference(c) else None, c.actor),
         ),
         Check(("critic.path",), lambda c: _check_critic(c.critic.path if has_critic(c) else None)),
+        Check(("reward_model.path",), lambda c: _check_scoring(c.reward_model.path if has_reward_model(c) else None)),
         Check(("trainer.default_local_dir",), lambda c: _check_output(Path(c.trainer.default_local_dir))),
         Check(("trainer.keep_best",), lambda c: _check_metric(c.trainer.keep_best)),
         Check(("trainer.device", "trainer.n_gpus_per_node"), lambda c: _check_devices(c.trainer)),
@@ -61,7 +62,7 @@ def checks_of_run(
         (*OF_DATA, *OF_TOKENIZER, "sft"),
         lambda c: (
             _check_documents(c)
-            if c.job == "sft"
+            if c.job != "train"
             else _check_data(c.model, c.data, c.reward, c.rollout.stop, has_warmup=c.warmup.max_steps > 0)
         ),
         Check(OF_DATA, lambda c: read_all(c.data) if c.job == "train" else None),
@@ -95,6 +96,11 @@ def _check_data(
 def _check_critic(path: str | None) -> None:
     if path is not None:
         read_value_model(Path(path), table_for(read_hf_config(Path(path)), head="value"))
+
+
+def _check_scoring(path: str | None) -> None:
+    if path is not None:
+        scoring_model(Path(path), table_for(read_hf_config(Path(path)), head="value"))
 
 
 def _check_devices(trainer: TrainerConfig) -> None:

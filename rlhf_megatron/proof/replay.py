@@ -170,6 +170,7 @@ def replay_capsule(
 def _update_again(workers: Workers, capsule: Capsule, mini_batch: TokenBatch) -> Outcome:
     given = capsule.facts["arguments"]
     arguments = {name: given[name] for name in ARGUMENTS if name in given}
+    mini_batch = replace(mini_batch, sample_ids=None, routes=None)  # which experts its tokens met is gone
     is_skipped, found = _look_again(workers, capsule, mini_batch, int(capsule.facts["token_budget"]), arguments)
     return Outcome(is_skipped, found, tuple(_lines(found)))
 
@@ -228,7 +229,13 @@ def _value_batch(tokens: TokenBatch) -> ValueMiniBatch:
     weights, for_metrics = weigh(tokens, "token-mean")
     zeros = torch.zeros(tokens.num_tokens)
     return ValueMiniBatch(
-        tokens.offsets, tokens.token_ids, tokens.response_mask, weights, for_metrics, old_values=zeros, returns=zeros
+        tokens.offsets,
+        tokens.token_ids,
+        tokens.response_mask,
+        loss_weights=weights,
+        metric_weights=for_metrics,
+        old_values=zeros,
+        returns=zeros,
     )
 
 

@@ -247,6 +247,7 @@ class Checkpointer:
         return {
             pool: self._workers.critic if pool == "critic" else self._workers.host
             for pool in self._workers.group.layouts
+            if pool != "reward_model"  # which draws nothing
         }
 
 

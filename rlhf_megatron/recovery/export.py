@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_megatron.checkpoint.adapter import MergedSource, write_adapter
 from rlhf_megatron.checkpoint.dist_source import DistSource
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config, read_json
 from rlhf_megatron.checkpoint.manifest import MANIFEST
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
-from rlhf_megatron.checkpoint.value_model import value_model_config
+from rlhf_megatron.checkpoint.value_model import reward_model_config, value_model_config
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.run import has_critic
-from rlhf_megatron.config.schema import RunConfig, TrainerConfig
+from rlhf_megatron.config.schema import LoRAConfig, RunConfig, TrainerConfig
+from rlhf_megatron.conversion.model import Model
+from rlhf_megatron.conversion.run import OnBytes, write_hf
+from rlhf_megatron.models.lora import scale_of
 from rlhf_megatron.observe.line_file import read_rows
 from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.recovery.resume import CHECKPOINTS, CONFIG, check_architecture, read_state
 from rlhf_megatron.registry import parts_of
-from rlhf_megatron.resharding.convert import Model, OnRule, write_hf
 
 HF, HF_CRITIC = "hf", "hf_critic"  # of a run that writes weights itself
 
@@ -35,13 +38,25 @@ class Weights:
     config: Mapping[str, Any]  # config.json to write
     checkpoint: Path
     step: int
+    lora: LoRAConfig | None = None  # of a policy that has adapters
 
-    def write(self, out: Path, dtype: str | None = None, on_rule: OnRule | None = None) -> int:
-        """Write the new directory `out` and return the number of tensors; `dtype` as of `resharding.convert.write_hf`.
+    def write(self, out: Path, dtype: str | None = None, on_bytes: OnBytes | None = None) -> int:
+        """Write the new directory `out` and return the number of tensors; `dtype` as of `conversion.run.write_hf`.
 
         Raises ValueError before anything is written when `out` is not empty or space is short.
         """
-        return len(write_hf(self.model, out, dtype, on_rule=on_rule, hf_config=self.config))
+        return len(write_hf(self.model, out, dtype, on_bytes=on_bytes, hf_config=self.config))
+
+    def write_adapter(self, out: Path) -> int:
+        """Write the new directory `out` with the adapter alone, as peft reads it, and return the number of tensors.
+
+        Raises ValueError where no adapter was trained, or `out` exists.
+        """
+        if self.lora is None or not isinstance(self.model.source, MergedSource):
+            raise ValueError(f"{self.checkpoint} has no adapter: actor.lora.rank was 0; export it without --adapter.")
+        if out.exists():
+            raise ValueError(f"{out} exists; give the name of a new directory.")
+        return write_adapter(out, self.lora, self.model.source.adapters(), str(self.model.companions_from or ""))
 
 
 def find_weights(
@@ -55,7 +70,7 @@ def find_weights(
 
     The newest good one; or that of `step`; or with `is_best` that with the best trainer.keep_best. `model`: whose
     config.json and tokenizer go with the weights, where those of the run are not on this machine. A critic becomes a
-    token classifier of one label.
+    token classifier of one label, a trained reward model a sequence classifier.
 
     Raises ValueError: no such checkpoint, one that is not good, another model.
     """
@@ -64,7 +79,7 @@ def find_weights(
     if not (found.path / role).is_dir():
         raise ValueError(f"{found.path} has no {role}.")
     config = read_run_config(found.path / CONFIG).config
-    is_critic = role == "critic"
+    is_critic, is_reward_model = role == "critic", config.job == "reward-model"
     own = config.critic.path if is_critic and config.critic.path is not None else config.model.path
     directory = model or Path(own)
     hf_config: dict[str, Any]
@@ -77,15 +92,19 @@ def find_weights(
     else:
         hf_config = {name: json.loads(value) for name, value in state.architecture.items()}
     companions = model or Path(config.model.path)
+    source = DistSource(found.path / role)
+    lora = config.actor.lora if role == "actor" and config.actor.lora.rank else None
     weights = Model(
         hf_config,
-        DistSource(found.path / role),
+        source if lora is None else MergedSource(source, scale_of(lora)),
+        found.path / role,
         companions if companions.is_dir() else None,
         digests={},
-        head="value" if is_critic else "vocabulary",
+        head="value" if is_critic or is_reward_model else "vocabulary",
         is_of_fsdp=config.actor.backend == "fsdp",
     )
-    return Weights(weights, value_model_config(hf_config) if is_critic else hf_config, found.path, state.step)
+    exported = reward_model_config if is_reward_model else value_model_config if is_critic else dict
+    return Weights(weights, exported(hf_config), found.path, state.step, lora)
 
 
 def _hf_config(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:

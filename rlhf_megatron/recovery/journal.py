@@ -7,7 +7,7 @@ journal/
     group_00000042.samples    of the prompt at position 42 of the stream, where groups are made in the background
 
 A record is a length, a SHA-256 and `data.codec` bytes. One that does not fit its digest counts as absent, with a
-warning; so does one that was written under other settings.
+warning; so does one that was written under other settings, and one whose files of routes (data.routes) are gone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
+from rlhf_megatron.data.routes import are_there
 from rlhf_megatron.observe.line_file import explained
 from rlhf_megatron.recovery.resume import RunState
-from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
+from rlhf_megatron.rollout.engine import Column, GeneratedSample, VersionSpan
 from rlhf_megatron.rollout.requests import spans_of
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class JournalledGroup:
     version_spans: tuple[Spans, ...] = ()  # this and the next two: () in a journal of an earlier version
     num_cached_tokens: tuple[int, ...] = ()
     num_retractions: tuple[int, ...] = ()
+    routes: tuple[str, ...] = ()  # files; likewise
 
     @staticmethod
     def of(settings: str, index: int, samples: Sequence[GeneratedSample]) -> JournalledGroup:
@@ -64,13 +67,14 @@ class JournalledGroup:
             settings,
             index,
             torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
-            torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
-            torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float64),
+            torch.from_numpy(np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])),
+            torch.from_numpy(np.concatenate([np.asarray(sample.log_probs, np.float64) for sample in samples])),
             tuple(sample.finish_reason for sample in samples),
             tuple(sample.policy_version for sample in samples),
             tuple(spans_of(sample) for sample in samples),
             tuple(sample.num_cached_tokens for sample in samples),
             tuple(sample.num_retractions for sample in samples),
+            tuple(sample.routes for sample in samples),
         )
 
     def samples(self) -> list[GeneratedSample]:
@@ -83,19 +87,21 @@ class JournalledGroup:
             self.version_spans or [()] * len(lengths),
             self.num_cached_tokens or [0] * len(lengths),
             self.num_retractions or [0] * len(lengths),
+            self.routes or [""] * len(lengths),
             strict=True,
         )
         return [
             GeneratedSample(
-                tuple(ids.tolist()),
-                tuple(log_probs.tolist()),
+                Column(ids.to(torch.int32).numpy()),
+                Column(log_probs.numpy()),
                 reason,  # type: ignore[arg-type]
                 version,
                 tuple(VersionSpan(*span) for span in spans),
                 num_cached,
                 num_retractions,
+                routes,
             )
-            for ids, log_probs, reason, version, spans, num_cached, num_retractions in columns
+            for ids, log_probs, reason, version, spans, num_cached, num_retractions, routes in columns
         ]
 
 
@@ -134,7 +140,7 @@ class Journal:
         found = {
             record.index: record.samples()
             for record in records
-            if isinstance(record, JournalledGroup) and record.settings == self.settings
+            if isinstance(record, JournalledGroup) and record.settings == self.settings and are_there(record.routes)
         }
         if path.exists() and path.stat().st_size > self._known_bytes:
             logger.warning("%s: its last record is cut off or damaged and is left out", path)
@@ -144,19 +150,21 @@ class Journal:
     def append(self, step: int, first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
         """Neighbouring groups that have come. They are on disk when this returns."""
         path = self._path(step, GROUPS)
-        data = b"".join(
-            record(JournalledGroup.of(self.settings, first + i, samples)) for i, samples in enumerate(groups)
-        )
+        data = [
+            part
+            for i, samples in enumerate(groups)
+            for part in record(JournalledGroup.of(self.settings, first + i, samples))
+        ]
 
         def write() -> None:
             faults.reach("journal.before_write")
             self.directory.mkdir(parents=True, exist_ok=True)
             with open(path, "ab") as file:
                 file.truncate(self._known_bytes)  # what an append that failed has left
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 os.fsync(file.fileno())
-            self._known_bytes += len(data)
+            self._known_bytes += sum(map(len, data))
 
         guarded(path, write)
 
@@ -188,7 +196,7 @@ class Journal:
 
         def write() -> None:
             faults.reach("journal.before_write")
-            codec.write_whole(path, [data])
+            codec.write_whole(path, data)
             self._path(step, former).unlink(missing_ok=True)
 
         guarded(path, write)
@@ -210,7 +218,12 @@ class Journal:
         if not is_whole or not isinstance(records[0], JournalledBatch):
             logger.warning("%s is cut off or damaged; that part of step %d is done again", path, step)
             return None
-        return records[0] if records[0].settings == self.settings else None
+        if records[0].settings != self.settings:
+            return None
+        if not are_there(records[0].batch.routes or ()):
+            logger.warning("%s: files of routes of its samples are gone; step %d is done again", path, step)
+            return None
+        return records[0]
 
     def _drop(self, is_gone: Callable[[int], bool]) -> None:
         for step, paths in self._files().items():
@@ -243,7 +256,7 @@ class GroupJournal:
     def append(self, number: int, samples: Sequence[Sequence[GeneratedSample]]) -> None:
         """Of the prompt at position `number` of the stream, for each of its requests. On disk when this returns."""
         path = self._path(number)
-        data = [record(JournalledGroup.of(self._settings, number, one)) for one in samples]
+        data = [part for one in samples for part in record(JournalledGroup.of(self._settings, number, one))]
 
         def write() -> None:
             faults.reach("journal.before_write")
@@ -259,7 +272,10 @@ class GroupJournal:
         for number, path in self._files():
             records, num_good = read_records(path)
             is_whole = records and path.stat().st_size == num_good
-            if is_whole and all(isinstance(one, JournalledGroup) and one.settings == self._settings for one in records):
+            if is_whole and all(
+                isinstance(one, JournalledGroup) and one.settings == self._settings and are_there(one.routes)
+                for one in records
+            ):
                 found[number] = [one.samples() for one in records]
         return found
 
@@ -287,6 +303,18 @@ class GroupJournal:
         return self.directory / f"group_{number:08d}.samples"
 
 
+def routes_in(directory: Path) -> set[str]:
+    """Return the files of routes that any record of a journal names, of whatever step or settings."""
+    records = (one for path in directory.glob("*") if path.is_file() for one in read_records(path)[0])
+    return {
+        name
+        for one in records
+        if isinstance(one, JournalledGroup | JournalledBatch)
+        for name in (one.routes if isinstance(one, JournalledGroup) else one.batch.routes or ())
+        if name
+    }
+
+
 _told: set[Path] = set()  # directories of which a message was written since the last success
 
 
@@ -303,9 +331,13 @@ def guarded(
         _told.add(path.parent)
 
 
-def record(value: Any) -> bytes:
-    data = codec.encode(value)
-    return MAGIC + len(data).to_bytes(_LENGTH_BYTES, "little") + hashlib.sha256(data).digest() + data
+def record(value: Any) -> list[codec.Buffer]:
+    """The pieces to write one after the other; columns are not copied."""
+    parts, digest = codec.encode_parts(value), hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    length = sum(map(len, parts))
+    return [MAGIC + length.to_bytes(_LENGTH_BYTES, "little") + digest.digest(), *parts]
 
 
 def read_records(path: Path) -> tuple[list[Any], int]:

@@ -14,6 +14,7 @@ from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.checkpointer import Checkpointer
 from rlhf_megatron.recovery.journal import GroupJournal, Journal
 from rlhf_megatron.recovery.resume import RunState
+from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 
@@ -37,12 +38,14 @@ class Keeper:
         config: TrainerConfig | None = None,
         save_weights: Callable[[], None] | None = None,
         check_lock: Callable[[], None] = lambda: None,
+        route_files: RouteFiles | None = None,
     ) -> None:
         self._capture = capture
         self._check_lock = check_lock
         self._config = config or TrainerConfig(save_last="none")
         self._checkpointer = checkpointer if saves_state(self._config) else None
         self._journal = journal
+        self._route_files = route_files
         self._save_weights = save_weights if self._config.save_last == "weights" else None
         self._state: RunState | None = None  # after the last whole step; a later one may be half done
         self._saving: dict[int, RunState] = {}  # states whose checkpoint is not committed, by step
@@ -135,6 +138,8 @@ class Keeper:
         self._saving = {later: kept for later, kept in self._saving.items() if later > step}
         if self._journal is not None and state is not None:
             self._journal.saved(state)
+        if self._route_files is not None:
+            self._route_files.saved(step)
 
 
 Stage = Callable[[str], AbstractContextManager[None]]  # around a stage of that name

@@ -8,16 +8,30 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import page_lock, page_unlock, synchronize
+from rlhf_megatron.parallel.device import SharedMemory, open_shared, page_lock, page_unlock, synchronize
 from rlhf_megatron.resharding.manifest import BucketManifest
 
-Deliver = Callable[[BucketManifest, Tensor], None]
-"""Given a bucket and the bytes in its buffer ([num_bytes] uint8), returns when all engines have read it, or raises."""
+
+@dataclass(frozen=True)
+class Segment:
+    """The bytes of a bucket from `start` on, in device memory of the rank that filled them. For one reader."""
+
+    start: int
+    memory: SharedMemory
+
+
+Lent = Sequence[Sequence[Segment]]
+"""By reader, in the order of engines and of their ranks: the segments of a bucket that lie with other ranks."""
+
+Deliver = Callable[..., None]
+"""Given a bucket, the bytes in its buffer ([num_bytes] uint8; this rank's, where others lend theirs) and `Lent` where
+there is any, returns when all engines have read it, or raises."""
 
 
 class Buffers:
@@ -35,6 +49,11 @@ class Buffers:
         """Make copies from `device` fast, where the buffers are host memory."""
         self._locked = [memory for memory in self._memory if page_lock(memory, device)]
 
+    @property
+    def device(self) -> torch.device:
+        """Of the memory; a CPU where there is none."""
+        return next((memory.device for memory in self._memory), torch.device("cpu"))
+
     def buffer(self, bucket: int) -> Tensor:
         """[capacity] uint8 to fill with bucket number `bucket`.
 
@@ -50,13 +69,13 @@ class Buffers:
         """Name of the file in the transfer directory that holds the bucket, for the manifest."""
         return f"in-memory-{self._slot(bucket)}"
 
-    def send(self, manifest: BucketManifest) -> None:
-        """Start the delivery of a filled buffer and return."""
+    def send(self, manifest: BucketManifest, *lent: Lent) -> None:
+        """Start the delivery of a filled buffer and return. `lent`: what other ranks have filled of it, if any did."""
         slot = self._slot(manifest.bucket)
         assert self._pending[slot] is None, f"buffer {slot} is still being delivered"
         raw = self._memory[slot][: manifest.num_bytes]
         synchronize(raw.device)  # other processes, and other streams of this one, read it
-        self._pending[slot] = self._executor.submit(self._deliver, manifest, raw)
+        self._pending[slot] = self._executor.submit(self._deliver, manifest, raw, *lent)
 
     def drain(self) -> None:
         """Wait for all deliveries; raises the first error."""
@@ -92,6 +111,29 @@ def in_memory(device: torch.device, capacity: int, num_buckets: int, deliver: De
     """`capacity`: bytes of the largest bucket."""
     shape = (num_buffers(num_buckets), max(capacity, 1))
     return Buffers([torch.empty(shape[1], dtype=torch.uint8, device=device) for _ in range(shape[0])], deliver)
+
+
+def views(manifest: BucketManifest, *memory: tuple[int, Tensor]) -> dict[str, Tensor]:
+    """What lies in a bucket, by `TensorEntry.key`. `memory`: pieces of it, [bytes] uint8, each with the byte at which
+    it begins. Raises ValueError where a tensor lies whole in none of them."""
+    found = {}
+    for entry in manifest.tensors:
+        for start, piece in memory:
+            if start <= entry.offset and entry.offset + entry.num_bytes <= start + piece.numel():
+                found[entry.key] = replace(entry, offset=entry.offset - start).view(piece)
+                break
+        else:
+            given = ", ".join(f"{start} to {start + piece.numel()}" for start, piece in memory) or "none"
+            raise ValueError(
+                f"{manifest.place}: tensor {entry.key!r} lies at bytes {entry.offset} to"
+                f" {entry.offset + entry.num_bytes}, but the memory given has bytes {given}."
+            )
+    return found
+
+
+def open_segments(segments: Sequence[Segment]) -> list[tuple[int, Tensor]]:
+    """The pieces of a bucket that other processes lend, for `views`. Raises ValueError where one cannot be opened."""
+    return [(segment.start, open_shared(segment.memory)) for segment in segments]
 
 
 def map_bucket(path: Path, manifest: BucketManifest) -> Tensor:

@@ -19,7 +19,7 @@ from rlhf_megatron.checkpoint.kept import KEPT_FILE, kept_of
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.sender import Place, agree, send_weights
+from rlhf_megatron.resharding.sender import Order, Place, agree, send_weights
 
 _FILE_BYTES = 512 << 20
 
@@ -101,7 +101,7 @@ def _write_stage(
     def open_buffers(capacity: int, num_buckets: int) -> Buffers:
         return in_memory(torch.device("cpu"), capacity, num_buckets, write)
 
-    send_weights(export, place, version=0, dtype=dtype, bucket_bytes=file_bytes, open_buffers=open_buffers)
+    send_weights(export, place, Order(0, dtype, file_bytes), open_buffers)
     if place.copy_group.rank() == 0:
         (aside / f"stage-{place.coordinates.pp:05d}.json").write_text(json.dumps(files))
 
@@ -129,7 +129,7 @@ def _complete(
             written[name] = [TensorSpec(tensor, own, tuple(shape)) for tensor, own, shape in tensors]
         listing.unlink()
     kept = kept_of(companions_from, hf_config, dtype)
-    if kept.files:
+    if kept.names:
         written[KEPT_FILE] = kept.write(aside / KEPT_FILE)
     total = len(written)
     files = {}

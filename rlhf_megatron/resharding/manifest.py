@@ -10,28 +10,40 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rlhf_megatron.models.table import Span
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A Hugging Face tensor inside a bucket."""
+    """A Hugging Face tensor inside a bucket, or a part of it."""
 
     name: str
     dtype: str  # a key of DTYPE_BYTES
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     offset: int  # bytes from the start of the bucket
-    digest: str  # resharding.digest of the tensor, hex
+    digest: str  # resharding.digest of what lies here, taken at its place in the tensor, hex
+    part: tuple[int, int, int] | None = None  # (axis, start, count) of what lies here; None: all of it
+
+    @property
+    def span(self) -> Span:
+        return Span(0, 0, self.shape[0]) if self.part is None else Span(*self.part)
+
+    @property
+    def key(self) -> str:
+        """Tells the parts of one tensor apart: its name, and where it is a part, which."""
+        return self.name if self.part is None else f"{self.name}[{':'.join(map(str, self.part))}]"
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.span.shape_in(self.shape)) * DTYPE_BYTES[self.dtype]
 
     def view(self, bucket: Tensor) -> Tensor:
-        """The tensor in `bucket` [bytes] uint8; a copy where its place is no multiple of its numbers' size."""
+        """What lies here in `bucket` [bytes] uint8; a copy where its place is no multiple of its numbers' size."""
         raw, dtype = bucket[self.offset : self.offset + self.num_bytes], getattr(torch, self.dtype)
         is_odd = raw.storage_offset() % dtype.itemsize != 0
-        return (raw.clone() if is_odd else raw).view(dtype).view(self.shape)
+        return (raw.clone() if is_odd else raw).view(dtype).view(self.span.shape_in(self.shape))
 
 
 @dataclass(frozen=True)
@@ -85,8 +97,17 @@ class BucketManifest:
         for entry in sorted(self.tensors, key=lambda e: e.offset):
             if entry.dtype not in DTYPE_BYTES or any(n < 0 for n in entry.shape):
                 raise ValueError(f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
+            if not _is_inside(entry.part, entry.shape):
+                raise ValueError(f"tensor {entry.name!r} of shape {entry.shape} has no part {entry.part}.")
             if entry.offset < end:
                 raise ValueError(f"tensor {entry.name!r} overlaps the one before it in bucket {self.bucket}.")
             end = entry.offset + entry.num_bytes
         if end > self.num_bytes:
             raise ValueError(f"tensors end at byte {end} but bucket {self.bucket} has {self.num_bytes}.")
+
+
+def _is_inside(part: tuple[int, int, int] | None, shape: tuple[int, ...]) -> bool:
+    if part is None:
+        return bool(shape)
+    axis, start, count = part
+    return 0 <= axis < len(shape) and start >= 0 and count >= 0 and start + count <= shape[axis]

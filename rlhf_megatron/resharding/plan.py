@@ -1,17 +1,17 @@
 """Which tensors travel together, and where in a bucket each of them lies. Pure integers: provable on any machine.
 
-A bucket is a flat buffer of Hugging Face tensors in the engine's type. Each pipeline stage sends buckets of its own
-tensors; a fusion group is never cut.
+A bucket is a flat buffer of Hugging Face tensors, or of the parts of them that one rank holds, in the engine's type.
+Each rank that sends has buckets of its own; what it has of a fusion group is never cut.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rlhf_megatron.models.table import HFTensor, Rule, holders, rules_of_stage, shard_shape
+from rlhf_megatron.models.table import HFTensor, Rule, Span, holders, rules_of_stage, shard_shape
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 
@@ -20,32 +20,37 @@ ALIGNMENT = 64  # bytes; the start of every tensor in a bucket is a multiple of 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor in a bucket."""
+    """The place of one tensor, or of a part of it, in a bucket."""
 
     hf: HFTensor
+    span: Span
     offset: int  # bytes
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One transfer of one stage."""
+    """One transfer of one rank."""
 
-    index: int  # counts up per stage
+    index: int  # counts up per rank
     rules: tuple[Rule, ...]
     slots: tuple[Slot, ...]  # the `hf` tensors of all rules, in order
     num_bytes: int  # of the buffer, gaps of the alignment included
 
 
+Spans = Mapping[str, tuple[Span, ...]]
+"""By Megatron name: the parts of a rule's HF tensors that a rank sends."""
+
+
 def plan_buckets(
-    rules: Sequence[Rule], dtype: str, bucket_bytes: int, alignment: int = ALIGNMENT
+    rules: Sequence[Rule], dtype: str, bucket_bytes: int, alignment: int = ALIGNMENT, spans: Spans | None = None
 ) -> tuple[Bucket, ...]:
     """Buckets that hold every HF tensor of `rules` exactly once, in order of their fusion groups' first rules.
 
-    `dtype`: the engine's, a key of DTYPE_BYTES. `alignment`: bytes of which each tensor begins at a multiple; 1: no
-    gaps between tensors, whose type is one and the same, so that each is still aligned to its own numbers. A fusion
-    group that is larger than `bucket_bytes` gets a bucket of its own, of its own size (see `oversized`). Raises
-    ValueError for an unknown type or a size that is not positive.
+    `dtype`: the engine's, a key of DTYPE_BYTES. `spans`: None: whole tensors. `alignment`: bytes of which each tensor
+    begins at a multiple; 1: no gaps between tensors, whose type is one and the same, so that each is still aligned to
+    its own numbers. A fusion group that is larger than `bucket_bytes` gets a bucket of its own, of its own size (see
+    `oversized`). Raises ValueError for an unknown type or a size that is not positive.
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"weights cannot be sent as {dtype!r}; use one of {', '.join(DTYPE_BYTES)}.")
@@ -57,13 +62,13 @@ def plan_buckets(
     packed: list[list[Rule]] = []
     used = 0
     for group in groups.values():
-        size = _padded_bytes(group, dtype, alignment)
+        size = sum(_aligned(size, alignment) for rule in group for _, _, size in _parts(rule, dtype, spans))
         if not packed or used + size > bucket_bytes:
             packed.append([])
             used = 0
         packed[-1] += group
         used += size
-    return tuple(_bucket(index, members, dtype, alignment) for index, members in enumerate(packed))
+    return tuple(_bucket(index, members, dtype, alignment, spans) for index, members in enumerate(packed))
 
 
 def oversized(buckets: Sequence[Bucket], bucket_bytes: int) -> str | None:
@@ -81,7 +86,9 @@ def oversized(buckets: Sequence[Bucket], bucket_bytes: int) -> str | None:
 
 def fingerprint(buckets: Sequence[Bucket]) -> int:
     """Equal on ranks that made the same plan; in [0, 2^48)."""
-    text = repr([(bucket.num_bytes, [(slot.hf.name, slot.offset) for slot in bucket.slots]) for bucket in buckets])
+    text = repr(
+        [(bucket.num_bytes, [(slot.hf.name, slot.span, slot.offset) for slot in bucket.slots]) for bucket in buckets]
+    )
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
 
 
@@ -100,7 +107,7 @@ def stage_traffic(table: Sequence[Rule], layout: Layout, dtype: str, bucket_byte
     """Traffic of every stage under a layout. Raises ValueError when the layers do not divide."""
     stages = []
     for stage in range(layout.pp):
-        rules = rules_of_stage(table, stage, layout.pp, layout.first_layers, layout.last_layers)
+        rules = rules_of_stage(table, stage, layout)
         buckets = plan_buckets(rules, dtype, bucket_bytes)
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
         received = [_received_bytes(bucket.rules, layout, dtype) for bucket in buckets]
@@ -116,21 +123,21 @@ def stage_traffic(table: Sequence[Rule], layout: Layout, dtype: str, bucket_byte
     return tuple(stages)
 
 
-def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int) -> Bucket:
+def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int, spans: Spans | None) -> Bucket:
     slots, offset = [], 0
     for rule in rules:
-        for hf in rule.hf:
-            width = DTYPE_BYTES[rule.dtype or dtype]
-            offset = _aligned(offset, width)  # of a buffer behind half-precision tensors without gaps
-            slots.append(Slot(hf, offset, prod(hf.shape) * width))
-            offset += _aligned(slots[-1].num_bytes, alignment)
+        for hf, span, num_bytes in _parts(rule, dtype, spans):
+            offset = _aligned(offset, DTYPE_BYTES[rule.dtype or dtype])  # behind half precision without gaps
+            slots.append(Slot(hf, span, offset, num_bytes))
+            offset += _aligned(num_bytes, alignment)
     return Bucket(index, tuple(rules), tuple(slots), offset)
 
 
-def _padded_bytes(rules: Sequence[Rule], dtype: str, alignment: int) -> int:
-    return sum(
-        _aligned(prod(hf.shape) * DTYPE_BYTES[rule.dtype or dtype], alignment) for rule in rules for hf in rule.hf
-    )
+def _parts(rule: Rule, dtype: str, spans: Spans | None) -> Iterator[tuple[HFTensor, Span, int]]:
+    """What is sent of a rule, with its bytes."""
+    own = tuple(map(Span.whole, rule.hf)) if spans is None else spans[rule.megatron_name]
+    for hf, span in zip(rule.hf, own, strict=True):
+        yield hf, span, prod(span.shape_in(hf.shape)) * DTYPE_BYTES[rule.dtype or dtype]
 
 
 def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tuple[int, ...]]]]:

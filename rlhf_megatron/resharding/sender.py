@@ -1,4 +1,9 @@
-"""The trainer's side of a weight sync: every rank calls `send_weights`, one rank of each pipeline stage sends."""
+"""The trainer's side of a weight sync, in two ways; of each every rank calls it.
+
+`send_shards`: each rank lays what it holds into its own part of a buffer, and nothing is gathered but manifests.
+`send_weights`: one rank of each pipeline stage gathers whole tensors, for those who take nothing else: files in Hugging
+Face layout, broadcasts, engines without the run's loader.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.models.table import Rule, holders, join
 from rlhf_megatron.parallel.layout import Coordinates, Layout
 from rlhf_megatron.resharding.buffers import Buffers, OpenBuffers
-from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.resharding.plan import ALIGNMENT, Bucket, fingerprint, oversized, plan_buckets, sent_by
 
@@ -32,7 +37,11 @@ class Place(Protocol):
     @property
     def layout(self) -> Layout: ...
     @property
+    def rank(self) -> int: ...
+    @property
     def coordinates(self) -> Coordinates: ...
+    @property
+    def is_in_pieces(self) -> bool: ...
     @property
     def is_first_copy(self) -> bool: ...
     @property
@@ -48,10 +57,23 @@ class SendReport:
 
     num_bytes: int  # of tensors
     seconds: float
-    digests: dict[str, str]  # Hugging Face name -> digest of what was exported, in the engine's type
+    digests: dict[str, str]  # Hugging Face name -> digest of what this rank exported of it, in the engine's type
     failures: dict[str, str] = field(default_factory=dict)  # engine that did not get everything -> what it said
     bytes_moved: int = 0  # to the ranks of all engines: what they read or were sent
     bytes_needed: int = 0  # of what stands in the ranks of all engines afterwards
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which weights are to be sent, and in what pieces."""
+
+    version: int
+    dtype: torch.dtype  # the engines'
+    bucket_bytes: int  # of all ranks of a copy together
+
+    @property
+    def type_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 class SyncAbortedError(RuntimeError):
@@ -123,38 +145,41 @@ def unpack_shards(
 
 
 def write_bucket(bucket: Bucket, gathered: Mapping[str, list[Tensor]], dtype: str, buffer: Tensor) -> list[TensorEntry]:
-    """Join, convert and cast into `buffer` ([>= bucket.num_bytes] uint8, host memory). Returns the manifest's entries,
-    with digests of what stands in the buffer."""
+    """Join, convert and cast into `buffer` ([>= bucket.num_bytes] uint8). Returns the manifest's entries, with digests
+    of what stands in the buffer. `gathered`: by Megatron name the shards that the bucket's spans are made of."""
     entries = []
     slots = iter(bucket.slots)
     for rule in bucket.rules:
         own = rule.dtype or dtype
-        full = join(rule.split, gathered[rule.megatron_name])
-        for tensor in rule.to_hf(full):
+        for tensor in rule.to_hf(join(rule.split, gathered[rule.megatron_name])):
             slot = next(slots)
-            assert tuple(tensor.shape) == slot.hf.shape, f"{slot.hf.name}: {tuple(tensor.shape)} is not {slot.hf.shape}"
-            target = buffer[slot.offset : slot.offset + slot.num_bytes].view(getattr(torch, own)).view(slot.hf.shape)
-            target.copy_(tensor)
-            entries.append(TensorEntry(slot.hf.name, own, slot.hf.shape, slot.offset, as_hex(digest(target))))
+            hf, span = slot.hf, slot.span
+            shape = span.shape_in(hf.shape)
+            if not slot.num_bytes:
+                continue  # of a shard that is all padding
+            values = tensor.narrow(span.axis, 0, span.count)
+            assert tuple(values.shape) == shape, f"{hf.name}: {tuple(tensor.shape)} has no {shape}"
+            target = buffer[slot.offset : slot.offset + slot.num_bytes].view(getattr(torch, own)).view(shape)
+            target.copy_(values)
+            found = as_hex(digest_part(target, hf.shape, span.axis, span.start))
+            part = None if shape == hf.shape else (span.axis, span.start, span.count)
+            entries.append(TensorEntry(hf.name, own, hf.shape, slot.offset, found, part))
     return entries
 
 
 def send_weights(
     export: Iterable[tuple[Rule, Tensor | None]],
     place: Place,
-    *,
-    version: int,
-    dtype: torch.dtype,
-    bucket_bytes: int,
+    order: Order,
     open_buffers: OpenBuffers,
     alignment: int = ALIGNMENT,
 ) -> SendReport:
-    """Stream this stage's weights to the engines. Call on every rank of the pool.
+    """Stream this stage's weights, whole tensors. Call on every rank of the pool.
 
     Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other ranks of its copy, which hold tp shards of dp 0
     and cp 0 or experts, give it theirs; all others return at once. `export`: the rules of this stage with this rank's
-    shards, in table order. `dtype`: the engines'. `open_buffers` is called on senders only, once; a delivery from these
-    buffers returns when every engine has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
+    shards, in table order. `open_buffers` is called on senders only, once; a delivery from these buffers returns when
+    every engine has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
 
     Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its copy: no rank is
     left in a collective. The caller must then take the engines as stale.
@@ -163,15 +188,15 @@ def send_weights(
         return SendReport(0, 0.0, {})
     start = time.monotonic()
     group, layout = place.copy_group, place.layout
-    name, is_split = str(dtype).removeprefix("torch."), group.size() > 1
+    name, is_split = order.type_name, group.size() > 1
     digests: dict[str, str] = {}
     failure: Exception | None = None  # kept until the ranks agree, before the next gather
-    with _prepared(export, place, name, bucket_bytes, open_buffers, alignment) as (shards, buckets, buffers):
+    with _prepared(export, place, order, open_buffers, alignment) as (shards, buckets, buffers):
         for bucket in buckets:
             packed, parts = torch.empty(0), []
             try:
                 if is_split and failure is None:
-                    packed = pack_shards(bucket, shards, dtype, layout, group.rank(), place.device)
+                    packed = pack_shards(bucket, shards, order.dtype, layout, group.rank(), place.device)
             except Exception as error:
                 failure = error
             agree(failure, group, place.device)
@@ -184,7 +209,7 @@ def send_weights(
                 entries = tuple(write_bucket(bucket, gathered, name, buffers.buffer(number)))
                 digests |= {entry.name: entry.digest for entry in entries}
                 sender, file = str(place.coordinates), buffers.file(number)
-                buffers.send(BucketManifest(version, sender, number, file, bucket.num_bytes, entries))
+                buffers.send(BucketManifest(order.version, sender, number, file, bucket.num_bytes, entries))
             except Exception as error:
                 failure = error
         try:
@@ -201,8 +226,7 @@ def send_weights(
 def _prepared(
     export: Iterable[tuple[Rule, Tensor | None]],
     place: Place,
-    dtype: str,
-    bucket_bytes: int,
+    order: Order,
     open_buffers: OpenBuffers,
     alignment: int,
 ) -> Iterator[tuple[dict[str, Tensor], tuple[Bucket, ...], Buffers | None]]:
@@ -216,9 +240,10 @@ def _prepared(
         try:
             exported = list(export)
             shards = {rule.megatron_name: tensor for rule, tensor in exported if tensor is not None}
-            buckets = plan_buckets([rule for rule, _ in exported], dtype, bucket_bytes, alignment)
+            rules = [rule for rule, _ in exported]
+            buckets = plan_buckets(rules, order.type_name, order.bucket_bytes, alignment)
             if place.copy_group.rank() == 0:
-                if notice := oversized(buckets, bucket_bytes):
+                if notice := oversized(buckets, order.bucket_bytes):
                     logger.warning("%s: %s", place.coordinates, notice)
                 buffers = open_buffers(max((bucket.num_bytes for bucket in buckets), default=0), len(buckets))
         except Exception as error:  # told to the other ranks first

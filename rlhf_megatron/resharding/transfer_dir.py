@@ -64,6 +64,16 @@ def make_transfer_dir(parent: str | Path | None, num_bytes: int) -> TransferDir:
     )
 
 
+def make_transfer_dir_at(path: Path) -> TransferDir | None:
+    """The same directory on another machine than the controller's; None: it is there, since both see one file system.
+    Raises OSError."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return None
+    return TransferDir(path, _take_lock(path))
+
+
 def remove_abandoned(parent: Path) -> None:
     """Remove transfer directories of this user whose owner is gone."""
     for path in parent.glob(f"{_PREFIX}*"):

@@ -1,13 +1,16 @@
 """What the trainer asks of an inference engine. Shaped against the bundled server and stock SGLang alike.
 
-Token ids in, token ids and log-probs out. All calls block; the fleet runs them in threads.
+Token ids in, token ids and log-probs out. `generate_async` waits in the event loop of `rollout.http`, so that thousands
+of groups may be under way; all other calls block, and the fleet runs them in threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -17,6 +20,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 MemoryPart = Literal["weights", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 WeightTransport = Literal["tensor", "process_group", "disk"]
+SCORED = "max_new_tokens 0 scores tokens that are given: it needs num_given >= 1, temperature 1 and no routes_dir."
 UNSYNCED = -1  # policy_version of samples from the weights that an engine loaded itself
 
 
@@ -43,7 +47,7 @@ class SamplingParams:
     Log-probs are those of this whole, whatever is left out of the draw; only before min_new_tokens they are without
     stop tokens."""
 
-    max_new_tokens: int
+    max_new_tokens: int  # 0: nothing is drawn, see `GenerateRequest`
     temperature: float = 1.0  # 0: greedy; log-probs are then those of temperature 1
     stop_token_ids: tuple[int, ...] = ()  # the stop token is part of the response
     top_p: float = 1.0  # 1: off
@@ -54,12 +58,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One group: `seeds` has one entry a sample."""
+    """One group: `seeds` has one entry a sample. With max_new_tokens 0 a sample is the last `num_given` tokens of the
+    prompt, at least one, with the log-probs that they have at temperature 1."""
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]  # a group's samples need a seed each; in [0, 2^31), which every engine takes
     params: SamplingParams
     num_given: int = 0  # the last tokens of `prompt_ids` are the response so far: seeds draw what would follow them
+    routes_dir: str = ""  # where the engine writes which experts the samples' tokens met (data.routes); "": nowhere
 
 
 @dataclass(frozen=True)
@@ -71,15 +77,54 @@ class VersionSpan:
     end: int
 
 
+class Column(Sequence[Any]):
+    """Numbers of a response, one a token: an array that stands where a tuple of them could, in a tenth of its memory.
+
+    ids = Column(np.array([4, 13, 7], np.int32))
+    ids == (4, 13, 7), ids[1] == 13, np.asarray(ids)  # the array itself
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: np.ndarray) -> None:
+        values.flags.writeable = False
+        self._values = values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values, dtype=dtype) if copy else np.asarray(self._values, dtype=dtype)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.tolist())
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._values[index]
+        return Column(found) if isinstance(index, slice) else found.item()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True)
 class GeneratedSample:
-    token_ids: tuple[int, ...]  # the response, stop token included
-    log_probs: tuple[float, ...]  # one a token
+    """Engines that answer a run give `Column`s."""
+
+    token_ids: Sequence[int]  # the response, stop token included; below 2^31
+    log_probs: Sequence[float]  # one a token
     finish_reason: FinishReason
     policy_version: int  # of the weights that its first token was sampled from; UNSYNCED before the first sync
     version_spans: tuple[VersionSpan, ...] = ()  # in order, without gaps; (): all tokens are of `policy_version`
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_retractions: int = 0  # times that its key-value cache was dropped and computed again
+    routes: str = ""  # the file with the experts that its tokens met; "": none was asked for, or no token was read
 
 
 @codec.register
@@ -95,6 +140,8 @@ class EngineAddress:
     has_loader: bool = True  # the run's loader runs in it: it takes buckets and tells digests
     api_key: str = field(default="", repr=False)  # of `generate` where it is not `token`
     is_attached: bool = False  # the run did not start it
+    takes_parts: bool = True  # of tensors, where it has the loader: it keeps weights as they come
+    machine: int = 0  # its number among those of the run, where torchrun's agents start engines
 
 
 Groups = list[list[GeneratedSample]]  # of each request its samples, in order
@@ -108,6 +155,9 @@ class Engine(Protocol):
 
         `name`: of this call, for `abort`; made by `fleet.calls.call_name`.
         """
+
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        """As `generate`, without a thread: it must not block."""
 
     def abort(self, names: Collection[str] = ()) -> None:
         """End the running requests of these calls, those that are there; without names all of them. They finish with

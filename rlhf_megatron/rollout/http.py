@@ -1,7 +1,7 @@
 """JSON over HTTP with a deadline on every call; what goes wrong becomes an `EngineError` that names the engine.
 
 All clients of a process share one event loop, in a thread of its own, and its connections: calls may come from any
-thread, and thousands may be under way (a router is sent one a sample).
+thread, and thousands may be under way (a router is sent one a sample) without a thread each.
 """
 
 from __future__ import annotations
@@ -10,24 +10,33 @@ import asyncio
 import atexit
 import io
 import json
+import logging
 import os
+import resource
 import threading
-from collections.abc import Collection, Coroutine
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import aiohttp
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
 
+OPEN_FILES = 65536  # wanted: a connection a group in flight, and one a rank
 _CONNECT_TIMEOUT_S = 10.0
+_OPENING = 32  # connections to one server at a time
 _IDLE_S = 4.0  # SGLang's server drops connections that were idle for 5 s; one that is about to go must not be used
 _GRACE_S = 10.0  # for the loop's thread to say that a deadline has passed
 _LARGE_BYTES = 1 << 20  # aiohttp sends such a body in pieces where it comes as a file
+_OTHER_FILES = 1024  # of a process: ranks, logs, the verbs of engines; a quarter where it has few
+_SMALL_BYTES = 1 << 16  # an answer that is parsed in a millisecond
 
 
 class HttpClient:
@@ -51,15 +60,24 @@ class HttpClient:
         return self._parsed("POST", path, body if isinstance(body, str) else json.dumps(body), timeout_s)
 
     async def send(
-        self, method: str, path: str, body: str | None, timeout_s: float, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: str | bytes | None,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
+        left_s: float | None = None,
     ) -> Answer:
-        """One request, in the loop of `run`. Raises EngineError where no answer comes, whatever its status."""
+        """One request, in the loop of `run`. Raises EngineError where no answer comes, whatever its status.
+
+        `left_s`: of `timeout_s`, where the call has waited before.
+        """
         who = f"{self.address.name} ({self.address.url}{path})"
-        timeout_s = max(timeout_s, 1e-3)  # 0 would be no limit
+        left_s = max(timeout_s if left_s is None else left_s, 1e-3)  # 0 would be no limit
         limits = aiohttp.ClientTimeout(
-            timeout_s, sock_connect=min(_CONNECT_TIMEOUT_S, timeout_s), ceil_threshold=float("inf")
+            left_s, sock_connect=min(_CONNECT_TIMEOUT_S, left_s), ceil_threshold=float("inf")
         )
-        data = None if body is None else body.encode()
+        data = body.encode() if isinstance(body, str) else body
         try:
             async with _session().request(
                 method,
@@ -93,18 +111,59 @@ class Answer:
     content_type: str
     data: bytes
 
-    def parsed(self, good: tuple[int, ...] = (200,), refused: Collection[int] = range(400, 500)) -> Any:
-        """Its JSON, or text. Raises EngineRequestError where the status is in `refused`, EngineError where it is not in
-        `good` either."""
+    def good_data(self, good: tuple[int, ...] = (200,), refused: Collection[int] = range(400, 500)) -> bytes:
+        """Raises EngineRequestError where the status is in `refused`, EngineError where it is not in `good` either."""
         if self.status not in good:
             kind = EngineRequestError if self.status in refused else EngineError
             raise kind(f"{self.who} answered {self.status}: {_words(self.data)}")
+        return self.data
+
+    def parsed(self, good: tuple[int, ...] = (200,), refused: Collection[int] = range(400, 500)) -> Any:
+        """Its JSON, or text. Raises as `good_data`, and EngineError where it is neither."""
+        self.good_data(good, refused)
         if "json" not in self.content_type:
             return self.data.decode(errors="replace")  # some of SGLang's verbs answer with a line of text
         try:
             return json.loads(self.data) if self.data else None
         except ValueError as error:
             raise EngineError(f"{self.who}: the answer is not JSON: {self.data[:200]!r}") from error
+
+
+def allow_open_files() -> int:
+    """Raise this process's soft limit of file descriptors to OPEN_FILES or the hard one. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+class Connections(asyncio.Semaphore):
+    """Those that generate calls of this process may have at once; the rest of its files is for everything else.
+
+    A call that finds none waits for one, in the order in which they came, which is told once."""
+
+    def __init__(self) -> None:
+        self._files = allow_open_files()
+        self._has_told = False
+        super().__init__(self._files - min(_OTHER_FILES, self._files // 4))
+
+    async def acquire(self) -> Any:
+        if self.locked() and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "generate calls wait for a connection: this process may not open more than %d files; raise the hard"
+                " limit (ulimit -Hn) to %d more than the groups wanted in flight.",
+                *(self._files, _OTHER_FILES),
+            )
+        return await super().acquire()
+
+
+async def aside(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function`, which works on an answer of `size` bytes: in one of a few threads where that takes long, so that
+    the loop goes on."""
+    return await asyncio.to_thread(function, *args, **kwargs) if size > _SMALL_BYTES else function(*args, **kwargs)
 
 
 def run(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -123,6 +182,28 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
 
 
+def spawn(work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]) -> None:
+    """Start `work`; the loop calls `ended` when it is done. Lighter than a `Future` a call."""
+    loop = _loop(os.getpid())
+
+    def begin() -> None:
+        task = loop.create_task(work)
+        _tasks.add(task)
+        task.add_done_callback(_forget)
+        task.add_done_callback(ended)
+
+    loop.call_soon_threadsafe(begin)
+
+
+_tasks: set[asyncio.Task[Any]] = set()  # the loop itself would forget them
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _tasks.discard(task)
+    if not task.cancelled():
+        task.exception()  # where nobody reads the result, an error is no news either
+
+
 @lru_cache(1)
 def _loop(process: int) -> asyncio.AbstractEventLoop:
     """The loop of this process; a forked one needs its own."""
@@ -131,14 +212,36 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
+_connections: dict[asyncio.AbstractEventLoop, Connections] = {}
+
+
+def connections() -> Connections:
+    """Return those of the running loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _connections:
+        _connections[loop] = Connections()
+    return _connections[loop]
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Opens a few connections to a server at a time: of thousands at once none would be open before its deadline."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=_IDLE_S)
+        self._opening: defaultdict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_OPENING))
+
+    async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        async with self._opening[req.connection_key]:
+            return await super().connect(req, traces, timeout)
+
+
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
 
 def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
-        _sessions[loop] = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        _sessions[loop] = aiohttp.ClientSession(connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar())
         atexit.register(lambda: asyncio.run_coroutine_threadsafe(_sessions[loop].close(), loop).result(_GRACE_S))
     return _sessions[loop]
 

@@ -129,7 +129,7 @@ class LocalKind(EngineKind):
         from rlhf_megatron.rollout.transports.tensor import LocalTensorTransport
 
         if kind == "tensor":
-            return LocalTensorTransport(LocalEngine(address), place.device)
+            return LocalTensorTransport(LocalEngine(address))
         return super().transport(address, kind, transfer_dir, place, groups)
 
 
@@ -166,7 +166,7 @@ class SGLangKind(EngineKind):
             sglang.env,
             deterministic=trainer.deterministic,
             num_engines=setup.rollout.num_engines,
-            machine=setup.machine(is_placed=trainer.runtime == "ray"),
+            machine=setup.machine(is_placed=trainer.runtime == "ray" or trainer.nnodes > 1),
         )
         if setup.rollout.weight_transport == "process_group" and not on_cpu(found.arguments.values, sglang.env):
             check_communicators(sglang.python, sglang.env)
@@ -229,7 +229,7 @@ class SGLangKind(EngineKind):
             return ProcessGroupTransport(address, transfer_dir, str(place.coordinates), backend(place.device), groups)
         if kind == "disk":
             return SGLangDiskTransport(address, transfer_dir)
-        return SGLangTensorTransport(address, transfer_dir, place.device)
+        return SGLangTensorTransport(address, transfer_dir)
 
 
 @BALANCERS.register("balancer")

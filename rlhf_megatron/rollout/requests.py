@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from rlhf_megatron.config.schema import SamplingConfig
@@ -26,37 +27,43 @@ def sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_id
 
 
 def build_requests(
-    prompts: PromptBatch, num_samples: int, params: SamplingParams, seed: int, step: int
+    prompts: PromptBatch, num_samples: int, params: SamplingParams, seed: int, step: int, routes_dir: str = ""
 ) -> list[GenerateRequest]:
     """One request a prompt; each sample's seed comes from (seed, step, group, sample)."""
+
+    def seeds(group: int) -> tuple[int, ...]:
+        return tuple(derive_seed(seed, step, group, i) for i in range(num_samples))
+
     return [
-        GenerateRequest(ids, tuple(derive_seed(seed, step, group, i) for i in range(num_samples)), params)
+        GenerateRequest(ids, seeds(group), params, routes_dir=routes_dir)
         for ids, group in zip(prompts.prompt_ids, prompts.group_ids, strict=True)
     ]
 
 
 def collect(prompts: PromptBatch, groups: Sequence[Sequence[GeneratedSample]], tokenizer: Tokenizer) -> RolloutBatch:
     """The samples of all groups as one ragged batch, groups in order."""
-    token_ids: list[int] = []
-    mask: list[bool] = []
-    log_probs: list[float] = []
-    lengths: list[int] = []
     flat = [(row, sample) for row, group in enumerate(groups) for sample in group]
-    for row, sample in flat:
-        prompt = prompts.prompt_ids[row]
-        token_ids += [*prompt, *sample.token_ids]
-        mask += [False] * len(prompt) + [True] * len(sample.token_ids)
-        log_probs += [0.0] * len(prompt) + list(sample.log_probs)
-        lengths.append(len(prompt) + len(sample.token_ids))
+    lengths = [len(prompts.prompt_ids[row]) + len(sample.token_ids) for row, sample in flat]
+    token_ids = np.empty(sum(lengths), np.int32)
+    mask, log_probs = np.zeros(sum(lengths), np.bool_), np.zeros(sum(lengths), np.float32)
+    end = 0
+    for (row, sample), length in zip(flat, lengths, strict=True):
+        start, end = end, end + length
+        begin = end - len(sample.token_ids)
+        token_ids[start:begin] = prompts.prompt_ids[row]
+        token_ids[begin:end] = sample.token_ids
+        mask[begin:end] = True
+        log_probs[begin:end] = sample.log_probs
     num_samples = len(groups[0])
     sample_ids = [prompts.group_ids[row] * num_samples + i % num_samples for i, (row, _) in enumerate(flat)]
     return RolloutBatch(
         offsets=offsets_from_lengths(torch.tensor(lengths)),
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        response_mask=torch.tensor(mask, dtype=torch.bool),
-        rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32),
+        token_ids=torch.from_numpy(token_ids),
+        response_mask=torch.from_numpy(mask),
+        rollout_log_probs=torch.from_numpy(log_probs),
         group_ids=torch.tensor([prompts.group_ids[row] for row, _ in flat], dtype=torch.int64),
         sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
+        routes=tuple(sample.routes for _, sample in flat),
         policy_versions=torch.tensor([sample.policy_version for _, sample in flat], dtype=torch.int64),
         finish_reasons=tuple(sample.finish_reason for _, sample in flat),
         prompts=tuple(prompts.prompts[row] for row, _ in flat),

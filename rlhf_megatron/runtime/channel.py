@@ -12,6 +12,7 @@ Messages are neither encrypted nor signed one by one: the connection belongs on 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -20,7 +21,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rlhf_megatron.data import codec
 
 MAX_FRAME_BYTES = 1 << 33
 SEND_TIMEOUT_S = 60  # without progress; then the peer counts as lost
+VANISHED_S = 15  # without a sign from the peer's kernel; then its machine counts as lost
 NONCE_BYTES = 32
 SECRET_ENV = "RLHF_MEGATRON_SECRET"
 SECRET_FILE_ENV = "RLHF_MEGATRON_SECRET_FILE"
@@ -42,6 +44,10 @@ class FrameError(ConnectionError):
     """The peer announced a message over the limit, or sent something that is none."""
 
 
+class VanishedError(EOFError):
+    """The peer's machine gives no sign any more: it has lost its power or its network."""
+
+
 class Channel:
     """Messages over a connected socket. `send` may be called from several threads, `receive` from one."""
 
@@ -50,11 +56,14 @@ class Channel:
         self._socket = sock
         self._send_lock = threading.Lock()
         sock.settimeout(None)
-        _detect_dead_peers(sock)
+        detect_dead_peers(sock)
 
     def send(self, message: Any, lock_timeout_s: float = SEND_TIMEOUT_S) -> None:
         """Raises ConnectionError when the peer is gone or stopped reading, ValueError for what cannot be encoded."""
-        parts = codec.encode_parts(message)
+        self.send_parts(codec.encode_parts(message), lock_timeout_s)
+
+    def send_parts(self, parts: Sequence[codec.Buffer], lock_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """`send` of what `codec.encode_parts` has made, once for several channels."""
         size = sum(len(part) for part in parts)
         if size > self.max_frame_bytes:
             raise ValueError(
@@ -76,7 +85,8 @@ class Channel:
     def receive(self, deadline: float | None = None) -> Any:
         """The next message; waits for it, until `deadline` of time.monotonic at most.
 
-        Raises EOFError when the peer is gone, FrameError for a bad message, TimeoutError at the deadline.
+        Raises EOFError when the peer is gone, VanishedError when its machine is, FrameError for a bad message,
+        TimeoutError at the deadline.
         """
         (size,) = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size, deadline))
         if size > self.max_frame_bytes:
@@ -87,6 +97,19 @@ class Channel:
             return codec.decode(data)
         except ValueError as error:
             raise FrameError(str(error)) from error
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine that the peer reaches."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def peer_address(self) -> str:
+        """The address of the peer's machine; "" on one machine, and when it is gone."""
+        try:
+            return str(self._socket.getpeername()[0]) if self._socket.family != socket.AF_UNIX else ""
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """End the connection in both directions; a blocked `receive` raises EOFError. Safe to call twice."""
@@ -170,21 +193,34 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float | None = No
             sock.settimeout(left)
         try:
             count = sock.recv_into(view[position:])
-        except TimeoutError:
-            raise
         except OSError as error:
-            raise EOFError(f"the connection broke: {error}") from error
+            if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's ETIMEDOUT
+                raise
+            kind = VanishedError if is_vanished(error) else EOFError
+            raise kind(f"the connection broke: {error}") from error
         if count == 0:
             raise EOFError("the connection was closed.")
         position += count
     return data
 
 
-def _detect_dead_peers(sock: socket.socket) -> None:
-    """A machine that vanished is noticed within about a minute; a peer that stopped reading, by the send timeout."""
+def is_vanished(error: OSError) -> bool:
+    """Whether a socket of `detect_dead_peers` has failed since the peer's machine gives no sign."""
+    return error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
+
+def detect_dead_peers(sock: socket.socket) -> None:
+    """Make a machine that vanished an error of this socket within VANISHED_S, whether bytes are on the way or not; and
+    a peer that stopped reading an error by the send timeout."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        every_s = VANISHED_S // 3  # after a silence as long
+        for option, value in (
+            (socket.TCP_KEEPIDLE, every_s),
+            (socket.TCP_KEEPINTVL, every_s),
+            (socket.TCP_KEEPCNT, 2),
+            (socket.TCP_USER_TIMEOUT, VANISHED_S * 1000),  # bytes that are on the way keep probes from being sent
+        ):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

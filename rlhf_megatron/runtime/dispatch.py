@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, restore, take
+from rlhf_megatron.data.batch import TokenBatch, TokenColumns, columns_of
+from rlhf_megatron.data.plan import NO_OP_LENGTH, ReplicaPlan, plan_replicas, restore, take
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.messages import Call
 from rlhf_megatron.workers.contract import UpdateResult
@@ -19,11 +22,41 @@ codec.register(UpdateResult)
 
 @dataclass(frozen=True)
 class Scattered:
-    """One call for each rank, in rank order; the leaders' calls carry the shards."""
+    """One call for each rank; the leaders' calls carry the shards."""
 
-    calls: tuple[Call, ...]
+    id: int
+    method: str
+    batch: TokenBatch
+    arguments: dict[str, Any]
+    layout: Layout
     plans: tuple[ReplicaPlan, ...]  # one a replica
-    leaders: tuple[int, ...]  # rank of each replica's leader
+
+    @cached_property
+    def _without_shard(self) -> tuple[Call, ...]:
+        """One a replica."""
+        arguments = ({**self.arguments, "plan": plan} for plan in self.plans)
+        return tuple(Call(self.id, self.method, these, is_scattered=True) for these in arguments)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """Rank of each replica's leader."""
+        return tuple(self.layout.leader(dp) for dp in range(self.layout.dp))
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the token columns of a shard, at most."""
+        width = sum(column.element_size() for _, axis, column in columns_of(self.batch) if axis == "token")
+        lengths = [*self.batch.lengths.tolist(), NO_OP_LENGTH]  # behind them: NO_OP is -1
+        return width * max(sum(lengths[sample] for sample in plan.samples) for plan in self.plans)
+
+    def call(self, rank: int) -> Call:
+        """Its shard is made here: where calls are sent one after the other, one shard stands at a time. The others of a
+        replica get one object."""
+        dp = self.layout.coordinates(rank).dp
+        call = self._without_shard[dp]
+        if rank != self.layout.leader(dp):
+            return call
+        return replace(call, shard=codec.encode(take(self.batch, self.plans[dp])))
 
 
 def plan_call(batch: TokenBatch, layout: Layout, token_budget: int) -> tuple[ReplicaPlan, ...]:
@@ -50,18 +83,12 @@ def scatter_calls(
     Raises as `plan_call`.
     """
     assert "plan" not in arguments, f"{method}: the plan is made here"
-    plans = plan_call(batch, layout, token_budget)
-    leaders = tuple(layout.leader(dp) for dp in range(layout.dp))
-    calls = []
-    for rank in range(layout.world_size):
-        dp = layout.coordinates(rank).dp
-        shard = codec.encode(take(batch, plans[dp])) if rank == leaders[dp] else None
-        calls.append(Call(call_id, method, {**arguments, "plan": plans[dp]}, is_scattered=True, shard=shard))
-    return Scattered(tuple(calls), plans, leaders)
+    return Scattered(call_id, method, batch, arguments, layout, plan_call(batch, layout, token_budget))
 
 
-def join(method: str, results: Sequence[Any], plans: Sequence[ReplicaPlan]) -> Any:
-    """The replicas' results as one: a TokenBatch in the order of the whole batch, an UpdateResult as the sum, or None.
+def join(method: str, results: Sequence[Any], plans: Sequence[ReplicaPlan], offsets: Tensor) -> Any:
+    """The replicas' results as one: TokenColumns in the order of the whole batch, whose `offsets` these are, an
+    UpdateResult as the sum, or None.
 
     Raises TypeError when the method returned something else.
     """
@@ -70,12 +97,12 @@ def join(method: str, results: Sequence[Any], plans: Sequence[ReplicaPlan]) -> A
         raise TypeError(f"{method} returned different types: {[type(result).__name__ for result in results]}")
     if first is None:
         return None
-    if isinstance(first, TokenBatch):
-        return restore(results, plans)
+    if isinstance(first, TokenColumns):
+        return restore(results, plans, offsets)
     if isinstance(first, UpdateResult):
         return sum_updates(method, results)
     raise TypeError(
-        f"{method} returned a {type(first).__name__}; a scattered call returns a TokenBatch or UpdateResult"
+        f"{method} returned a {type(first).__name__}; a scattered call returns TokenColumns or an UpdateResult"
     )
 
 

@@ -43,7 +43,7 @@ class InlineGroup:
         try:
             (plan,) = plans = plan_call(batch, self.layout, token_budget)
             result = self._host.find(method)(batch=take(batch, plan), plan=plan, **arguments)
-            future.set_result(join(method, [result], plans))
+            future.set_result(join(method, [result], plans, batch.offsets))
         except Exception as error:  # the future carries it, with its traceback
             future.set_exception(error)
         return future

@@ -1,7 +1,7 @@
 """A pool on one rank: its layout, its torch world, and the broadcast inside a replica.
 
-Also: Which ranks of a job make which Megatron world: the actor's pool and, where the critic has ranks of its own,
-its.
+Also: Which ranks of a job make which Megatron world: the actor's pool and, where the critic or a reward model has ranks
+of its own, theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.parallel.gloo_device import share_gloo_device
 from rlhf_megatron.parallel.layout import Layout, layout_of
 
 
@@ -64,12 +65,14 @@ def join_pool(name: str, layout: Layout, rank: int, store: dist.Store, backend: 
     `backend`: "gloo", or "cpu:gloo,cuda:nccl" on GPUs. `timeout_s`: of a collective.
     """
     timeout = timedelta(seconds=timeout_s)
+    share_gloo_device()
     dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
     groups = [dist.new_group(list(layout.replica(dp)), timeout=timeout, backend="gloo") for dp in range(layout.dp)]
     return Pool(name, layout, rank, groups[layout.coordinates(rank).dp])
 
 
-ACTOR, CRITIC = "actor", "critic"
+ACTOR, CRITIC, REWARD_MODEL = POOLS = "actor", "critic", "reward_model"
+ENGINES = "engines"  # no torch world: the keepers of engines on other machines
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ class PoolSpec:
         """The rank after its last one."""
         return self.first_rank + self.layout.world_size
 
+    def where(self, rank: int) -> str:
+        """`rank`: in the pool."""
+        return where(self.name, self.layout, rank)
+
     def __str__(self) -> str:
         """ "critic tp2 pp1 dp1 on 2 ranks"."""
         count = self.layout.world_size
@@ -92,7 +99,10 @@ class PoolSpec:
 
 
 def pools_of(config: RunConfig) -> tuple[PoolSpec, ...]:
-    """The actor's pool on the first ranks; then the critic's, where it has one. Raises ValueError for a bad layout."""
+    """The actor's pool on the first ranks, then the critic's, then the reward model's, where they have one.
+
+    Raises ValueError for a bad layout.
+    """
     pools: list[PoolSpec] = []
     for section, megatron, num_ranks in megatron_sections(config):
         name = section.partition(".")[0]

@@ -24,7 +24,15 @@ from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
 from rlhf_megatron.runtime.pool import pool_of_role
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.workers.contract import ForwardWorker, TrainedWorker, TrainWorker, ValueWorker, Worker
+from rlhf_megatron.workers.contract import (
+    ForwardWorker,
+    ScoreWorker,
+    TeachingWorker,
+    TrainedWorker,
+    TrainWorker,
+    ValueWorker,
+    Worker,
+)
 
 Arguments = ParamSpec("Arguments")
 Batch = TypeVar("Batch", bound=TokenBatch)
@@ -53,8 +61,9 @@ class HostWorker(RngWorker, Protocol):
         bucket_bytes: int,
         dtype: str,
         transport: WeightTransport = "tensor",
+        ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """The actor's weights to all engines. Every rank takes part; one rank of each pipeline stage sends.
+        """The actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
 
         An engine that fails stands in the report and ends nothing here.
         """
@@ -173,7 +182,13 @@ class CriticProxy(TrainedProxy):
 
 class ReferenceProxy(Proxy):
     log_probs = Scattered(ForwardWorker.log_probs)
+    top_log_probs = Scattered(TeachingWorker.top_log_probs)
     head_report = OnAllRanks(ForwardWorker.head_report)
+    memory_report = OnAllRanks(Worker.memory_report)
+
+
+class RewardModelProxy(Proxy):
+    values = Scattered(ScoreWorker.values)
     memory_report = OnAllRanks(Worker.memory_report)
 
 
@@ -196,6 +211,8 @@ class Workers:
         self.group = group
         self.actor = ActorProxy(group, "actor", watch)
         self.critic = CriticProxy(group, "critic", watch)
+        self.learning_reward_model = CriticProxy(group, "actor", watch)  # of the job reward-model, in the actor's place
+        self.reward_model = RewardModelProxy(group, "reward_model", watch)
         self.reference = ReferenceProxy(group, "reference", watch)
         self.host = HostProxy(group, "host", watch)
 
@@ -203,7 +220,7 @@ class Workers:
         """The roles that are trained."""
         return [self.actor, self.critic] if has_critic else [self.actor]
 
-    def of_pools(self) -> dict[str, TrainedProxy]:
+    def of_pools(self) -> dict[str, TrainedProxy | RewardModelProxy]:
         """By pool: the role that it is named after."""
-        by_name = {"actor": self.actor, "critic": self.critic}
+        by_name = {role.role: role for role in (self.actor, self.critic, self.reward_model)}
         return {pool: by_name[pool] for pool in self.group.layouts}

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from rlhf_megatron.rollout.http import allow_open_files
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.messages import Register
-from rlhf_megatron.runtime.pool import PoolSpec, where
+from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.processes import machine_id
 from rlhf_megatron.runtime.remote import HostLink
 
@@ -25,7 +26,6 @@ HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.2
 LOOK_S = 1.0
 MAX_GREETINGS = 256  # connections that have not shown the secret; others wait in the kernel's queue
-OPEN_FILES = 65536  # wanted: a connection a rank, and those to engines
 _LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
 
 
@@ -87,7 +87,7 @@ def gather_hosts(
                     raise error from None
                 if time.monotonic() < deadline:
                     continue
-                missing = [where(n, by_name[n].layout, r) for n, r in places if (n, r) not in links]
+                missing = [by_name[n].where(r) for n, r in places if (n, r) not in links]
                 raise HostError(
                     f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs.{''.join(refused)}"
                 ) from None
@@ -98,14 +98,6 @@ def gather_hosts(
                 links[name, link.rank] = link
         listener.shutdown(socket.SHUT_RDWR)
     return {pool.name: [links[pool.name, rank] for rank in range(pool.layout.world_size)] for pool in pools}
-
-
-def allow_open_files() -> None:
-    """Raise this process's soft limit of file descriptors to OPEN_FILES, or as far as the hard one allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _accept_hosts(
@@ -167,5 +159,6 @@ def _greet(
         return
     finally:
         greetings.release()
-    name = where(pool.name, pool.layout, message.rank)
-    arrived.put((pool.name, HostLink(message.rank, name, channel, message.pid, message.machine)))
+    name = pool.where(message.rank)
+    host = f"{message.hostname} ({channel.peer_address or address})"
+    arrived.put((pool.name, HostLink(message.rank, name, channel, message.pid, message.machine, host)))

@@ -13,9 +13,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, Channel, FrameError
+from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, VANISHED_S, Channel, FrameError, VanishedError
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
 from rlhf_megatron.runtime.failures import HostError, HostLostError, HostTimeoutError, as_error
 from rlhf_megatron.runtime.hang import DescribeHang, HostView, describe_hosts
@@ -32,6 +33,9 @@ ABORT_GRACE_S = 1.0  # the same after a failure
 KILL_AFTER_S = 3.0  # beyond the grace; then hosts on this machine are killed
 
 
+Finish = Callable[[dict[int, Any]], Any]  # rank -> value, of all ranks; makes the future's result
+
+
 @dataclass
 class HostLink:
     """The controller's end of one host."""
@@ -41,6 +45,8 @@ class HostLink:
     channel: Channel
     pid: int
     machine: str
+    host: str = ""  # name and address of its machine, for messages
+    is_vanished: bool = False  # the machine gives no sign any more
     is_open: bool = True  # set to False by the thread that reads the channel
 
 
@@ -50,7 +56,7 @@ class _Pending:
 
     method: str
     future: Future[Any]
-    finish: Callable[[dict[int, Any]], Any]  # rank -> value, of all ranks; makes the future's result
+    finish: Finish
     timeout_s: float
     replies: dict[int, Reply] = field(default_factory=dict)
     deadline: float | None = None  # set when all calls before it are done
@@ -103,6 +109,11 @@ class RemoteGroup:
         for thread in (*self._readers, self._monitor_thread):
             thread.start()
 
+    @property
+    def own_address(self) -> str:
+        """The address of the controller's machine that the hosts reach."""
+        return self._links[0].channel.own_address
+
     def wait_until_built(self) -> None:
         """Returns when the roles stand on all ranks. Raises HostError, also a ValueError where the user can fix it."""
         self._built.result()
@@ -112,14 +123,19 @@ class RemoteGroup:
             scattered = scatter_calls(self._next_id, method, batch, self.layout, token_budget, arguments)
 
             def finish(values: dict[int, Any]) -> Any:
-                return join(method, [values[rank] for rank in scattered.leaders], scattered.plans)
+                return join(method, [values[rank] for rank in scattered.leaders], scattered.plans, batch.offsets)
 
-            return self._submit(method, scattered.calls, finish)
+            if scattered.largest_bytes > MAX_SHARD_BYTES:
+                raise ValueError(
+                    f"{method}: the shard of one replica has {scattered.largest_bytes} bytes, over the limit of"
+                    f" {MAX_SHARD_BYTES}; lower data.train_batch_size or rollout.n, or use more replicas."
+                )
+            return self._submit(method, scattered.call, finish)
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         with self._submit_lock:
-            calls = [Call(self._next_id, method, arguments)] * self.layout.world_size
-            return self._submit(method, calls, lambda values: [values[rank] for rank in sorted(values)])
+            call = Call(self._next_id, method, arguments)
+            return self._submit(method, lambda rank: call, lambda values: [values[rank] for rank in sorted(values)])
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
         """What each host is doing, by coordinates; None where it did not say within `timeout_s`."""
@@ -180,15 +196,10 @@ class RemoteGroup:
             if other is not self:
                 other.fail_with(error)
 
-    def _submit(self, method: str, calls: Sequence[Call], finish: Callable[[dict[int, Any]], Any]) -> Future[Any]:
+    def _submit(self, method: str, call_of: Callable[[int], Call], finish: Finish) -> Future[Any]:
+        """`call_of`: rank -> its call."""
         future: Future[Any] = Future()
         call_id = self._next_id
-        largest = max(len(call.shard or b"") for call in calls)
-        if largest > MAX_SHARD_BYTES:
-            raise ValueError(
-                f"{method}: the shard of one replica has {largest} bytes, over the limit of {MAX_SHARD_BYTES};"
-                " lower data.train_batch_size or rollout.n, or use more replicas."
-            )
         with self._changed:
             if self.failure is not None or self._is_closing:
                 future.set_exception(self.failure or HostError("the group is closed."))
@@ -196,12 +207,20 @@ class RemoteGroup:
             self._next_id += 1
             self._expect(call_id, _Pending(method, future, finish, self._call_timeout_s))
         try:
-            for link, call in zip(self._links, calls, strict=True):
+            shared: dict[int, list[codec.Buffer]] = {}  # of calls that several ranks get
+            for link in self._links:
+                call = call_of(link.rank)
+                parts = codec.encode_parts(call) if call.shard else shared.get(id(call))
+                if parts is None:
+                    parts = shared[id(call)] = codec.encode_parts(call)
                 with contextlib.suppress(ConnectionError):  # its reading thread sees it too
-                    link.channel.send(call)
+                    link.channel.send_parts(parts)
         except ValueError:  # cannot be encoded: no host has got it, since all calls have the same arguments
             with self._changed:
                 self._pending.pop(call_id, None)
+            raise
+        except Exception as error:  # memory, a device: some hosts may have got it, and wait for the others
+            self.fail_with(HostError(f"{method} could not be sent to all hosts: {type(error).__name__}: {error}"))
             raise
         return future
 
@@ -234,6 +253,7 @@ class RemoteGroup:
                 del message  # and its tensors, while the next is waited for
         except (EOFError, FrameError) as error:
             logger.debug("%s %s", link.where, error)
+            link.is_vanished = isinstance(error, VanishedError)
         with self._changed:
             link.is_open = False
             self._changed.notify_all()
@@ -244,15 +264,17 @@ class RemoteGroup:
             if pending is None:
                 return
             pending.replies[link.rank] = reply
+            if reply.failure is None and pending.failed_at is None and len(pending.replies) < len(self._links):
+                return  # nobody waits for less: waking them at every reply would cost the square of the ranks
             if pending.failures:
                 pending.failed_at = pending.failed_at or time.monotonic()
-            elif len(pending.replies) == len(self._links):
+            else:
                 del self._pending[reply.id]
                 if self._pending:
                     head = next(iter(self._pending.values()))
                     head.deadline = time.monotonic() + head.timeout_s
             self._changed.notify_all()
-            if pending.failures or len(pending.replies) < len(self._links):
+            if pending.failures:
                 return
         try:
             result = pending.finish({rank: reply.value for rank, reply in pending.replies.items()})
@@ -290,6 +312,13 @@ class RemoteGroup:
         if lost := [link for link in self._links if not link.is_open]:
             doing = f" during {head.method}" if head else ""
             names = ", ".join(f"{link.where} (process {link.pid})" for link in lost)
+            if gone := {link.host for link in lost if link.is_vanished}:
+                there = ", ".join(link.where for link in self._links if link.host in gone)
+                machines = " and ".join(sorted(gone))
+                return HostLostError(
+                    f"the machine {machines} is lost{doing}: it has given no sign for {VANISHED_S} s, and {there} were"
+                    " there. Look at its power, its network and its system log."
+                )
             said = "".join(f"\n{as_error(head.method, r.failure)}" for r in head.failures if r.failure) if head else ""
             return HostLostError(f"{names} died{doing}; its log may tell why.{said}")
         for pending in self._pending.values():

@@ -10,14 +10,29 @@ from pathlib import Path
 
 import torch
 
+from rlhf_megatron.algorithms.distillation import DISTILLATION_LOSSES
+from rlhf_megatron.algorithms.distillation.base import DistillationParams
 from rlhf_megatron.checkpoint.dist_checkpoint import write_together
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of, records_below
 from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
 from rlhf_megatron.checkpoint.source import WeightSource, random_source
-from rlhf_megatron.checkpoint.value_model import read_value_model, with_value_head
-from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
+from rlhf_megatron.checkpoint.value_model import (
+    read_value_model,
+    reward_model_config,
+    scoring_model,
+    with_value_head,
+)
+from rlhf_megatron.config.rules.run import (
+    actor_ranks,
+    critic_ranks,
+    has_critic,
+    has_reward_model,
+    has_teacher,
+    needs_reference,
+)
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head
@@ -28,25 +43,36 @@ from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
 from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
-from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
+from rlhf_megatron.runtime.pool import ACTOR, CRITIC, POOLS, REWARD_MODEL, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
 from rlhf_megatron.workers.activations import Trained, settled
 from rlhf_megatron.workers.actor import Actor
 from rlhf_megatron.workers.backend import TrainedBackend
-from rlhf_megatron.workers.contract import ForwardWorker, TrainWorker
+from rlhf_megatron.workers.contract import ScoreWorker, TeachingWorker, TrainWorker, ValueWorker
 from rlhf_megatron.workers.critic import Critic
-from rlhf_megatron.workers.losses import moving_correction
+from rlhf_megatron.workers.frozen import RewardModel
+from rlhf_megatron.workers.losses import DistillationRowLoss, moving_correction
 from rlhf_megatron.workers.megatron import MegatronBackend
 from rlhf_megatron.workers.reference import Reference
+from rlhf_megatron.workers.routes import ReplayMode
 from rlhf_megatron.workers.trained_model import Phase
 
 
 class HostRole:
     """Methods that are about the rank and not about one model."""
 
-    def __init__(self, world: World, actor: Actor, reference: Reference | None, model_path: Path) -> None:
+    def __init__(
+        self,
+        world: World,
+        actor: Actor | Critic,
+        reference: Reference | None,
+        model_path: Path,
+        hf_config: HFConfig | None = None,
+    ) -> None:
+        """`hf_config`: that the weights are exported with, where it is not the policy's."""
         self.world = world
         self.model_path = model_path
+        self.exported_config = hf_config or actor.backend.hf_config
         self.actor = actor
         self.reference = reference
         self._groups = Groups()
@@ -63,8 +89,9 @@ class HostRole:
         bucket_bytes: int,
         dtype: str,
         transport: WeightTransport = "tensor",
+        ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """The actor's weights to all engines. Every rank takes part; one rank of each pipeline stage sends.
+        """The actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
 
         An engine that fails stands in the report and ends nothing here.
         """
@@ -78,6 +105,7 @@ class HostRole:
             bucket_bytes=bucket_bytes,
             dtype=dtype,
             transport=transport,
+            ranks_per_machine=ranks_per_machine,
         )
 
     def save_hf(self, directory: Path) -> None:
@@ -86,7 +114,7 @@ class HostRole:
             self.actor.export(),
             self.actor.backend.exporting,
             directory=directory,
-            hf_config=self.actor.backend.hf_config,
+            hf_config=self.exported_config,
             dtype=self.actor.dtype,
             companions_from=self.model_path,
         )
@@ -187,7 +215,8 @@ def settled_config(config: RunConfig, device_bytes: int) -> RunConfig:
         return config  # which layouts of Megatron mean nothing to
     dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
     policy = read_hf_config(Path(config.model.path))
-    of_actor = [Trained(policy, dtype, actor.ppo_max_token_len_per_gpu)]
+    head: Head = "value" if config.job == "reward-model" else "vocabulary"
+    of_actor = [Trained(policy, dtype, actor.ppo_max_token_len_per_gpu, head)]
     if has_critic(config):
         hf_config = read_hf_config(Path(critic.path)) if critic.path else policy
         tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
@@ -213,20 +242,26 @@ class RoleBuilder:
         config = self.config
         seed = config.trainer.seed
         world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=seed)
-        seed_process(seed, 1 + [ACTOR, CRITIC].index(pool.name), world.rank)
+        seed_process(seed, 1 + POOLS.index(pool.name), world.rank)
         builder = RoleBuilder(settled_config(config, smallest_device(world)))
         roles: dict[str, object] = {"world": WorldRole()}
+        if config.job == "reward-model":
+            return roles | builder._reward_model_roles(world)
         if pool.name == ACTOR:
             roles |= builder._actor_roles(world)
-        if has_critic(config) and pool.name == pool_of_role([pool.name for pool in pools_of(config)], CRITIC):
+        names = [one.name for one in pools_of(config)]
+        if has_critic(config) and pool.name == pool_of_role(names, CRITIC):
             roles[CRITIC] = builder._critic(pool, world)
+        if has_reward_model(config) and pool.name == pool_of_role(names, REWARD_MODEL):
+            scores: ScoreWorker = builder._reward_model(pool, world)
+            roles[REWARD_MODEL] = scores
         return roles
 
     @property
     def actor_phases(self) -> dict[str, Phase]:
         """The actor's optimizers by phase, in the order in which the run goes through them."""
         config, actor = self.config, self.config.actor
-        if config.job == "sft":
+        if config.job != "train":
             return {"sft": Phase(actor.optim, config.trainer.total_training_steps)}
         alone = config.trainer.critic_warmup if has_critic(config) else 0  # steps in which the critic learns alone
         a_step = actor.ppo_epochs * self._num_mini_batches(actor.mini_batch_size)
@@ -252,14 +287,34 @@ class RoleBuilder:
         hf_config = read_hf_config(path)
         weights = weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
         correction = moving_correction(config.algorithm.rollout_correction)
-        backend = self._backend(hf_config, weights, world, config.actor.megatron)
-        actor = Actor(backend, config.actor, self.actor_phases, correction)
+        replay = config.actor.router_replay
+        backend = self._backend(hf_config, weights, world, config.actor.megatron, router_replay=replay)
+        actor = Actor(backend, config.actor, self.actor_phases, correction, self._distillation())
         reference = self._reference(hf_config, weights, world) if needs_reference(config) else None
         trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
         host: HostWorker = HostRole(world, actor, reference, path)
-        scores: ForwardWorker | None = reference
+        scores: TeachingWorker | None = reference
         roles: dict[str, object] = {"actor": trains, "host": host}
         return roles if scores is None else {**roles, "reference": scores}
+
+    def _distillation(self) -> DistillationRowLoss | None:
+        """The loss towards a teacher, where the job has one."""
+        sft = self.config.sft
+        if not has_teacher(self.config):
+            return None
+        params = params_from_mapping(DistillationParams, sft.params, "sft.params")
+        return DistillationRowLoss(DISTILLATION_LOSSES.get(sft.loss_mode).build, params.has_tail)
+
+    def _reward_model_roles(self, world: World) -> dict[str, object]:
+        """The model that learns stands where the policy does in other jobs; its output layer has one label."""
+        config = self.config
+        hf_config = read_hf_config(Path(config.model.path))
+        first = self._value_source(None, hf_config)
+        backend = self._backend(hf_config, first, world, config.actor.megatron, head="value")
+        model = Critic(backend, config.critic, self.actor_phases, config.trainer.seed)
+        learns: ValueWorker = model  # mypy compares what stands here with what the proxies call
+        host = HostRole(world, model, None, Path(config.model.path), reward_model_config(hf_config))
+        return {"actor": learns, "host": host}
 
     def _backend(
         self,
@@ -269,36 +324,58 @@ class RoleBuilder:
         megatron: MegatronConfig,
         head: Head = "vocabulary",
         is_frozen: bool = False,
+        router_replay: ReplayMode = "none",
     ) -> TrainedBackend:
         dtype = getattr(torch, self.config.model.dtype)
         if self.config.actor.backend == "fsdp":
             from rlhf_megatron.workers.fsdp import FSDPBackend  # imports transformers
 
-            return FSDPBackend(hf_config, weights, world, dtype, self.config.actor.fsdp, head, is_frozen)
-        return MegatronBackend(hf_config, weights, world, dtype, megatron, head, is_frozen)
+            lora = self.config.actor.lora if head == "vocabulary" else None
+            how = (self.config.actor.fsdp, head, is_frozen, lora, self.config.trainer.seed)
+            return FSDPBackend(hf_config, weights, world, dtype, *how)
+        return MegatronBackend(hf_config, weights, world, dtype, megatron, head, is_frozen, router_replay)
 
     def _critic(self, pool: Pool, world: World) -> CriticWorker:
         """From critic.path, else as the policy starts: the same weights, loaded or random."""
-        config, critic, seed = self.config, self.config.critic, self.config.model.init_seed
-        path = Path(critic.path or config.model.path)
-        hf_config = read_hf_config(path)
-        source: WeightSource
-        if critic.path is None and seed is not None:
-            source = random_source(hf_config, seed)
-        else:
-            source = read_value_model(path, table_for(hf_config, head="value"))
-        first = with_value_head(source, critic.value_head_init_std, config.trainer.seed)
+        config, critic = self.config, self.config.critic
+        hf_config = read_hf_config(Path(critic.path or config.model.path))
+        first = self._value_source(critic.path, hf_config)
         megatron = critic.megatron if pool.name == CRITIC else config.actor.megatron
         backend = self._backend(hf_config, first, world, megatron, head="value")
         role = CriticRole(backend, critic, self.critic_phases, config.trainer.seed)
         role.tokenizer_path = Path(config.model.path)
         return role
 
+    def _value_source(self, path: str | None, hf_config: HFConfig) -> WeightSource:
+        """First weights of a value model: those of `path`, else of the policy as it starts; and a head."""
+        config, seed = self.config, self.config.model.init_seed
+        source: WeightSource
+        if path is None and seed is not None:
+            source = random_source(hf_config, seed)
+        else:
+            source = read_value_model(Path(path or config.model.path), table_for(hf_config, head="value"))
+        return with_value_head(source, config.critic.value_head_init_std, config.trainer.seed)
+
+    def _reward_model(self, pool: Pool, world: World) -> RewardModel:
+        """From reward_model.path, which has a head of its own."""
+        config, chosen = self.config, self.config.reward_model
+        path = Path(chosen.path or "")
+        hf_config = read_hf_config(path)
+        weights = scoring_model(path, table_for(hf_config, head="value"))
+        megatron = chosen.megatron if pool.name == REWARD_MODEL else config.actor.megatron
+        backend = self._backend(hf_config, weights, world, megatron, head="value", is_frozen=True)
+        return RewardModel(backend, REWARD_MODEL, is_offloaded=chosen.param_offload)
+
     def _reference(self, hf_config: HFConfig, weights: WeightSource, world: World) -> Reference:
         actor, reference = self.config.actor, self.config.reference
         if reference.path is not None:
             path = Path(reference.path)
-            hf_config = read_hf_config(path)
+            student, hf_config = hf_config, read_hf_config(path)
+            if has_teacher(self.config) and hf_config.get("vocab_size") != student.get("vocab_size"):
+                raise ValueError(
+                    f"the teacher at reference.path ({path}) has a vocabulary of {hf_config.get('vocab_size')} and the"
+                    f" model one of {student.get('vocab_size')}; both must have the same tokens."
+                )
             weights = weight_source(path, None, hf_config, world.layout.tp)
         backend = self._backend(hf_config, weights, world, actor.megatron, is_frozen=True)
         return Reference(backend, actor.log_prob_chunk_size, actor.kernels, is_offloaded=reference.param_offload)

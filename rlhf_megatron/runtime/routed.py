@@ -11,7 +11,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.hang import DescribeHang, describe_hosts
 from rlhf_megatron.runtime.messages import Status
-from rlhf_megatron.runtime.pool import pool_of_role
+from rlhf_megatron.runtime.pool import ENGINES, pool_of_role
 from rlhf_megatron.runtime.remote import STATUS_TIMEOUT_S, RemoteGroup, tie, views_of
 
 
@@ -33,8 +33,13 @@ class RoutedGroups:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """By pool."""
-        return {name: group.layout for name, group in self._groups.items()}
+        """By pool of ranks."""
+        return {name: group.layout for name, group in self._groups.items() if name != ENGINES}
+
+    @property
+    def own_address(self) -> str:
+        """See `RemoteGroup`."""
+        return next(iter(self._groups.values())).own_address
 
     @property
     def failure(self) -> HostError | None:

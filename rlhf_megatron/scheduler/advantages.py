@@ -88,7 +88,8 @@ class AdvantageStage:
             metrics |= greedy_reward_metrics(batch)
         rewards = None
         if kl is not None or self.parts.needs_token_rewards:
-            rewards = token_rewards(batch.rewards, is_valid, batch.response_mask, batch.offsets, kl, kl_coef)
+            columns = (batch.rewards, is_valid, batch.response_mask, batch.offsets, kl, kl_coef, batch.process_rewards)
+            rewards = token_rewards(*columns)
         outputs = self.parts.estimator(
             AdvantageInputs(
                 rewards_B=batch.rewards,

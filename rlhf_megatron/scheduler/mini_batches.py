@@ -87,6 +87,8 @@ def weighed(
         rollout_log_probs=part.rollout_log_probs,
         correction_weights=part.correction_weights,
         is_picked=is_picked,
+        sample_ids=part.sample_ids,
+        routes=part.routes,
     )
 
 

@@ -5,6 +5,7 @@ Used by `rlhf-megatron train`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from rlhf_megatron.config.changes import flat, settings_digest
 from rlhf_megatron.config.rules.engines import num_engines
+from rlhf_megatron.config.rules.machines import told
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig, TrainerConfig
@@ -27,14 +29,16 @@ from rlhf_megatron.observe.run_dir import RunLock, write_text
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import description, finish, layouts_of
 from rlhf_megatron.observe.tracker import Tracker
+from rlhf_megatron.parallel.device import has_accelerator
 from rlhf_megatron.plugins import digests
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.checkpointer import Checkpointer
 from rlhf_megatron.recovery.export import best_step, closing_lines
-from rlhf_megatron.recovery.journal import GroupJournal, Journal
+from rlhf_megatron.recovery.journal import GroupJournal, Journal, routes_in
 from rlhf_megatron.recovery.keeper import Keeper, StageGuard
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 from rlhf_megatron.recovery.resume import CONFIG, RunState, Start, architecture_of, facts_of, find_start
+from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
@@ -90,6 +94,8 @@ def train(
         tracker = stack.enter_context(open_tracker(config, run_dir, tokenizer, start, attempts))
         engines = f"{num_engines(config)} {config.rollout.engine}"
         tracker.note(description(trainer.experiment_name, config.model, _where(config), engines, sets))
+        if spread := told(config):
+            tracker.note(f"engines by machine: {spread}")
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
@@ -99,6 +105,9 @@ def train(
         turns = _turns(config, workers, fleet)
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         journal = _journal(config, run_dir, tracker)
+        routes_dir = run_dir / "routes" if config.actor.router_replay == "r3" else None
+        route_files = RouteFiles(routes_dir, journal is not None, is_recorded)
+        route_files.sweep(routes_in(journal.directory) if routes_dir and journal else ())
         capsules = Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note)
         policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
         stages = Stages(
@@ -113,7 +122,9 @@ def train(
             journal=journal if isinstance(journal, Journal) else None,
             skips=Skips(trainer, capsules, tracker.note),
             turns=turns,
+            route_files=route_files,
             watches=(HeadWatch(policies, tracker.note).metrics, MemoryWatch(workers).metrics),
+            say=tracker.waiting,
         )
         has_frozen_start = parts.needs_reference and config.reference.path is None
         checkpointer = Checkpointer(
@@ -129,7 +140,7 @@ def train(
         supply = stack.enter_context(make_supply(stages, fleet, scorer, state, groups, stop.check, tracker.waiting))
         captured = partial(capture, stages, supply, tracker.clock, state)
         save_hf = partial(stages.save_hf, run_dir)
-        keeper = Keeper(captured, checkpointer, journal, trainer, save_hf, lock.check)
+        keeper = Keeper(captured, checkpointer, journal, trainer, save_hf, lock.check, route_files)
         keeper.begin(state.step, is_saved=start is not None and start.is_same_run)
         guard = StageGuard(tracker, stop, watchdog, keeper)
         plan = loop_plan(trainer, state.step, [step for step, _ in tracker.evaluations])
@@ -183,6 +194,7 @@ def _weight_sync(
         transport=config.rollout.weight_transport,
         model_path=Path(config.model.path),
         turns=turns,
+        ranks_per_machine=config.trainer.n_gpus_per_node if config.trainer.nnodes > 1 else None,
     )
 
 
@@ -196,8 +208,10 @@ def _journal(config: RunConfig, run_dir: Path, tracker: Tracker) -> Journal | Gr
 
 
 def _where(config: RunConfig) -> str:
-    pools = pools_of(config)
-    return " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
+    pools, cores = pools_of(config), len(os.sched_getaffinity(0))
+    text = " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
+    is_crowded = config.trainer.nnodes == 1 and pools[-1].end > cores and not has_accelerator()
+    return text + (f" (more than the {cores} cores here: they take turns)" if is_crowded else "")
 
 
 def open_tracker(

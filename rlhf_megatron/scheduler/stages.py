@@ -22,6 +22,7 @@ from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
 from rlhf_megatron.recovery.checkpointer import check_replicas
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.recovery.recorder import Recorder
+from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
@@ -29,6 +30,7 @@ from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests, collect, sampling_params
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
+from rlhf_megatron.scheduler.model_rewards import model_rewards
 from rlhf_megatron.scheduler.parts import Parts, RunData
 from rlhf_megatron.scheduler.samples import (
     filtered,
@@ -39,7 +41,15 @@ from rlhf_megatron.scheduler.samples import (
     teaches_nothing,
     to_scored,
 )
-from rlhf_megatron.scheduler.update import UpdateSettings, actor_update, annotate, critic_update, leave_out, run_updates
+from rlhf_megatron.scheduler.update import (
+    UpdateSettings,
+    actor_update,
+    annotate,
+    critic_update,
+    leave_out,
+    record_routes,
+    run_updates,
+)
 from rlhf_megatron.sync.colocation import Turns
 from rlhf_megatron.sync.weight_sync import Sync
 
@@ -62,7 +72,9 @@ class Stages:
     journal: Journal | None = None
     skips: Skips = field(default_factory=Skips)
     turns: Turns = field(default_factory=Turns)  # of trainer and engines, where they share devices
+    route_files: RouteFiles = field(default_factory=RouteFiles)  # which experts samples met in the engines
     watches: Sequence[Callable[[], dict[str, float]]] = ()  # metrics that each step adds
+    say: Callable[[str], object] = lambda text: None  # what the run does now
 
     def __post_init__(self) -> None:
         config = self.config
@@ -70,12 +82,14 @@ class Stages:
         self.advantage_stage = AdvantageStage(config.algorithm, self.parts)
         self.trained_version = 0  # of the policy that the last batch was given to
         self._settings = UpdateSettings.of(config)
+        self._model_rewards = model_rewards(config, self.data.tokenizer.decode)
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._is_filtered = config.algorithm.filter_groups.enable
         self._known: dict[int, list[GeneratedSample]] = {}  # groups that the journal has of the step
         self._greedy: RolloutBatch | None = None  # of the batch that is generated, until it is scored
         self._greedy_of_step: list[RolloutBatch] = []
+        self._routes_of_step: set[str] = set()  # files of all that it generated, also of what is left out
         self._is_policy_new = True  # the engines have not got it
 
     @property
@@ -92,6 +106,7 @@ class Stages:
         """A step: what the stages say from now on is of it."""
         self._step_metrics = {}
         self._greedy_of_step = []
+        self._routes_of_step = set()
         self._step_began = time.monotonic()
 
     def next_prompts(self, step: int) -> PromptBatch:
@@ -112,13 +127,18 @@ class Stages:
         rollout = self.config.rollout
         params = self.sampling(SamplingConfig(rollout.temperature))
         seed = self.config.trainer.seed
-        requests = build_requests(prompts, rollout.n, params, seed, step)
+        requests = build_requests(prompts, rollout.n, params, seed, step, self.route_files.directory)
         if self.parts.needs_greedy_rewards:
             requests += build_requests(prompts, 1, self.sampling(SamplingConfig(temperature=0.0)), seed, step)
         begin = batch_number * len(requests)
         known = {i - begin: group for i, group in self._known.items() if begin <= i < begin + len(requests)}
 
+        num_done = len(known)
+
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
+            nonlocal num_done
+            num_done += len(groups)
+            self.say(f"generate, {num_done} of {len(requests)} groups")
             if self.journal is not None:
                 self.journal.append(step, begin + first, groups)
 
@@ -142,6 +162,7 @@ class Stages:
                 lambda number: self._another(step, number),
             )
             self._step_metrics |= metrics
+            self.route_files.trained(step, self._routes_of_step.difference(scored.routes or ()))
         if self._greedy_of_step:
             self._step_metrics |= greedy_length_metrics(of_groups(self._greedy_of_step, scored.group_ids))
         self._write_journal(step, scored)
@@ -156,6 +177,7 @@ class Stages:
     def _score(self, rollout: RolloutBatch) -> ScoredBatch:
         faults.reach("reward.before_score")
         greedy, self._greedy = self._greedy, None
+        self._routes_of_step.update(rollout.routes or ())
         results = self.scorer(reward_samples(rollout) + (reward_samples(greedy) if greedy else []))
         results, of_greedy = results[: len(rollout)], results[len(rollout) :]
         if greedy is not None:
@@ -169,6 +191,9 @@ class Stages:
         Raises ValueError where engine and trainer disagree at the first step.
         """
         if isinstance(scored, TrainBatch):
+            if self._is_recorded(step):  # by the process that annotated it, which is gone
+                self.turns.to_trainer()
+                record_routes(self.workers, self._settings, scored)
             return scored
         if self.recorder:
             self.recorder.write(step, scored)
@@ -184,8 +209,13 @@ class Stages:
         step only: no run begins without a comparison of engine and trainer.
         """
         self.turns.to_trainer()
-        has_actor = self.parts.needs_log_probs or step == self.mismatch.first_step
-        return annotate(self.workers, self._settings, self.parts, scored, has_actor)
+        is_recorded = self._is_recorded(step)
+        has_actor = self.parts.needs_log_probs or is_recorded or step == self.mismatch.first_step
+        return annotate(self.workers, self._settings, self.parts, scored, has_actor, is_recorded, self._model_rewards)
+
+    def _is_recorded(self, step: int) -> bool:
+        """Whether the log-probs of a step are there to record the experts that its updates' tokens meet, too."""
+        return self.config.actor.router_replay == "r2" and step > self.config.trainer.critic_warmup
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
         if isinstance(batch, TrainBatch):
@@ -220,6 +250,7 @@ class Stages:
             self._step_metrics |= leave_out(self.workers, updates, step, self.skips, batch, columns)
         else:
             self._step_metrics |= run_updates(updates, step, self.skips)
+        self.route_files.trained(step, batch.routes)
         self._step_metrics |= self._check_replicas(step)
         for metrics_of in self.watches:
             self._step_metrics |= metrics_of()

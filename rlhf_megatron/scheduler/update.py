@@ -19,6 +19,7 @@ from rlhf_megatron.observe.metrics.batch import BadColumn
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, weighed, weighed_values
+from rlhf_megatron.scheduler.model_rewards import ModelRewards
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -107,15 +108,22 @@ def critic_update(workers: Workers, settings: UpdateSettings, step: int, batch: 
 
 
 def annotate(
-    workers: Workers, settings: UpdateSettings, parts: Parts, scored: ScoredBatch, has_actor: bool = True
+    workers: Workers,
+    settings: UpdateSettings,
+    parts: Parts,
+    scored: ScoredBatch,
+    has_actor: bool = True,
+    is_recorded: bool = False,
+    rewards: ModelRewards | None = None,
 ) -> AnnotatedBatch:
     """Columns of the actor (without `has_actor` none) and, where estimator and loss need them, of the critic and the
-    reference.
+    reference. `is_recorded`: ranks keep the experts that the samples meet in the actor, where routing is replayed.
+    `rewards`: what a reward model on the hosts adds to the samples' rewards.
 
     All calls are made before the first result is awaited: pools of their own work at the same time. In one pool they
-    run in the order actor, critic, reference.
+    run in the order actor, critic, reference, reward model.
     """
-    tokens = TokenBatch(scored.offsets, scored.token_ids, scored.response_mask)
+    tokens = _tokens(scored, is_recorded)
     budget, temperature = settings.actor.ppo_max_token_len_per_gpu, settings.temperature
     asked = {"with_sum_squares": True} if parts.needs_sum_squares else {}
     actor = critic = reference = None
@@ -127,16 +135,29 @@ def annotate(
         reference = workers.reference.log_probs(
             tokens, settings.reference_budget, temperature=temperature, with_entropy=False
         )
+    asked_model = rewards.ask(workers.reward_model, scored) if rewards is not None else None
     by_actor = actor.result() if actor else None
     return gain(
         AnnotatedBatch,
-        scored,
+        asked_model.result() if asked_model is not None else scored,
         old_log_probs=by_actor.log_probs if by_actor else None,
         entropies=by_actor.entropies if by_actor else None,
         sum_squares=by_actor.sum_squares if by_actor else None,
         values=critic.result().values if critic else None,
         ref_log_probs=reference.result().log_probs if reference else None,
     )
+
+
+def record_routes(workers: Workers, settings: UpdateSettings, batch: ScoredBatch) -> None:
+    """Have the ranks keep the experts that samples meet in the actor before its update, as `annotate` does."""
+    budget = settings.actor.ppo_max_token_len_per_gpu
+    workers.actor.log_probs(_tokens(batch, is_recorded=True), budget, temperature=settings.temperature).result()
+
+
+def _tokens(batch: ScoredBatch, is_recorded: bool) -> TokenBatch:
+    sample_ids = batch.sample_ids if is_recorded else None
+    columns = (batch.offsets, batch.token_ids, batch.response_mask)
+    return TokenBatch(*columns, sample_ids=sample_ids, routes=batch.routes)
 
 
 def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | None = None) -> dict[str, float]:

@@ -52,6 +52,7 @@ def warm_up(
     step = 0
     for step in range(1, last_step + 1):
         should_stop()
+        tracker.waiting(f"warm-up, step {step} of at most {last_step}")
         items = random.Random(derive_seed(seed, step, 3)).choices(range(num_items), k=config.batch_size)
         update, _ = learner.update(make_batch(items))
         count(update.is_skipped)

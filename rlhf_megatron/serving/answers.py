@@ -31,8 +31,8 @@ class Part:
     """What a choice has gained. `text` has left out what may still become a stop or a call of a tool."""
 
     text: str
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     spans: tuple[tuple[int, int, int], ...]  # version, first token, end; counted from the start of the choice
     finish_reason: FinishReason | None = None  # None: it goes on
 
@@ -117,7 +117,7 @@ async def growing_choice(
         yield replace(_part(sample, len(given)), text=new, finish_reason=reason if is_last else None)
         if is_last:
             return
-        given += sample.token_ids
+        given = (*given, *sample.token_ids)
 
 
 def joined(parts: Sequence[Part]) -> Part:
@@ -149,7 +149,7 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     return (text[: text.index(TOOL_CALL)].rstrip(), calls) if calls else (text, [])
 
 
-def _shown(sample: GeneratedSample, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
+def _shown(sample: GeneratedSample, stop_token_ids: Sequence[int]) -> Sequence[int]:
     """Its tokens without the one that stopped it."""
     ids = sample.token_ids
     return ids[:-1] if sample.finish_reason == "stop" and ids and ids[-1] in stop_token_ids else ids

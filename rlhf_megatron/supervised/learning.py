@@ -1,6 +1,7 @@
-"""What a step of the supervised job does, in terms of the policy's two verbs: log_probs and update with the loss sft.
+"""What a step of the supervised jobs does, in terms of a model's two verbs: log_probs (or values) and update.
 
-Nothing here knows a backend, a launcher or a layout. `Answers` learns documents; `Preferences` learns pairs.
+Nothing here knows a backend, a launcher or a layout. `Answers` learns documents; `Preferences` learns pairs, and
+`Rewards` a model that scores them.
 """
 
 # P pairs, B documents, T tokens
@@ -9,19 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import metric_weights, sequence_sums
+from rlhf_megatron.algorithms.distillation.base import DistillationParams
 from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, Pairs
+from rlhf_megatron.config.rules.run import has_pairs, has_teacher
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.typed import params_from_mapping
-from rlhf_megatron.data.batch import MiniBatch
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, ValueMiniBatch, with_places_behind
 from rlhf_megatron.data.documents import Documents, DocumentSource, SampleBatch
-from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
+from rlhf_megatron.evaluation.intervals import wilson_interval
+from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, ReferenceProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -74,6 +78,26 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class Distillation(Answers):
+    """A divergence from the teacher's most likely tokens, at the places that train. Measured as answers are."""
+
+    teacher: ReferenceProxy | None = None
+    teacher_budget: int = 0
+    top_k: int = 16
+
+    def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        assert self.teacher is not None, "its maker gives it one"
+        told = self.teacher.top_log_probs(batch.tokens, self.teacher_budget, temperature=1.0, count=self.top_k).result()
+        mini_batch = replace(
+            supervised_mini_batch(batch.tokens, self.mode, self.scale_factor, batch.weights),
+            teacher_ids=told.teacher_ids,
+            teacher_log_probs=told.teacher_log_probs,
+        )
+        result = _updated(self.actor, mini_batch, self.token_budget, "distillation")
+        return result, {"sft/loss": result.sums["actor/loss"]}
+
+
+@dataclass(frozen=True)
 class Preferences:
     """A preference loss: its slopes by the log-probs of both answers become the loss weights of their tokens."""
 
@@ -111,40 +135,96 @@ class Preferences:
         policy = sums[0].requires_grad_()
         reference = sums[1] if len(sums) > 1 else torch.zeros_like(sums[0])
         counts = sequence_sums(tokens.response_mask.float(), tokens.offsets).double().view(-1, 2)
-        columns = [matrix[:, k] for matrix in (policy, reference, counts) for k in (0, 1)]
-        pairs = Pairs(*columns)
-        found = self.loss(pairs, self.params)
-        weighted_P = found.loss_P * batch.weights.double()
-        (slopes,) = torch.autograd.grad(weighted_P.sum() / len(batch), policy)
-        margins_P = found.chosen_rewards_P - found.rejected_rewards_P
-        means = {
-            "loss": weighted_P.detach(),
-            "rewards/chosen": found.chosen_rewards_P,
-            "rewards/rejected": found.rejected_rewards_P,
-            "rewards/margins": margins_P,
-            "rewards/accuracies": (margins_P > 0).double(),
-            "logps/chosen": policy[:, 0].detach(),
-            "logps/rejected": policy[:, 1].detach(),
-        }
-        return Figures({name: float(column.sum()) for name, column in means.items()}, len(batch)), slopes.flatten()
+        figures, slopes = _of_pairs(self.loss, self.params, policy, reference, counts, batch.weights)
+        chosen, rejected = policy.detach().sum(0).tolist()
+        of_policy = {"logps/chosen": chosen, "logps/rejected": rejected}
+        return Figures(figures.sums | of_policy, figures.count), slopes
 
 
-def _updated(actor: ActorProxy, mini_batch: MiniBatch, token_budget: int) -> UpdateResult:
-    return actor.update(mini_batch, token_budget, temperature=1.0, loss="sft").result()
+@dataclass(frozen=True)
+class Rewards:
+    """A loss of pairs of rewards. A document's reward is the value of the state behind its last token."""
+
+    model: CriticProxy
+    loss: Callable[[Pairs, Any], Any]
+    params: Any
+    token_budget: int
+
+    def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        tokens, figures, slopes_B = self._looked_at(batch)
+        weights_T = torch.repeat_interleave(slopes_B, tokens.lengths) * tokens.response_mask
+        nothing_T = torch.zeros(len(tokens.token_ids))
+        mini_batch = ValueMiniBatch(
+            offsets=tokens.offsets,
+            token_ids=tokens.token_ids,
+            response_mask=tokens.response_mask,
+            loss_weights=weights_T.float(),
+            metric_weights=nothing_T,
+            old_values=nothing_T,
+            returns=nothing_T,
+        )
+        means = figures.means()
+        result = self.model.update(mini_batch, self.token_budget, loss="linear").result()
+        return result, {"sft/loss": means.pop("loss"), **means}
+
+    def measure(self, batch: SampleBatch) -> Figures:
+        return self._looked_at(batch)[1]
+
+    def _looked_at(self, batch: SampleBatch) -> tuple[TokenBatch, Figures, Tensor]:
+        """The documents with their rewards' places, figures, and slopes as `Preferences` has them."""
+        tokens = with_places_behind(batch.tokens)
+        values = self.model.values(tokens, self.token_budget).result().values
+        rewards = sequence_sums(values, tokens.offsets).double().view(-1, 2).requires_grad_()
+        zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
+        return tokens, *_of_pairs(self.loss, self.params, rewards, zeros, ones, batch.weights)
+
+
+def _of_pairs(
+    loss: Callable[[Pairs, Any], Any], params: Any, scores: Tensor, reference: Tensor, counts: Tensor, weights: Tensor
+) -> tuple[Figures, Tensor]:
+    """Figures of P pairs, and [B] float64 slopes of the mean weighted loss by each score.
+
+    `scores`, with grad, `reference` and `counts`: [P, 2], the chosen answer first.
+    """
+    found = loss(Pairs(*[matrix[:, k] for matrix in (scores, reference, counts) for k in (0, 1)]), params)
+    weighted_P = found.loss_P * weights.double()
+    (slopes,) = torch.autograd.grad(weighted_P.sum() / len(weights), scores)
+    margins_P = found.chosen_rewards_P - found.rejected_rewards_P
+    means = {
+        "loss": weighted_P.detach(),
+        "rewards/chosen": found.chosen_rewards_P,
+        "rewards/rejected": found.rejected_rewards_P,
+        "rewards/margins": margins_P,
+        "rewards/accuracies": (margins_P > 0).double(),
+    }
+    return Figures({name: float(column.sum()) for name, column in means.items()}, len(weights)), slopes.flatten()
+
+
+def _updated(actor: ActorProxy, mini_batch: MiniBatch, token_budget: int, loss: str = "sft") -> UpdateResult:
+    return actor.update(mini_batch, token_budget, temperature=1.0, loss=loss).result()
 
 
 def make_learner(config: RunConfig, workers: Workers) -> Learner:
     """As `sft.loss_mode` says. Raises ValueError for parameters that the loss does not have."""
     actor, sft = config.actor, config.sft
     budget = actor.ppo_max_token_len_per_gpu
-    if sft.loss_mode == "sft":
+    of_reference = config.reference.max_token_len_per_gpu or budget
+    if not has_pairs(config):
         factor = sft.max_length if actor.loss_scale_factor is None else actor.loss_scale_factor
-        return Answers(workers.actor, budget, actor.loss_agg_mode, factor)
+        answers = (workers.actor, budget, actor.loss_agg_mode, factor)
+        if not has_teacher(config):
+            return Answers(*answers)
+        top_k = params_from_mapping(DistillationParams, sft.params, "sft.params").top_k
+        return Distillation(*answers, workers.reference, of_reference, top_k)
     entry = PREFERENCE_LOSSES.get(sft.loss_mode)
     params = params_from_mapping(entry.params, sft.params, "sft.params") if entry.params is not None else None
+    if config.job == "reward-model":
+        return Rewards(workers.learning_reward_model, entry.build, params, budget)
     reference = workers.reference if "ref_log_probs" in entry.needs else None
-    of_reference = config.reference.max_token_len_per_gpu or budget
     return Preferences(workers.actor, reference, entry.build, params, budget, of_reference)
+
+
+ACCURACY = "rewards/accuracies"
 
 
 def held_out_metrics(
@@ -157,6 +237,9 @@ def held_out_metrics(
     for prefix, figures in (("val", added(list(by_set.values()))), *((f"val/{n}", f) for n, f in by_set.items())):
         means = figures.means()
         metrics |= {f"{prefix}/{name}": value for name, value in means.items()}
+        if ACCURACY in means:
+            ends = wilson_interval(means[ACCURACY], figures.count)
+            metrics |= dict(zip((f"{prefix}/{ACCURACY}_low", f"{prefix}/{ACCURACY}_high"), ends, strict=True))
         if isinstance(learner, Answers):
             metrics[f"{prefix}/perplexity"] = math.exp(min(means["loss"], 700.0))
     return metrics

@@ -1,6 +1,7 @@
 """The whole supervised job on the controller: hosts up, or resumed; steps; held-out losses; checkpoints; summary.
 
-Used by `rlhf-megatron sft`. It has no engines and no rewards, and is otherwise a run as `scheduler.run` makes one.
+Used by `rlhf-megatron sft` and `reward-model`. It has no engines and no rewards, and is otherwise a run
+as `scheduler.run` makes one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rlhf_megatron.recovery.resume import CONFIG, RunState, architecture_of, fac
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.runtime.pool import pools_of
-from rlhf_megatron.runtime.proxies import Workers
+from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan
 from rlhf_megatron.scheduler.run import loop_plan, open_tracker
@@ -122,7 +123,8 @@ def train_supervised(
         stack.callback(group.close)
         watchdog.look_at(group, list)
         workers = Workers(group, tracker.trace.watch)
-        policies = (workers.actor, workers.reference) if needs_reference(config) else (workers.actor,)
+        policies: list[ActorProxy | ReferenceProxy] = [] if config.job == "reward-model" else [workers.actor]
+        policies += [workers.reference] if needs_reference(config) else []
         watches = (HeadWatch(policies, tracker.note).metrics, MemoryWatch(workers).metrics)
         skips = Skips(trainer, None, tracker.note)
         steps = Steps(config, workers, sets, stream, make_learner(config, workers), skips, watches)

@@ -13,6 +13,7 @@ from typing import Protocol, TypedDict
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.resharding.digest import as_hex
 from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, WeightTransport
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
@@ -58,10 +59,11 @@ class WeightSync(Sync):
         transport: WeightTransport = "tensor",
         model_path: Path | None = None,
         turns: Turns | None = None,
+        ranks_per_machine: int | None = None,
     ) -> None:
         """`probe` is called with an engine that serves and cannot tell digests. It raises EngineError. `model_path`:
         the directory whose configuration and tokenizer go with files of weights (`transport` disk). `turns`: of trainer
-        and engines, where they share devices."""
+        and engines, where they share devices. `ranks_per_machine`: see `deliver_weights`."""
         assert transport != "disk" or model_path is not None, "files of weights need a configuration"
         self.host = host
         self.fleet = fleet
@@ -72,6 +74,7 @@ class WeightSync(Sync):
         self.probe = probe
         self.transport = transport
         self.model_path = model_path
+        self.ranks_per_machine = ranks_per_machine
         self._sent: dict[str, str] | None = None  # digests of what `version` is
         self.turns = turns or Turns()
         self.turns.resend = partial(self, full_resync=True)
@@ -149,20 +152,24 @@ class WeightSync(Sync):
             "bucket_bytes": self.bucket_bytes,
             "dtype": self.dtype,
             "transport": self.transport,
+            "ranks_per_machine": self.ranks_per_machine,
         }
 
     def _sent_by(self, reports: Sequence[SendReport], version: int, engines: Sequence[Engine]) -> _Sent:
         """Adds up what senders report. Files become a model directory, for engines that could not take them one by
         one."""
         failures: dict[str, list[str]] = {}
+        digests: dict[str, int] = {}
         for report in reports:
             for name, reason in report.failures.items():
                 failures.setdefault(name, []).append(reason)
+            for name, value in report.digests.items():  # of the parts that each rank sent: they add up
+                digests[name] = digests.get(name, 0) + int(value, 16)
         sent = _Sent(
             num_bytes=sum(report.num_bytes for report in reports),
             bytes_moved=sum(report.bytes_moved for report in reports),
             bytes_needed=sum(report.bytes_needed for report in reports),
-            digests={name: value for report in reports for name, value in report.digests.items()},
+            digests={name: as_hex(value) for name, value in digests.items()},
             failures={name: "; ".join(reasons) for name, reasons in failures.items()},
         )
         if self.transport == "disk":
@@ -210,6 +217,7 @@ class _Stream(TypedDict):
     bucket_bytes: int
     dtype: str
     transport: WeightTransport
+    ranks_per_machine: int | None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def model(draft: Draft) -> None:
         known = ", ".join(FAMILIES)
         draft.leave("model.path", f"by its name a model of {family}, which is not supported; there are {known}", True)
     is_hub_name = isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    note = "must be a directory: fetch the model first" if is_hub_name else ""
+    note = "fetched from the model hub where it is not here" if is_hub_name else ""
     draft.take("model.path", as_ours=lambda value: at_home(draft, value), note=note)
     draft.take("model.tokenizer_path", as_ours=lambda value: at_home(draft, value))
     draft.take("actor.megatron.dtype", "model.dtype", dtype)
@@ -88,6 +88,8 @@ def dtype(value: Any) -> Any:
 
 FUNCTION, MANAGER, KWARGS = "reward.custom_reward_function", "reward.reward_manager", "reward.reward_kwargs"
 PLAIN = ("naive", "dapo", "batch", "prime", "gdpo", "remote", "rate_limited")
+SANDBOX, MODEL = "reward.sandbox_fusion", "reward.reward_model"
+LIMITS = ("max_rpm", "max_tpm", "max_concurrent", "estimated_tokens_per_request")  # of the manager rate_limited
 RIGHT_OR_WRONG = ("exact_match", "math_verify")
 
 
@@ -96,14 +98,20 @@ def reward(draft: Draft) -> None:
     path = g.get(f"{FUNCTION}.path")
     if path and chosen in ("", "function"):
         _function(draft, str(at_home(draft, path)))
+    elif g.has(f"{MODEL}.enable") and g.flag(f"{MODEL}.enable") and chosen in ("", "zero"):
+        g.ignore(f"{FUNCTION}.*")
+        _reward_model(draft)
+    elif g.look(f"{SANDBOX}.url") and chosen in ("", "code"):
+        g.ignore(f"{FUNCTION}.*")
+        _sandbox(draft)
     else:
         g.ignore(f"{FUNCTION}.*")
         draft.ask(
             "reward.name: verl chooses a scorer by each row's data_source, which the file does not say; choose one with"
             f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources with reward.by_source."
         )
-    for replaced in ("reward.reward_model.enable", "reward.sandbox_fusion.url", f"{FUNCTION}.path"):
-        if chosen not in ("", "function") and g.look(replaced):
+    for replaced in ("reward.reward_model.enable", f"{SANDBOX}.url", f"{FUNCTION}.path"):
+        if chosen not in ("", "function") and g.look(replaced) and not (chosen == "code" and SANDBOX in replaced):
             draft.leave(replaced, f"reward.name {chosen}, given with --set, is in its place")
             g.ignore(f"{replaced.rpartition('.')[0]}.*")
     manager = g.get(f"{MANAGER}.name")
@@ -116,6 +124,10 @@ def reward(draft: Draft) -> None:
     if (manager is not None and manager not in PLAIN) or g.look(f"{MANAGER}.source") == "importlib":
         draft.leave(f"{MANAGER}.name", "a reward is a function of one sample: reward.name function", learns=True)
     g.ignore(f"{MANAGER}.*")
+    for name in LIMITS:
+        if g.look(f"reward.{name}") is not None:
+            why = "limits are those of a server: requests_per_s and concurrency of llm_judge, reward_server and code"
+            draft.leave(f"reward.{name}", f"{why}; a function of your own keeps to its own")
     _overlong(draft)
     draft.take("reward.num_workers", note="processes for rewards that run in processes of their own, of all the run")
 
@@ -131,6 +143,28 @@ def _function(draft: Draft, path: str) -> None:
     draft.put("reward.params.path", f"{path.removeprefix('file://')}:{name}", (f"{FUNCTION}.path", f"{FUNCTION}.name"))
     for key, value in g.below(f"{FUNCTION}.reward_kwargs").items():
         draft.put(f"reward.params.kwargs.{key}", value, (f"{FUNCTION}.reward_kwargs.{key}",))
+
+
+def _reward_model(draft: Draft) -> None:
+    """One that is the only reward. Where the file names a function too, that is the reward, and may ask the model."""
+    sources = tuple(f"{MODEL}.{name}" for name in ("enable", "model.path", "model_path"))
+    path = draft.given.look(sources[1]) or draft.given.look(sources[2])
+    if not isinstance(path, str):
+        draft.leave(sources[0], "name the model: reward_model.path", learns=True)
+        return
+    draft.put("reward.name", "zero", (), "verl takes the model's scores alone")
+    note = "with one label and the policy's tokenizer; on the actor's ranks, or with reward_model.num_ranks on its own"
+    draft.put("reward_model.path", at_home(draft, path), sources, note)
+    draft.given.ignore(f"{MODEL}.*")
+
+
+def _sandbox(draft: Draft) -> None:
+    note = "verl sends programs of its code sources there; name the rewards of other sources in reward.by_source"
+    draft.put("reward.name", "code", (), note)
+    names = {"url": "server.url", "max_concurrent": "server.concurrency", "memory_limit_mb": "memory_mib"}
+    for name, ours in names.items():
+        if (value := draft.given.get(f"{SANDBOX}.{name}")) is not None:
+            draft.put(f"reward.params.{ours}", value, (f"{SANDBOX}.{name}",))
 
 
 def _overlong(draft: Draft) -> None:

@@ -115,7 +115,7 @@ def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def free_mapping(key: str) -> str:
-    """The setting of ours in which the entry `key` stands, or ""."""
+    """The setting of ours that `key` is, or in which it stands as an entry; or ""."""
     while key:
         if key in leaf_keys(RunConfig):
             return key
@@ -139,7 +139,7 @@ def rest(draft: Draft) -> None:
         elif (key in leaf_keys(RunConfig) and draft.given.look(key) is None is default_of(key)) or _follows(draft, key):
             draft.given.ignore(key)
             draft.num_off += 1
-        elif free_mapping(key):
+        elif (ours := free_mapping(key)) and (ours == key or isinstance(default_of(ours), Mapping)):
             draft.copy(key)
         else:
             _leave(draft, key)

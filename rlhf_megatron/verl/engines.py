@@ -9,7 +9,7 @@ import math
 
 from rlhf_megatron.config.keys import field_types
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.verl.draft import Draft
+from rlhf_megatron.verl.draft import Draft, is_off
 from rlhf_megatron.verl.given import Given
 from rlhf_megatron.verl.trainer import SIZES
 
@@ -20,15 +20,74 @@ SHARED = (*SIZES, "virtual_pipeline_model_parallel_size")
 
 def actor_layout(draft: Draft) -> None:
     g = draft.given
-    if str(g.get("actor.strategy") or "megatron") != "megatron":
-        g.notes.append(
-            f"actor.strategy is {g.look('actor.strategy')}: the trainer here is always Megatron; choose"
-            " actor.megatron.tensor_model_parallel_size and its neighbours for memory."
-        )
+    g.ignore("actor.strategy", "reference.strategy", "critic.strategy")
+    ulysses = "actor.ulysses_sequence_parallel_size"
+    if is_fsdp(g):
+        _fsdp(draft)
+    else:
+        if str(g.look("actor.strategy") or "megatron") != "megatron":
+            g.notes.append(
+                f"actor.strategy is {g.look('actor.strategy')} and splits samples ({ulysses}), which only Megatron does"
+                " here: choose actor.megatron.tensor_model_parallel_size and its neighbours for memory."
+            )
+        if g.get(ulysses) not in (None, 1):
+            draft.put("actor.megatron.context_parallel_size", g.whole(ulysses), (ulysses,), "ranks that split a sample")
+        _layout(draft, "actor.megatron")
+    lora(draft)
+    replay = "actor.router_replay.mode"
+    mode = str(g.look(replay) or "disabled").lower()
+    if mode in ("r2", "r3"):
+        draft.put("actor.router_replay", mode, (replay,))
+    if mode in ("r3", "disabled"):
+        g.ignore("rollout.enable_rollout_routing_replay")  # which it says again
+
+
+def is_fsdp(given: Given) -> bool:
+    """Whether the backend fsdp trains: where verl's FSDP is asked for by name and no sample is split, and for LoRA."""
+    is_named = given.has("actor.strategy") and str(given.look("actor.strategy")) in ("fsdp", "fsdp2")
+    is_split = given.look("actor.ulysses_sequence_parallel_size") not in (None, 1)
+    return has_lora(given) or (is_named and not is_split)
+
+
+def has_lora(given: Given) -> bool:
+    """Of verl's FSDP; its Megatron has another section for it."""
+    return not is_off(given.look("model.lora_rank")) or given.look("model.lora_adapter_path") is not None
+
+
+def _fsdp(draft: Draft) -> None:
+    g, section = draft.given, "actor.fsdp_config"
+    draft.put("actor.backend", "fsdp", ("actor.strategy",))
     ulysses = "actor.ulysses_sequence_parallel_size"
     if g.get(ulysses) not in (None, 1):
-        draft.put("actor.megatron.context_parallel_size", g.whole(ulysses), (ulysses,), "ranks that split a sample")
-    _layout(draft, "actor.megatron")
+        g.notes.append(
+            f"{ulysses} ({g.look(ulysses)}): the backend fsdp splits no sample; a rank must hold the longest."
+        )
+    for source, name in (
+        (f"{section}.reshard_after_forward", "reshard_after_forward"),
+        (f"{section}.offload_policy", "cpu_offload"),
+        ("model.enable_gradient_checkpointing", "activation_checkpointing"),
+    ):
+        if g.has(source):
+            draft.put(f"actor.fsdp.{name}", g.flag(source), (source,))
+    g.ignore("actor.megatron.*", f"{section}.*")
+
+
+def lora(draft: Draft) -> None:
+    """Adapters of verl's FSDP, where there are some."""
+    g = draft.given
+    if not has_lora(g):
+        g.ignore(*(f"model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")))
+        return
+    for name, ours in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora_adapter_path", "path")):
+        if g.has(f"model.{name}") and g.look(f"model.{name}") is not None:
+            draft.take(f"model.{name}", f"actor.lora.{ours}")
+    if is_off(g.look("model.lora_rank")):
+        draft.ask("actor.lora.rank: the adapter of model.lora_adapter_path has one; give r of its adapter_config.json")
+    modules = g.get("model.target_modules") if g.has("model.target_modules") else "all-linear"
+    if modules not in (None, "all-linear"):
+        named = modules if isinstance(modules, list) else [modules]
+        draft.put("actor.lora.target_modules", named, ("model.target_modules",))
+    g.ignore("model.target_modules")
 
 
 def critic_layout(draft: Draft) -> None:
@@ -287,6 +346,9 @@ def _servers(draft: Draft) -> None:
         g.ignore(*(f"{role}.{kind}.{name}" for kind in ("megatron", "fsdp_config") for name in OFFLOADS))
     is_hybrid = (g.flag("hybrid_engine") if g.has("hybrid_engine") else True) and not is_apart(g)
     is_hybrid = is_hybrid and draft.values.get("schedule.name") is None
+    if is_hybrid and nnodes == 1 and is_fsdp(g):
+        g.notes.append("the backend fsdp does not take turns with engines: they need devices of their own.")
+        is_hybrid = False
     if sizes[0] is None or sizes[1] is None or nnodes is None or gpus is None:
         return
     g.ignore("rollout.data_parallel_size")  # copies of the model are engines of their own

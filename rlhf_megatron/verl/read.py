@@ -27,7 +27,7 @@ class Written:
     settings: dict[str, Setting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the user: what was assumed or not read
     problems: list[str] = field(default_factory=list)  # settings whose value cannot be known
-    is_supervised: bool = False  # a job of supervised fine-tuning
+    job: str = ""  # of JOBS; "": reinforcement learning
 
     def add(self, setting: Setting) -> None:
         before = self.settings.get(setting.name)
@@ -48,13 +48,14 @@ COMMAND_LINE = "command line"
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][A-Za-z_0-9][\w-]*)*)(?:=(.*))?\Z", re.DOTALL)
 _PROGRAM = re.compile(r"(?:^|[./])main_\w+(?:\.py)?\Z|(?:^|[/.])verl\.trainer\.\w+\Z")
 _NOT_OURS = ("hydra", "defaults")
-SUPERVISED = "sft"
-_JOBS = {SUPERVISED: "supervised fine-tuning", "generation": "generation", "eval": "evaluation", "merger": "conversion"}
+JOBS = ("sft", "generation_server", "generation", "eval")
 _OF_JOBS = {
     "model.partial_pretrain": "sft",
     "data.multiturn.enable": "sft",
     "data.pad_mode": "sft",
-    "data.output_path": "generation",
+    "data.reward_model_key": "eval",
+    "data.n_samples": "generation",
+    "data.output_path": "generation_server",
     "data.response_key": "sft",
 }
 _WITHOUT_SECTION = ("ulysses_sequence_parallel_size", "use_remove_padding")  # of supervised jobs
@@ -75,17 +76,8 @@ def read(text: str, source: str, environment: Mapping[str, str]) -> Written:
     if not written.settings:
         what = "it holds no setting of verl; name a YAML file, or a script or list with overrides (section.key=value)."
         raise ConfigError([Problem(what, where=source)])
-    for name, job in _OF_JOBS.items():
-        if name in written.settings and job == SUPERVISED:
-            written.is_supervised = True
-        elif name in written.settings:
-            _refuse_job(job, f"{name} is a setting of it", source)
+    written.job = written.job or next((job for name, job in _OF_JOBS.items() if name in written.settings), "")
     return written
-
-
-def _refuse_job(job: str, why: str, source: str) -> None:
-    text = f"it is a job of {_JOBS[job]} ({why}): only verl's RL jobs (main_ppo) and supervised ones are translated."
-    raise ConfigError([Problem(text, where=source)])
 
 
 def add_overrides(written: Written, overrides: Sequence[str]) -> None:
@@ -171,11 +163,10 @@ def _overrides(script: Script, source: str, written: Written) -> Iterator[tuple[
         return
     command, index = starts[0]
     program = command[index].text
-    for job in _JOBS:
-        if job in program.rpartition(".")[2] or f"main_{job}" in program:
-            if job != SUPERVISED:
-                _refuse_job(job, f"it starts {program}", source)
-            written.is_supervised = True
+    if "merger" in program:
+        text = f"it is a job of conversion (it starts {program}): rlhf-megatron convert does that."
+        raise ConfigError([Problem(text, where=source)])
+    written.job = next((job for job in JOBS if job in program.rpartition(".")[2] or f"main_{job}" in program), "")
     for later in script.commands[script.commands.index(command) + 1 :]:
         if later and _looks_like_override(later[0].text):
             text = f"the command that starts verl ends before {later[0].text} (line {later[0].line}): a backslash"

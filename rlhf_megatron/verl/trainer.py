@@ -228,6 +228,9 @@ def optim(draft: Draft, role: str) -> None:
         g.ignore(kind)
     else:
         draft.leave(kind, "the optimizer is AdamW", learns=True)
+    offload = f"{section}.override_optimizer_config.optimizer_cpu_offload"
+    if role == "actor" and g.flag(offload):
+        draft.put("actor.megatron.optimizer_cpu_offload", True, (offload,))
     _schedule(draft, role, section)
 
 

@@ -12,7 +12,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded, MappingNode, parse, plain
 from rlhf_megatron.config.typed import BROKEN, Converter
 from rlhf_megatron.config.verl_names import has_known_below, suggest
-from rlhf_megatron.verl import algorithm, data, engines, sft, trainer
+from rlhf_megatron.verl import algorithm, data, engines, generation, sft, trainer
 from rlhf_megatron.verl.draft import Draft, Left, Told, Value, as_yaml, rest
 from rlhf_megatron.verl.given import Given
 from rlhf_megatron.verl.read import Written
@@ -48,14 +48,18 @@ def translate(
     Raises ConfigError for overrides that are malformed.
     """
     given = Given(written, environment)
-    if not written.is_supervised:
+    if not written.job:
         engines.as_steps(given)
         algorithm.older_corrections(given)
     overrides = [_flat(override) for override in parse_overrides(ours, layer=0)]
     told = replace(told, reward=str(dict(overrides).get("reward.name", "")))
     draft = Draft(given, told)
-    if written.is_supervised:
+    if written.job == "sft":
         sft.supervised(draft)
+    elif written.job == "eval":
+        generation.evaluation(draft)
+    elif written.job:
+        generation.generation(draft, written.job)
     else:
         _map(draft)
     for key, value in overrides:

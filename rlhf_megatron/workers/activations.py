@@ -18,8 +18,8 @@ import torch
 
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.families.base import HFConfig, family_for, table_for
-from rlhf_megatron.models.table import Head, Impl, rules_of_stage
-from rlhf_megatron.parallel.layout import Layout, layout_of, stage_depths
+from rlhf_megatron.models.table import Head, Impl
+from rlhf_megatron.parallel.layout import Layout, layout_of
 
 FITS = 0.75  # of a device's memory: the rest is for NCCL, fragments, collectives and what engines keep
 _FLOAT32 = 4
@@ -85,10 +85,10 @@ def _latent_elements(arguments: Mapping[str, Any], layout: Layout) -> float:
 def kept_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, impl: Impl, stage: int) -> int:
     """What all layers of a stage keep at most, over the micro-batches that are under way there at one time."""
     arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
-    depths = stage_depths(arguments["num_layers"], layout.pp, layout.first_layers, layout.last_layers)
-    first, num_layers = sum(depths[:stage]), depths[stage]
-    kinds = (arguments.get("moe_layer_freq") or [0] * arguments["num_layers"])[first : first + num_layers]
-    whole = [layer_bytes(model, layout, impl, bool(has_experts)) for has_experts in kinds]
+    stage_of = layout.stage_of_layers(arguments["num_layers"])
+    kinds = arguments.get("moe_layer_freq") or [0] * arguments["num_layers"]
+    here = [bool(has_experts) for has_experts, own in zip(kinds, stage_of, strict=True) if own == stage]
+    whole, num_layers = [layer_bytes(model, layout, impl, has_experts) for has_experts in here], len(here)
     under_way = layout.pp - stage
     if layout.vpp > 1:  # chunks of layers, in rounds of pp micro-batches
         under_way = math.ceil((2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
@@ -103,24 +103,52 @@ def kept_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, impl: I
     return -(-num_layers // group) * of_input * under_way + group * max(whole)
 
 
-def num_parameters(model: Trained, layout: Layout, stage: int) -> tuple[int, int]:
-    """Elements on one rank of a stage, of experts and of all else; of a tied embedding those of the first stage."""
-    table = table_for(model.hf_config, layout.tp, head=model.head)
-    of_experts = others = 0
-    for rule in rules_of_stage(table, stage, layout.pp, layout.first_layers, layout.last_layers):
-        count = math.prod(rule.megatron_shape)
-        if rule.expert is None:
-            others += count // (1 if rule.split == "replicated" else layout.tp)
-        else:
-            of_experts += count // layout.etp
-    return of_experts // layout.ep, others
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a model's tensors, by who shares them: each entry is (of experts, cut by tp, whole on each rank)."""
+
+    layers: tuple[tuple[int, int, int], ...]
+    first: tuple[int, int, int]  # of the first stage, beside its layers
+    last: tuple[int, int, int]
+    vocabulary: int  # rows, before they are padded for tp
+    hidden: int
+
+    @staticmethod
+    def of(model: Trained) -> Sizes:
+        """Reads the whole weight table once."""
+        found: dict[int | str, list[int]] = {}
+        for rule in table_for(model.hf_config, head=model.head):
+            where = found.setdefault(rule.owner if rule.layer is None else rule.layer, [0, 0, 0])
+            kind = 0 if rule.expert is not None else 2 if rule.split == "replicated" else 1
+            where[kind] += math.prod(rule.megatron_shape)
+        none = [0, 0, 0]
+        layers = [found[layer] for layer in sorted(layer for layer in found if isinstance(layer, int))]
+        entries = [tuple(entry) for entry in (*layers, found.get("embedding", none), found.get("head", none))]
+        *per_layer, first, last = entries
+        hf_config = model.hf_config
+        return Sizes(tuple(per_layer), first, last, int(hf_config["vocab_size"]), int(hf_config["hidden_size"]))  # type: ignore[arg-type]
+
+    def of_stage(self, layout: Layout, stage: int) -> tuple[int, int]:
+        """Elements on one rank of a stage, of experts and of all else; of a tied embedding those of the first stage."""
+        stage_of = layout.stage_of_layers(len(self.layers))
+        parts = [part for part, own in zip(self.layers, stage_of, strict=True) if own == stage]
+        padding = (-self.vocabulary % layout.tp) * self.hidden
+        for is_there, part in ((stage == 0, self.first), (stage == layout.pp - 1, self.last)):
+            has_vocabulary = part[1] == self.vocabulary * self.hidden
+            parts += [(part[0], part[1] + padding * has_vocabulary, part[2])] * is_there
+        experts, cut, whole = (sum(column) for column in zip(*parts, strict=True))
+        return experts // layout.etp // layout.ep, cut // layout.tp + whole
 
 
-def state_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, stage: int) -> int:
-    """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed optimizer's evenly."""
-    of_optimizer = (2 if model.dtype == torch.float32 else 3) * _FLOAT32
+def state_bytes(
+    model: Trained, megatron: MegatronConfig, layout: Layout, stage: int, sizes: Sizes | None = None
+) -> int:
+    """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed optimizer's evenly, and
+    none where they stand in host memory."""
+    of_optimizer = 0 if megatron.optimizer_cpu_offload else (2 if model.dtype == torch.float32 else 3) * _FLOAT32
+    counts = (sizes or Sizes.of(model)).of_stage(layout, stage)
     total = 0
-    for count, copies in zip(num_parameters(model, layout, stage), (layout.edp, layout.dp * layout.cp), strict=True):
+    for count, copies in zip(counts, (layout.edp, layout.dp * layout.cp), strict=True):
         total += count * (model.dtype.itemsize + _FLOAT32)
         total += of_optimizer * count // (copies if megatron.use_distributed_optimizer else 1)
     return total
@@ -147,10 +175,12 @@ def settled(
     if megatron.recompute_granularity is not None or not device_bytes:
         return megatron
     impl: Impl = "transformer_engine" if megatron.transformer_impl == "transformer_engine" else "local"
+    sizes = [Sizes.of(model) for model in models]
     for stage in range(layout.pp):
-        peak = sum(state_bytes(model, megatron, layout, stage) for model in models)
+        states = zip(models, sizes, strict=True)
+        peak = sum(state_bytes(model, megatron, layout, stage, own) for model, own in states)
         peak += max(kept_bytes(model, megatron, layout, impl, stage) for model in models)
-        peak += sum(num_parameters(models[0], layout, stage)) * models[0].dtype.itemsize * has_reference
+        peak += sum(sizes[0].of_stage(layout, stage)) * models[0].dtype.itemsize * has_reference
         if peak > FITS * device_bytes:
             return replace(megatron, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return megatron

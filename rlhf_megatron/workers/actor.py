@@ -14,11 +14,17 @@ from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.workers.backend import TrainedBackend
+from rlhf_megatron.workers.backend import TellingHead, TrainedBackend
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
-from rlhf_megatron.workers.losses import CorrectedRowLoss, RowLoss, make_row_losses, policy_row_loss
+from rlhf_megatron.workers.losses import (
+    CorrectedRowLoss,
+    DistillationRowLoss,
+    RowLoss,
+    make_row_losses,
+    policy_row_loss,
+)
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.pipeline import sum_over_cp
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
@@ -30,7 +36,7 @@ class Actor(TrainedModel):
     """Made on all ranks of the pool at once, each with the same arguments but `backend`.
 
     `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once. `correction`: what the
-    policy loss makes from the policy as it moves.
+    policy loss makes from the policy as it moves. `distillation`: the loss towards a teacher, where there is one.
 
     Raises ValueError for a loss, kernel or schedule that is not supported.
     """
@@ -41,12 +47,15 @@ class Actor(TrainedModel):
         config: ActorConfig,
         phases: Mapping[str, Phase],
         correction: CorrectionParams | None = None,
+        distillation: DistillationRowLoss | None = None,
     ) -> None:
         super().__init__(backend, phases, "actor")
         self.config = config
         self.losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
         if correction is not None:
             self.losses["policy"] = CorrectedRowLoss(policy_row_loss(config), correction)
+        if distillation is not None:
+            self.losses["distillation"] = distillation
         self.head = backend.make_head("actor", config.log_prob_chunk_size, config.kernels)
 
     def log_probs(
@@ -86,10 +95,11 @@ class Actor(TrainedModel):
         if loss not in self.losses:
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
         row_loss = self.losses[loss]
-        world = self.world
-        packed = pack(
-            batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.backend.has_router_terms
-        )
+        world, routes = self.world, self.backend.routes
+        place = (world.layout, world.coordinates.cp, COLUMNS, world.device)
+        packed = pack(batch, plan, *place, self.backend.has_router_terms, with_sources=routes is not None)
+        if routes is not None:
+            packed = routes.before_update(batch, packed)
         rows = RowLogProbs(self.head, temperature, row_loss.needs_entropy)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -97,6 +107,11 @@ class Actor(TrainedModel):
             sequences = None
             if row_loss.needs_sequences:  # alike on all cp ranks of the stage, with rows or without
                 sequences = Sequences(micro.sequence_ids, micro.num_sequences, partial(sum_over_cp, world=world))
-            return *row_loss(log_probs_R, entropies_R, micro.columns, sequences), log_probs_R
+            columns = micro.columns
+            if "teacher_ids" in columns:
+                assert isinstance(self.head, TellingHead), "a rule lets only such a backend have a teacher"
+                found = self.head.log_probs_at(hidden_SH, micro, temperature, log_probs_R, columns["teacher_ids"])
+                columns = {**columns, "student_log_probs": found}
+            return *row_loss(log_probs_R, entropies_R, columns, sequences), log_probs_R
 
         return packed, of_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport, ReplicaReport
 from rlhf_megatron.workers.offload import TrainerPart
 from rlhf_megatron.workers.pack import MicroBatch, Packed
+from rlhf_megatron.workers.routes import Routes
 
 RowsResult = tuple[Tensor, int, Tensor]
 """(scalar loss; 0, the token count, by which nothing divides; what to collect)."""
@@ -68,6 +69,19 @@ class Head(Protocol):
         """None off the last stage."""
 
 
+@runtime_checkable
+class TellingHead(Head, Protocol):
+    """A head that gives log-probs of other tokens than the targets, too."""
+
+    def log_probs_at(
+        self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, log_probs_R: Tensor, ids_RK: Tensor
+    ) -> Tensor:
+        """[R, K] float32, with grad: those of the tokens `ids_RK`. `log_probs_R`: of the targets, from `outputs`."""
+
+    def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        """([R, K] ids, [R, K] float32 log-probs) of the `count` likeliest tokens, the likeliest first. No grad."""
+
+
 class Backend(Protocol):
     """A model with its weights. What trains it stands there after `begin_phase`, if the model was made to train."""
 
@@ -75,6 +89,8 @@ class Backend(Protocol):
     table: Sequence[Rule]
     world: World
     dtype: torch.dtype  # of the activations, and of the files that are written
+
+    routes: Routes | None  # of a model with experts whose routing is replayed
 
     @property
     def exporting(self) -> World:

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.manifest import SaveResult
-from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
+from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TopLogProbs, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.workers.findings import Findings, HeadReport, MemoryReport, ReplicaReport
@@ -110,6 +110,15 @@ class ForwardWorker(Worker, Protocol):
         """How its log-probs are computed, and what was found out about that; None off the last stage."""
 
 
+class TeachingWorker(ForwardWorker, Protocol):
+    """A frozen policy that others may learn from."""
+
+    def top_log_probs(
+        self, batch: TokenBatch, plan: ReplicaPlan, *, temperature: float, count: int
+    ) -> TopLogProbs | None:
+        """Of each place in `response_mask` the `count` likeliest tokens and their log-probs."""
+
+
 class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
     """A policy that learns: the actor."""
 
@@ -137,7 +146,8 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
 
         `loss`: "policy"; or "sft", the sum of -log p(token) x its loss weight, of either sign: the one verb of every
         supervised job, whose weights hold global denominators, weights of samples, and slopes of preference losses.
-        Its sums: actor/loss, that sum, and actor/sft_loss, with metric weights. Columns of other losses are None.
+        Its sums: actor/loss, that sum, and actor/sft_loss, with metric weights. Columns of other losses are None. Or
+        "distillation", towards the columns `teacher_`; its sum: actor/loss.
 
         `capsule`: a directory for `save_weights`, when the step is skipped; for the first such step that names it.
         """
@@ -148,16 +158,26 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
         """`update` without the optimizer step; `take_skips` tells what was seen, finite or not, and what came first."""
 
 
-class ValueWorker(TrainedWorker, Protocol):
-    """A value model that learns: the critic."""
+class ScoreWorker(Worker, Protocol):
+    """A frozen model with a value head: the reward model."""
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         """The value of the state before each token at `response_mask`, from the same rows as log-probs."""
 
-    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, *, capsule: Path | None = None) -> UpdateResult | None:
-        """As `TrainWorker.update`, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean."""
 
-    def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+class ValueWorker(ScoreWorker, TrainedWorker, Protocol):
+    """A value model that learns: the critic."""
+
+    def update(
+        self, batch: ValueMiniBatch, plan: ReplicaPlan, *, loss: str = "value", capsule: Path | None = None
+    ) -> UpdateResult | None:
+        """As `TrainWorker.update`, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean.
+
+        `loss`: "value"; or "linear", the sum of value x loss weight, which trains a reward model: its weights are the
+        slopes of the loss of pairs. Its sum: actor/loss, as the model stands where a policy does in other jobs.
+        """
+
+    def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan, *, loss: str = "value") -> UpdateResult | None:
         """As `TrainWorker.look_again`."""
 
     def load_hf(self, *, directory: Path) -> None:

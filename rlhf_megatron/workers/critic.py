@@ -15,7 +15,7 @@ from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.kernels.row_loss import value_sums
 from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.forward import forward_columns
+from rlhf_megatron.workers.forward import forward_values
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 
@@ -44,25 +44,20 @@ class Critic(TrainedModel):
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         """Values of the current model, as `ValueWorker.values`."""
         self.memory.require("parameters")
+        return forward_values(self.backend, batch, plan)
 
-        def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
-            return self.backend.values(hidden_SH, micro.rows)[None]
-
-        columns = forward_columns(self.backend, batch, plan, of_rows)
-        if columns is None:
-            return None
-        return Values(batch.offsets, batch.token_ids, batch.response_mask, values=columns[0])
-
-    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, capsule: Path | None = None) -> UpdateResult | None:
+    def update(
+        self, batch: ValueMiniBatch, plan: ReplicaPlan, loss: str = "value", capsule: Path | None = None
+    ) -> UpdateResult | None:
         """One optimizer step, as `ValueWorker.update`."""
-        packed, row_loss = self._work(batch, plan)
+        packed, row_loss = self._work(batch, plan, loss)
         return self._step(self._pass(packed, row_loss), packed, capsule)
 
-    def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+    def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan, loss: str = "value") -> UpdateResult | None:
         """`update` without the optimizer step."""
-        return self._look(*self._work(batch, plan))
+        return self._look(*self._work(batch, plan, loss))
 
-    def _work(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> tuple[Packed, RowLossFunction]:
+    def _work(self, batch: ValueMiniBatch, plan: ReplicaPlan, loss: str) -> tuple[Packed, RowLossFunction]:
         world = self.world
         packed = pack(
             batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.backend.has_router_terms
@@ -70,6 +65,9 @@ class Critic(TrainedModel):
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             values_R = self.backend.values(hidden_SH, micro.rows)
+            if loss == "linear":
+                sum_ = (values_R * micro.columns["loss_weights"].to(values_R.dtype)).sum()
+                return sum_, {"actor/loss": sum_.detach()}, values_R
             return *value_sums(values_R, micro.columns, self.config.cliprange_value), values_R
 
         return packed, of_rows

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import LogProbs, TokenBatch
+from rlhf_megatron.data.batch import LogProbs, TokenBatch, TopLogProbs, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.kernels.log_prob import HeadOutputs
-from rlhf_megatron.workers.backend import Backend, Head, RowsResult
+from rlhf_megatron.workers.backend import Backend, Head, RowsResult, TellingHead
 from rlhf_megatron.workers.pack import MicroBatch, pack
 from rlhf_megatron.workers.pipeline import sum_over_cp
 
@@ -48,13 +48,35 @@ def forward_log_probs(backend: Backend, rows: RowLogProbs, batch: TokenBatch, pl
         return None
     others = iter(columns[1:])
     return LogProbs(
-        offsets=batch.offsets,
-        token_ids=batch.token_ids,
-        response_mask=batch.response_mask,
         log_probs=columns[0],
         entropies=next(others) if rows.with_entropy else None,
         sum_squares=next(others) if rows.with_sum_squares else None,
     )
+
+
+def forward_values(backend: Backend, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
+    """Values of a model with a value head, on the leader; None elsewhere. All ranks of a replica."""
+
+    def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
+        return backend.values(hidden_SH, micro.rows)[None]
+
+    columns = forward_columns(backend, batch, plan, of_rows)
+    return None if columns is None else Values(columns[0])
+
+
+def forward_top(
+    backend: Backend, head: TellingHead, batch: TokenBatch, plan: ReplicaPlan, temperature: float, count: int
+) -> TopLogProbs | None:
+    """The likeliest tokens of each place, on the leader; None elsewhere. All ranks of a replica."""
+
+    def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
+        ids_RK, log_probs_RK = head.top(hidden_SH, micro, temperature, count)
+        return torch.cat([ids_RK, log_probs_RK], -1).T  # ids are whole numbers in float32, too: no vocabulary has 2^24
+
+    columns = forward_columns(backend, batch, plan, of_rows)
+    if columns is None:
+        return None
+    return TopLogProbs(columns[:count].T.to(torch.int32).contiguous(), columns[count:].T.contiguous())
 
 
 def forward_columns(
@@ -68,7 +90,10 @@ def forward_columns(
     `of_rows`: (hidden_SH, micro-batch) -> [C, R], on the last stage. Zero outside of the batch's response mask.
     """
     world = backend.world
-    packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
+    routes = backend.routes
+    packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device, with_sources=routes is not None)
+    if routes is not None:
+        packed = routes.before_log_probs(batch, packed)
 
     def on_rows(micro: MicroBatch, hidden: Tensor) -> RowsResult:
         columns_CR = of_rows(hidden[0], micro)
@@ -76,6 +101,8 @@ def forward_columns(
 
     with torch.no_grad():
         rows = backend.run(packed, on_rows, True)
+    if routes is not None:
+        routes.after_log_probs(batch, packed)
     if not world.is_last_stage or world.coordinates.tp != 0:
         return None
     columns = [packed.unpack(column) for column in zip(*rows, strict=True)]

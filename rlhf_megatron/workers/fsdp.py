@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from rlhf_megatron.checkpoint.adapter import read_adapter
 from rlhf_megatron.checkpoint.dist_checkpoint import StagedState, load_tensors, stage_tensors
 from rlhf_megatron.checkpoint.source import WeightSource
-from rlhf_megatron.config.schema import FSDPConfig, KernelsConfig, OptimConfig
+from rlhf_megatron.config.schema import FSDPConfig, KernelsConfig, LoRAConfig, OptimConfig
 from rlhf_megatron.kernels.log_prob import HeadOutputs
 from rlhf_megatron.models.causal_lm import build_causal_lm, causal_lm_table
 from rlhf_megatron.models.families.base import HFConfig, require_int
+from rlhf_megatron.models.lora import DOWN, UP, adapt, first_matrix, is_adapter, merged, scale_of, stem_of
 from rlhf_megatron.models.table import Head, Rule, piece
 from rlhf_megatron.parallel.layout import Coordinates, Layout
 from rlhf_megatron.parallel.world import World
@@ -35,6 +37,7 @@ from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.nonfinite import bad_tensors
 from rlhf_megatron.workers.offload import TrainerPart
 from rlhf_megatron.workers.pack import MicroBatch, Packed
+from rlhf_megatron.workers.routes import Routes
 
 LENGTHS = (7, 5)  # tokens of the documents that are packed, to see whether they see each other
 BAR = {torch.float32: 1e-3, torch.bfloat16: 6e-2}  # relative errors; of a leak they are of order 1
@@ -44,8 +47,10 @@ logger = logging.getLogger(__name__)
 class FSDPBackend:
     """A `TrainedBackend`; with `is_frozen` a `Backend`. A rank is a replica, and holds a piece of each parameter.
 
-    Parameters are float32 where the model learns; activations and gathered parameters have `dtype`, gradients are
-    summed in float32. Raises ValueError for a model that transformers cannot build, or whose packed documents leak.
+    Parameters are float32 where they learn; activations and gathered parameters have `dtype`, gradients are summed in
+    float32. `lora` of a rank above 0: only its matrices learn, which begin with `seed`, and the weights keep `dtype`.
+
+    Raises ValueError for a model that transformers cannot build, or whose packed documents leak.
     """
 
     def __init__(
@@ -57,18 +62,24 @@ class FSDPBackend:
         settings: FSDPConfig,
         head: Head = "vocabulary",
         is_frozen: bool = False,
+        lora: LoRAConfig | None = None,
+        seed: int = 0,
     ) -> None:
+        self.lora = lora if lora is not None and lora.rank and not is_frozen else None
+        self.seed = seed
         self.hf_config = hf_config
         self.world = world
         self.dtype = dtype
         self.settings = settings
         self.is_frozen = is_frozen
-        kind, own = hf_config.get("model_type"), dtype if is_frozen else torch.float32
+        kind, own = hf_config.get("model_type"), dtype if is_frozen or self.lora else torch.float32
         if settings.attn_implementation == "sdpa" and hf_config.get("attn_logit_softcapping") is not None:
             raise ValueError(f"{kind}: sdpa drops attn_logit_softcapping; set actor.fsdp.attn_implementation to eager.")
         self.model = build_causal_lm(hf_config, settings.attn_implementation, head, own)
         self.table: Sequence[Rule] = causal_lm_table(self.model, hf_config, head)
         self.model.requires_grad_(not is_frozen)
+        if self.lora is not None:
+            adapt(self.model.decoder, self.lora)
         if settings.activation_checkpointing and not is_frozen:
             _recompute_layers(self.model.layers)
         self._shard()
@@ -85,13 +96,14 @@ class FSDPBackend:
         """The same ranks as those that hold one copy together: what a weight sync or an export gathers from."""
         world, num_ranks = self.world, self.world.layout.world_size
         layout, here = Layout(num_ranks, tp=num_ranks), Coordinates(dp=0, pp=0, tp=self.world.rank)
-        return replace(world, layout=layout, coordinates=here, copy_group=world.dp_group, leader=0)
+        return replace(world, layout=layout, coordinates=here, copy_group=world.dp_group, leader=0, is_in_pieces=True)
 
     @property
     def run(self) -> Callable[[Packed, RowsFunction, bool], list[Tensor]]:
         return self._run
 
     has_router_terms = False
+    routes: Routes | None = None
 
     @property
     def train(self) -> Callable[[Packed, RowsFunction], list[Tensor]]:
@@ -129,7 +141,7 @@ class FSDPBackend:
         if self.model.is_plain:
             return PlainHead(role, self.world)
         vocab_size = require_int(self.hf_config, "vocab_size")
-        return LogProbHead(
+        return WholeHead(
             role, lambda: self.model.head.weight, 0, vocab_size, self.world, self.dtype, chunk_size, kernels
         )
 
@@ -147,15 +159,25 @@ class FSDPBackend:
 
     def begin_phase(self, optim: OptimConfig, num_steps: int, is_model_kept: bool = False) -> None:
         named: dict[str, Any] = self.model.tensors()
-        parameters = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
+        parameters = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
         self.optimizer = ShardedOptimizer(parameters, optim, num_steps, self.world)
 
     def sync(self) -> None:
         """Shards are always as the last step left them."""
 
     def export(self) -> Iterator[tuple[Rule, Tensor | None]]:
-        held = self.named_weights()  # copied only where they are kept in host memory
-        return ((rule, held[rule.megatron_name].detach().to(self.world.device)) for rule in self.table)
+        held, named = self.named_weights(), dict[str, Any](self.model.tensors())
+        with torch.no_grad():  # of each pair of matrices the first is wanted whole, of the second the weight's rows
+            downs = {name: named[name].full_tensor() for name in held if name.endswith(DOWN)}
+
+        def full(rule: Rule) -> Tensor:
+            own = held[rule.megatron_name].detach()  # copied only where it is kept in host memory
+            stem = stem_of(rule.megatron_name)
+            if self.lora is not None and stem + DOWN in downs:
+                own = merged(own, downs[stem + DOWN].to(own.device), held[stem + UP].detach(), scale_of(self.lora))
+            return own.to(self.world.device)
+
+        return ((rule, full(rule)) for rule in self.table)
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
@@ -164,17 +186,22 @@ class FSDPBackend:
             full = rule.to_megatron(*source.hf_tensors(rule))
             target = held[rule.megatron_name]
             target.copy_(full[piece(len(full), rank, num_ranks)] if rule.split == "pieces" else full)
+        shapes = {name: tensor.shape for name, tensor in self.model.tensors().items() if is_adapter(name)}
+        lora = self.lora
+        given = read_adapter(Path(lora.path), lora, shapes) if lora is not None and lora.path is not None else {}
+        for name, shape in shapes.items():
+            matrix = given[name] if given else first_matrix(name, shape, self.seed)
+            held[name].copy_(matrix[piece(len(matrix), rank, num_ranks)])
 
     @torch.no_grad()
     def copy_from(self, other: FSDPBackend) -> None:
-        source = other.named_weights()
-        for name, held in self.named_weights().items():
-            held.copy_(source[name])
+        held = self.named_weights()
+        for rule, tensor in other.export():
+            assert tensor is not None, "every rank has a piece of every tensor"
+            held[rule.megatron_name].copy_(tensor)
 
     def named_parameters(self) -> Mapping[str, Tensor]:
-        return {
-            name: local(tensor) for name, tensor in self.model.tensors().items() if isinstance(tensor, nn.Parameter)
-        }
+        return {name: local(tensor) for name, tensor in self.model.tensors().items() if tensor.requires_grad}
 
     def named_gradients(self) -> Mapping[str, Tensor]:
         return self.optimizer.gradients()
@@ -187,7 +214,8 @@ class FSDPBackend:
         return ReplicaReport(str(self.world), 0, 0, 0.0, (), bad_tensors(self.named_weights()))
 
     def num_save_bytes(self) -> int:
-        return 3 * sum(tensor.nbytes for tensor in self.named_weights().values())
+        learning = self.named_parameters().values()
+        return sum(tensor.nbytes for tensor in (*self.named_weights().values(), *learning, *learning))
 
     def stage(self, plain: dict[str, Any] | None) -> StagedState:
         if plain is None:
@@ -278,6 +306,29 @@ class FSDPBackend:
         return is_unlike
 
 
+class WholeHead(LogProbHead):
+    """A `TellingHead`: the weight is whole on every rank while it is used, and autograd has its gradient."""
+
+    def log_probs_at(
+        self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, log_probs_R: Tensor, ids_RK: Tensor
+    ) -> Tensor:
+        """The kernel's log-prob of the target, and how much larger the logits of the others are."""
+        hidden_RH, weight_VH = hidden_SH.index_select(0, micro.rows).float(), self._weight()
+
+        def logits(ids_R: Tensor) -> Tensor:
+            return (hidden_RH * weight_VH.index_select(0, ids_R).float()).sum(-1) / temperature
+
+        others_RK = torch.stack([logits(ids_R) for ids_R in ids_RK.long().unbind(-1)], -1)
+        return others_RK + (log_probs_R - logits(micro.targets))[:, None]
+
+    @torch.no_grad()
+    def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        hidden_RH, weight_VH = hidden_SH.index_select(0, micro.rows), self._weight()
+        parts = [_top(part @ weight_VH.T, temperature, count) for part in hidden_RH.split(self.chunk_size)]
+        ids, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
+        return ids, log_probs
+
+
 class PlainHead:
     """A `backend.Head` for models whose logits are more than a product: they come from the model's own head."""
 
@@ -295,8 +346,22 @@ class PlainHead:
             log_p_RV.detach().exp().square().sum(-1) if with_sum_squares else None,
         )
 
+    def log_probs_at(
+        self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, log_probs_R: Tensor, ids_RK: Tensor
+    ) -> Tensor:
+        return (hidden_SH.float() / temperature).log_softmax(-1).gather(1, ids_RK.long())
+
+    @torch.no_grad()
+    def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        return _top(hidden_SH, temperature, count)
+
     def report(self) -> HeadReport:
         return self._report
+
+
+def _top(logits_RV: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    log_probs_RK, ids_RK = (logits_RV.float() / temperature).log_softmax(-1).topk(count, -1)
+    return ids_RK, log_probs_RK
 
 
 def local(tensor: Any) -> Tensor:

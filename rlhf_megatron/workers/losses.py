@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.distillation.base import Loss, outcomes
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams
 from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
@@ -38,7 +40,26 @@ class SupervisedRowLoss:
         return value, {"actor/loss": value.detach(), **shares}
 
 
-RowLoss = PolicyRowLoss | SupervisedRowLoss
+@dataclass(frozen=True)
+class DistillationRowLoss:
+    """A divergence from the teacher, of the rows' most likely tokens. `has_tail`: see `DistillationParams`."""
+
+    divergence: Loss
+    has_tail: bool
+    needs_entropy = needs_sequences = False
+
+    def __call__(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
+    ) -> Sums:
+        """`columns` has student_log_probs [R, K], with grad, beside the mini-batch's."""
+        student, teacher = (
+            outcomes(columns[name], self.has_tail) for name in ("student_log_probs", "teacher_log_probs")
+        )
+        value, _ = weighted(PolicyLossOutputs(self.divergence(student, teacher), {}), columns)
+        return value, {"actor/loss": value.detach()}
+
+
+RowLoss = PolicyRowLoss | SupervisedRowLoss | DistillationRowLoss
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:

@@ -24,6 +24,7 @@ from rlhf_megatron.config.schema import KernelsConfig, MegatronConfig, OptimConf
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.head import head_weight, value_head
+from rlhf_megatron.models.replay import RouterReplay, make_router_replay
 from rlhf_megatron.models.router import make_router_terms
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.mcore_fixes import is_of_expert
@@ -37,6 +38,7 @@ from rlhf_megatron.workers.optimizer import Optimizer, reset
 from rlhf_megatron.workers.pack import MicroBatch, Packed
 from rlhf_megatron.workers.pipeline import run_micro_batches
 from rlhf_megatron.workers.replicas import check_replicas
+from rlhf_megatron.workers.routes import ReplayMode, Routes
 
 
 class MegatronBackend:
@@ -54,10 +56,12 @@ class MegatronBackend:
         megatron: MegatronConfig,
         head: Head = "vocabulary",
         is_frozen: bool = False,
+        router_replay: ReplayMode = "none",
     ) -> None:
         self.hf_config = hf_config
         self.world = world
         self.dtype = dtype
+        self.is_optimizer_on_host = megatron.optimizer_cpu_offload
         self.model = build_model(hf_config, world, dtype, megatron, head)
         self.table: Sequence[Rule] = table_for(hf_config, world.layout.tp, self.model.impl, head)
         load_on_rank(self.model.chunks, self.table, weights, world)
@@ -66,6 +70,10 @@ class MegatronBackend:
         # Parameters keep requires_grad, though no pass of a frozen model records a gradient: frozen ones go through
         # another linear layer of megatron's, which rounds differently: KL against an equal actor would not be 0.
         self.router_terms = None
+        self.routes: Routes | None = None
+        if router_replay != "none":
+            replay = make_router_replay(self.model.chunks, self.model.transformer_config, world)
+            self.routes = Routes(replay, router_replay, world)
         if not is_frozen:
             transformer_config = self.model.transformer_config
             self.router_terms = make_router_terms(self.model.chunks, megatron, transformer_config, world)
@@ -74,7 +82,11 @@ class MegatronBackend:
 
     @property
     def run(self) -> Callable[[Packed, RowsFunction, bool], list[Tensor]]:
-        return partial(run_micro_batches, self.chunks, self.world)
+        return partial(run_micro_batches, self.chunks, self.world, replay=self._replay)
+
+    @property
+    def _replay(self) -> RouterReplay | None:
+        return None if self.routes is None else self.routes.replay
 
     @property
     def has_router_terms(self) -> bool:
@@ -82,7 +94,8 @@ class MegatronBackend:
 
     @property
     def train(self) -> Callable[[Packed, RowsFunction], list[Tensor]]:
-        return partial(run_micro_batches, self.chunks, self.world, forward_only=False, routers=self.router_terms)
+        run = partial(run_micro_batches, self.chunks, self.world, forward_only=False)
+        return partial(run, routers=self.router_terms, replay=self._replay)
 
     def begin_pass(self, packed: Packed) -> None:
         """Also start the terms of the routers; loads that must be known before cost a forward pass."""
@@ -99,12 +112,15 @@ class MegatronBackend:
 
             terms.begin(*packed.num_forwarded, is_counting=True)
             with torch.no_grad():
-                run_micro_batches(self.chunks, self.world, packed, nothing, forward_only=True, routers=terms)
+                run_micro_batches(
+                    self.chunks, self.world, packed, nothing, forward_only=True, routers=terms, replay=self._replay
+                )
             terms.end()
         terms.begin(*packed.num_forwarded)
 
     def end_pass(self) -> dict[str, float]:
-        return {} if self.router_terms is None else self.router_terms.end()
+        terms = {} if self.router_terms is None else self.router_terms.end()
+        return terms if self._replay is None else terms | self._replay.end()
 
     def after_step(self) -> None:
         if self.router_terms is not None:
@@ -140,7 +156,7 @@ class MegatronBackend:
         if is_model_kept:
             self.optimizer = reset(self.optimizer, chunks, optim, num_steps, self.dtype, self.world)
         else:
-            self.optimizer = Optimizer(chunks, optim, num_steps, self.dtype, self.world)
+            self.optimizer = Optimizer(chunks, optim, num_steps, self.dtype, self.world, self.is_optimizer_on_host)
 
     def sync(self) -> None:
         if self.chunks is not self.model.chunks:

@@ -37,11 +37,14 @@ class StageMemory:
     main_parameters: tuple[int, ...]  # float32 copies of bfloat16 parameters
     moments: tuple[int, ...]  # Adam's two, float32
     reference: int  # parameters of a frozen reference model in the same layout, in model.dtype
+    is_optimizer_on_host: bool = False  # main parameters and moments stand in host memory
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Everything, by rank that holds the same shard. The reference counts when it is not offloaded."""
+        """What is on the device, by rank that holds the same shard. The reference counts when it is not offloaded."""
         fixed = self.parameters + self.gradients
+        if self.is_optimizer_on_host:
+            return (fixed,) * len(self.moments)
         return tuple(fixed + main + moments for main, moments in zip(self.main_parameters, self.moments, strict=True))
 
 
@@ -90,6 +93,7 @@ def _plan_stage(
             main_parameters=tuple(count * FLOAT32_BYTES * has_copies for count in owned),
             moments=tuple(2 * count * FLOAT32_BYTES for count in owned),
             reference=reference,
+            is_optimizer_on_host=megatron.optimizer_cpu_offload,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from rlhf_megatron.parallel.packages import APEX, INSTALL, TRANSFORMER_ENGINE, P
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.backend import StepResult
 from rlhf_megatron.workers.nonfinite import FINITE, agreed_verdict, local_verdict, norm_of
-from rlhf_megatron.workers.optimizer_state import MOMENTS, load_state, sharded_state
+from rlhf_megatron.workers.optimizer_state import MAIN, MOMENTS, load_state, sharded_state
+from rlhf_megatron.workers.streamed_adam import stream_states
 
 
 class Optimizer:
     """Megatron's optimizer and its learning-rate and weight-decay schedules.
 
     Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their weights already.
-    `num_steps`: optimizer steps of the run, the length of schedules that name none.
+    `num_steps`: optimizer steps of the run, the length of schedules that name none. `is_on_host`: moments and float32
+    parameters stand in host memory between steps.
 
     Raises ValueError when the schedules of `optim` cannot be met, and for an Apex that cannot make a step.
     """
@@ -36,14 +39,19 @@ class Optimizer:
         num_steps: int,
         dtype: torch.dtype,
         world: World,
+        is_on_host: bool = False,
     ) -> None:
         self.chunks = chunks
         self.world = world
+        self.is_on_host = is_on_host
         refuse_broken_adam(adam_of_megatron(), find_apex())
         self.megatron = _build(chunks, optim, dtype, world)
         self.scheduler = make_schedules(self.megatron, optim, num_steps)
         for part in self.megatron.chained_optimizers:
-            _prepare(part.optimizer)
+            if is_on_host:
+                stream_states(part, world.device)
+            else:
+                _prepare(part.optimizer)
 
     def step(self, losses: torch.Tensor | None = None) -> StepResult:
         """One step with the gradients that stand in the main-gradient buffers. All ranks.
@@ -77,7 +85,10 @@ class Optimizer:
         return float(self.megatron.param_groups[0]["lr"])
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """What it holds beside model parameters and gradients: moments, step counts, float32 main parameters."""
+        """What it holds on the device beside model parameters and gradients: moments, step counts, float32 main
+        parameters."""
+        if self.is_on_host:
+            return []
         states = [state for part in self.megatron.chained_optimizers for state in part.optimizer.state.values()]
         tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
         return [*tensors, *self.main_parameters()]
@@ -85,9 +96,11 @@ class Optimizer:
     def main_parameters(self) -> list[torch.Tensor]:
         """The float32 copies of parameters in half precision, or this rank's shards of them; none in float32."""
         names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
-        parts = self.megatron.chained_optimizers
-        groups = [group for part in parts for name in names for group in getattr(part, name, [])]
-        return [parameter for group in groups for parameter in group]
+        parts = [
+            (part, chain(*chain(*(getattr(part, name, []) for name in names))))
+            for part in self.megatron.chained_optimizers
+        ]
+        return [part.optimizer.state[main].get(MAIN, main) for part, mains in parts for main in mains]
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[int, Any]:
         """For megatron's distributed checkpoint: moments and main parameters. All ranks."""
@@ -114,7 +127,7 @@ def reset(
 ) -> Optimizer:
     """A fresh optimizer that keeps the float32 main parameters of `old`, which are finer than the model's."""
     kept = old.main_parameters()
-    new = Optimizer(chunks, optim, num_steps, dtype, world)
+    new = Optimizer(chunks, optim, num_steps, dtype, world, old.is_on_host)
     for target, source in zip(new.main_parameters(), kept, strict=True):
         target.data.copy_(source)
     return new

@@ -31,7 +31,7 @@ class Held:
     model: nn.Parameter
     main: Tensor | None  # what is stepped on: `model`, its float32 copy, or a flat shard of these; None: no part of it
     span: slice | None  # the elements of the flattened parameter that `main` has; None: all of them
-    state: dict[str, Tensor]  # the inner optimizer's
+    state: dict[str, Tensor]  # the inner optimizer's; that of `streamed_adam` also has the copy that `main` stands for
     group: dist.ProcessGroup | None  # ranks that share the parameter out; None where `span` is
 
     def tensors(self) -> dict[str, Tensor]:
@@ -40,7 +40,8 @@ class Held:
         empty = torch.empty(0, device=self.model.device)
         if self.main is None:
             return dict.fromkeys(names, empty)
-        return {name: self.main if name == MAIN else self.state[name] for name in names}
+        parts = self.state if MAIN in self.state else {**self.state, MAIN: self.main}
+        return {name: parts[name] for name in names}
 
 
 def held_parameters(optimizer: Any) -> Iterator[Held]:
@@ -147,7 +148,7 @@ def _full(held: Held, part: Tensor, writer: int) -> Tensor:
     """The whole tensor of a shard, on the rank of the group that writes it; a blank on the others."""
     if held.span is None:
         return part
-    full = torch.zeros(held.model.numel(), device=part.device)
+    full = torch.zeros(held.model.numel(), device=held.model.device)
     full[held.span] = part.detach()
     dist.all_reduce(full, group=held.group)
     is_writer = dist.get_rank(held.group) == writer

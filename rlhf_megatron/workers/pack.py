@@ -53,6 +53,8 @@ class MicroBatch:
     num_sequences: int  # documents, filler not counted
     columns: dict[str, Tensor]  # column name -> [R]
     documents: Tensor | None = None  # [S / cp] int64, the document of each token, -1 of none; where it was asked for
+    sources: Tensor | None = None  # [S / cp] int64, the shard's token that each is, -1 of none; where it was asked for
+    routes: tuple[Tensor, Tensor] | None = None  # experts that tokens are to meet: RoutedTokens of models.replay
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,14 @@ def pack(
     columns: Sequence[str] = (),
     device: str | torch.device = "cpu",
     with_documents: bool = False,
+    with_sources: bool = False,
 ) -> Packed:
     """Pack the shard `batch` (on the CPU) as `plan` says, cut out the share of `cp_rank` and move it to `device`.
 
     `columns`: token columns of `batch` to gather; a column that is None there is left out. `with_documents`: say of
-    which document each token is; those of no-op samples, of padding and filler are of none. Under pipeline parallelism
-    every micro-batch gets plan.packed_length tokens, since stages agree on one length; else no more than
-    layout.packed_multiple asks for.
+    which document each token is; those of no-op samples, of padding and filler are of none. `with_sources`: say which
+    token of the shard each is, likewise, on the CPU. Under pipeline parallelism every micro-batch gets
+    plan.packed_length tokens, since stages agree on one length; else no more than layout.packed_multiple asks for.
 
     Raises ValueError when the plan and the shard do not belong together.
     """
@@ -101,18 +104,19 @@ def pack(
     document, positions = _share(padded, layout.cp, cp_rank)
     is_token = positions < lengths[document]
     source = batch.offsets[order][document] + positions.where(is_token, 0)  # packed token -> token of the shard
-    token_ids = batch.token_ids[source].where(is_token, 0)
+    token_ids = batch.token_ids[source].to(torch.int64).where(is_token, 0)
     is_real = torch.tensor(plan.samples)[order] != NO_OP
     is_row = batch.response_mask.roll(-1)[source] & is_token  # the next token trains; no sample's first token does
     row_index = is_row.nonzero().flatten()
     predicted = source[row_index] + 1  # the shard's token that each row predicts
-    targets = batch.token_ids[predicted]
+    targets = batch.token_ids[predicted].to(torch.int64)
     gathered = {name: getattr(batch, name)[predicted] for name in columns if getattr(batch, name) is not None}
 
     document_ends = sizes.cumsum(0).tolist()
     token_ends = (padded.cumsum(0)[sizes.cumsum(0) - 1] // layout.cp).tolist()
     row_ends = torch.searchsorted(row_index, torch.tensor(token_ends)).tolist()
     filler = _share(torch.tensor([layout.document_multiple]), layout.cp, cp_rank)[1]  # positions of a filler document
+    is_used = is_token & is_real[document]
     micro_batches, seq_length = [], 0
     for documents, tokens, rows in zip(_spans(document_ends), _spans(token_ends), _spans(row_ends), strict=True):
         num_tokens = int(padded[documents].sum())
@@ -131,9 +135,10 @@ def pack(
                 sequence_ids=document[row_index[rows]] - documents.start,
                 num_sequences=documents.stop - documents.start,
                 columns={name: column[rows] for name, column in gathered.items()},
-                documents=_documents(document, is_token & is_real[document], tokens, documents, filler_positions)
+                documents=_of_tokens(document - documents.start, is_used, tokens, filler_positions)
                 if with_documents
                 else None,
+                sources=_of_tokens(source, is_used, tokens, filler_positions) if with_sources else None,
             )
         )
     num_forwarded = int(lengths[is_real].sum()), int(is_real.sum())
@@ -181,10 +186,9 @@ def _by_length(order: Tensor, lengths: Tensor, sizes: Tensor) -> Tensor:
     return order[by_length[group[by_length].argsort(stable=True)]]
 
 
-def _documents(document: Tensor, is_real: Tensor, tokens: slice, documents: slice, filler: Tensor) -> Tensor:
-    """The document of each token of a micro-batch, counted in it; -1 where it is of none."""
-    mine = (document[tokens] - documents.start).where(is_real[tokens], -1)
-    return torch.cat([torch.full_like(filler, -1), mine])
+def _of_tokens(column: Tensor, is_used: Tensor, tokens: slice, filler: Tensor) -> Tensor:
+    """A column of the shard's packed tokens at those of a micro-batch; -1 where they are of no sample."""
+    return torch.cat([torch.full_like(filler, -1), column[tokens].where(is_used[tokens], -1)])
 
 
 def _spans(ends: list[int]) -> list[slice]:

@@ -15,6 +15,7 @@ from torch.distributed import all_reduce
 
 from rlhf_megatron.checkpoint.load_model import unwrap
 from rlhf_megatron.models.attention import packed_documents
+from rlhf_megatron.models.replay import RouterReplay
 from rlhf_megatron.models.router import RoutedTokens, RouterTerms
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.backend import RowsFunction
@@ -28,12 +29,14 @@ def run_micro_batches(
     on_rows: RowsFunction,
     forward_only: bool,
     routers: RouterTerms | None = None,
+    replay: RouterReplay | None = None,
 ) -> list[Tensor]:
     """Forward, and backward of the loss that `on_rows` returns, over all micro-batches. All ranks of a replica.
 
     Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives divided by a global
     count, and nothing divides after it (models.transformer_config). Returns what `on_rows` collected, in order, on the
     last stage; [] elsewhere. `routers`: what they are told of each micro-batch's tokens, which `packed` then has.
+    `replay`: of routers, which meet `routes` of micro-batches that have any.
     """
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -41,6 +44,8 @@ def run_micro_batches(
         if routers is not None:
             assert micro.documents is not None, "packed without the documents of tokens"
             routers.enter(RoutedTokens(micro.documents, micro.num_sequences))
+        if replay is not None:
+            replay.enter(micro.routes, is_trained=not forward_only)
         documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, world.cp_group)
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
         return hidden, partial(on_rows, micro)

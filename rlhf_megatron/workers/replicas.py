@@ -120,9 +120,10 @@ class _Comparison:
 
     def _distance(self, tensor: Tensor, source: int, group: ProcessGroup) -> float:
         """The largest difference from the rank `source`, over the group."""
-        theirs = tensor.detach().contiguous().clone()
+        tensor = tensor.detach().to(self.world.device)
+        theirs = tensor.contiguous().clone()
         dist.broadcast(theirs, source, group=group)
-        largest = (tensor.detach().double() - theirs.double()).abs().max() if tensor.numel() else torch.zeros(())
+        largest = (tensor.double() - theirs.double()).abs().max() if tensor.numel() else torch.zeros(())
         largest = largest.to(self.world.device, torch.float32).reshape(1)
         dist.all_reduce(largest, ReduceOp.MAX, group=group)
         return float(largest)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.parity.cases import CUTS, FAMILIES, Recipe, add_past, make_batch, make_state
-from benchmarks.parity.layouts import Axes
+from benchmarks.parity.layouts import TE, Axes
 from benchmarks.parity.sharded import _plan, train_batch
 from benchmarks.parity.subjects import ActorSubject
 from rlhf_megatron.config.schema import MegatronConfig
@@ -71,8 +71,8 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "family, there, back",
     [
-        ("qwen3_moe", Axes(dp=2, ep=2, distributed=True), Axes(tp=2, sequence_parallel=True, etp=1)),
-        ("deepseek_v3", Axes(tp=2, sequence_parallel=True, ep=2, etp=1), Axes(cp=2, ep=2, distributed=True)),
+        ("qwen3_moe", Axes(dp=2, ep=2, distributed=True), Axes(tp=2, sequence_parallel=True, etp=1, impl=TE)),
+        ("deepseek_v3", Axes(tp=2, sequence_parallel=True, ep=2, etp=1), Axes(cp=2, ep=2, distributed=True, impl=TE)),
         pytest.param(
             "glm4_moe",
             Axes(pp=2, first_layers=1, ep=2, dp=2),

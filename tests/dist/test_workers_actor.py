@@ -93,9 +93,9 @@ def cells() -> Iterator[Any]:
             yield pytest.param(case, layout, marks=marks, id=f"{'-'.join(case)}-{label(layout)}")
 
 
-def gathered_log_probs(results: list[RankResult]) -> tuple[Tensor, Tensor, Tensor]:
+def gathered_log_probs(results: list[RankResult], offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     leaders = [r for r in results if r.log_probs is not None]
-    merged = restore([r.log_probs for r in leaders], [r.plan for r in leaders])
+    merged = restore([r.log_probs for r in leaders], [r.plan for r in leaders], offsets)
     return merged.log_probs, merged.entropies, merged.sum_squares
 
 
@@ -105,7 +105,7 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout:
         train, name=case.name, state=case.state, batch=case.batch, loss=case.loss, timeout_s=300, **layout
     )
     tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
-    log_probs, entropies, sum_squares = gathered_log_probs(results)
+    log_probs, entropies, sum_squares = gathered_log_probs(results, case.batch.offsets)
     bound = BAR * reference.unit_of_tokens(case.exact[0], case.draws)
     assert (log_probs - case.exact[0].predicted).abs().max().item() <= bound
     assert (entropies - case.entropies).abs().max().item() <= bound

@@ -10,10 +10,11 @@ import torch
 import workers_reference as reference
 from dist_pool import DistPool
 from torch import Tensor
-from workers_critic_jobs import CriticResult, train_critic
+from workers_critic_jobs import CriticResult, score, train_critic
 from workers_jobs import OVERLAPPED, SHARDED, summed, whole
 
-from rlhf_megatron.data.batch import ValueMiniBatch
+from rlhf_megatron.config.schema import FSDPConfig
+from rlhf_megatron.data.batch import ValueMiniBatch, places_behind, with_places_behind
 from rlhf_megatron.data.plan import restore
 
 pytestmark = pytest.mark.dist
@@ -76,7 +77,9 @@ def errors(case: Case, results: list[CriticResult], layout: dict[str, Any]) -> d
     """Quantity -> error against float64, in units of float32's own; the worst tensor of each."""
     tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
     leaders = [result for result in results if result.values is not None]
-    values = restore([leader.values for leader in leaders], [leader.plan for leader in leaders]).values
+    values = restore(
+        [leader.values for leader in leaders], [leader.plan for leader in leaders], case.batch.offsets
+    ).values
     off = float((values - case.exact[0].predicted).abs().max())
     grads, weights = (whole(results, case.name, tp, copies, kind, "value") for kind in ("grads", "weights"))
     in_units = reference.in_units(grads, weights, case.state, case.exact[-1], case.draws)
@@ -102,6 +105,35 @@ def test_three_steps_equal_transformers(
     for holder in holders:
         assert all(torch.equal(holder.weights[part], holders[0].weights[part]) for part in HEAD)
         assert not holder.weights[HEAD[0]].equal(case.state["score.weight"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "fsdp"),
+    [({"tp": 2, "pp": 2}, None), ({"dp": 2}, None), ({"dp": 2}, FSDPConfig())],
+    ids=["tp2 pp2", "dp2", "fsdp dp2"],
+)
+def test_a_frozen_model_scores_as_transformers_does(
+    dist_pool: DistPool, cases: dict[str, Case], layout: dict[str, Any], fsdp: FSDPConfig | None
+) -> None:
+    """The state behind the last token, and behind every token of the responses, in one pass: [12] + [T]."""
+    case = cases["qwen3_tied"]
+    is_wanted_T = case.batch.response_mask.clone()
+    is_wanted_T[case.batch.offsets[1:] - 1] = True
+    batch = with_places_behind(case.batch, is_wanted_T)
+
+    def predicted(model: torch.nn.Module) -> list[reference.Step]:
+        with torch.no_grad():
+            return [reference.Step(0.0, reference.all_values(model, batch) * batch.response_mask, {}, 0.0, {})]
+
+    [exact] = predicted(reference.make_value_model(case.name).double())
+    draws = reference.in_float32(lambda: reference.make_value_model(case.name), predicted)
+    results = dist_pool.run(score, name=case.name, state=case.state, batch=batch, fsdp=fsdp, **layout)
+    leaders = [result for result in results if result[0] is not None]
+    found = restore([values for values, _ in leaders], [plan for _, plan in leaders], batch.offsets).values
+    behind_N = places_behind(case.batch.offsets, is_wanted_T)
+    assert float((found - exact.predicted).abs().max()) <= BAR * reference.unit_of_tokens(exact, draws)
+    assert float(exact.predicted[behind_N].std()) > 0.1, "the model tells states apart"
+    assert found.count_nonzero() == len(behind_N), "nothing else is computed"
 
 
 def test_metrics_of_an_update_are_averages_over_all_response_tokens(

@@ -20,6 +20,7 @@ from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.source import RandomSource
 from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
 from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch
+from rlhf_megatron.data.plan import take
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import HFTensor
 from rlhf_megatron.parallel.world import World
@@ -202,19 +203,16 @@ def test_an_export_is_a_token_classifier_of_transformers(
     plan = next(plan for values, plan, _ in results if values is not None)
     order = torch.cat([torch.tensor(group) for group in plan.micro_batches])
     assert sorted(order.tolist()) == list(range(len(batch)))
+    shard = take(batch, plan)
     with torch.no_grad():
         for i, sample in enumerate(plan.samples):
-            ids, mask = (column[values.offsets[i] : values.offsets[i + 1]] for column in columns(values))
-            found = values.values[values.offsets[i] : values.offsets[i + 1]]
+            place = slice(shard.offsets[i], shard.offsets[i + 1])
+            ids, mask, found = shard.token_ids[place], shard.response_mask[place], values.values[place]
             logits = model(ids[None]).logits[0, :-1, 0].float()
             expected = torch.cat([torch.zeros(1), logits]) * mask
             bound = 1e-5 if dtype == torch.float32 else 0.1
             assert (found - expected).abs().max() <= bound * max(1.0, float(expected.abs().max())), sample
     assert json.loads((tmp_path / "to" / "config.json").read_text())["id2label"] == {"0": "VALUE"}
-
-
-def columns(values: TokenBatch) -> tuple[Tensor, Tensor]:
-    return values.token_ids, values.response_mask
 
 
 def begun_again(

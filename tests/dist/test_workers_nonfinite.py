@@ -228,10 +228,10 @@ def critic_with_a_bad_return(world: World, directory: Path) -> Any:
     returns = batch.returns.clone()
     returns[int(batch.offsets[1]) - 1] = math.nan
     shard, plan = share(world, batch, 40)
-    sound = critic.update(shard, plan, directory)
+    sound = critic.update(shard, plan, capsule=directory)
     bad, plan = share(world, replace(batch, returns=returns), 40)
     before = snapshot(critic)
-    skipped = critic.update(bad, plan, directory / "a")
+    skipped = critic.update(bad, plan, capsule=directory / "a")
     return sound.is_skipped, skipped.is_skipped, same(before, snapshot(critic)), critic.take_skips()
 
 

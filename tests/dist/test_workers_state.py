@@ -113,6 +113,30 @@ def weights_of(results: list[RankResult], layout: dict[str, Any]) -> dict[str, T
     return whole(results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "weights")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        (torch.float32, {"tp": 2, "megatron": {}}),
+        (torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}),
+    ],
+    ids=["float32, plain", "bf16, overlapped"],
+)
+def test_an_optimizer_whose_state_stands_in_host_memory_makes_the_same_steps(
+    dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype, layout: dict[str, Any]
+) -> None:
+    """Bit for bit, and its checkpoint goes on with the state on the device."""
+    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    common |= {"dtype": dtype, "directory": tmp_path / "checkpoint"}
+    on_host = {**layout, "megatron": {**layout["megatron"], "optimizer_cpu_offload": True}}
+    streamed = weights_of(dist_pool.run(train, num_steps=3, save_after=2, **on_host, **common), layout)
+    for resumed in (on_host, layout):
+        found = weights_of(dist_pool.run(train, num_steps=1, is_loading=True, **resumed, **common), layout)
+        assert all(torch.equal(found[key], streamed[key]) for key in streamed)
+    expected = weights_of(dist_pool.run(train, num_steps=3, **layout, **common | {"directory": None}), layout)
+    assert all(torch.equal(streamed[key], expected[key]) for key in expected)
+    assert not all(torch.equal(expected[key], state.get(key, expected[key]).to(dtype)) for key in expected)
+
+
 def stored_keys(directory: Path) -> set[str]:
     """Of all tensors and objects in a checkpoint."""
     return set(FileSystemReader(directory).read_metadata().state_dict_metadata)

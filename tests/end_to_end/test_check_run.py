@@ -31,6 +31,7 @@ CONFIGS = {
     "quickstart_sglang_full": ("1", ["tp1 pp1 dp1"]),
     "qwen3_64_ranks": ("4", ["tp2 sequence pp2 vpp2 dp1", "tp1 pp2 vpp2 dp2"]),
     "quickstart_moe": ("8", ["tp2 sequence pp2 ep2 etp1 dp1"]),
+    "quickstart_mla": ("4", ["tp2 sequence pp2 ep2 etp1 dp1"]),
     "qwen3_8b": ("4", ["tp2 sequence pp1 dp2"]),
     "smollm2_grpo": ("2", ["tp1 pp2 dp1"]),
     "smollm2_grpo_tp3": ("3", ["tp3 pp1 dp1"]),
@@ -51,9 +52,12 @@ LONG = (  # near to others: left out of make test
         "quickstart_sglang_full",
         "quickstart_ppo",
         "quickstart_moe",
+        "quickstart_mla",
         "qwen3_8b",
         "qwen3_64_ranks",
         "smollm2_sglang",
+        "smollm2_grpo_tp3",
+        "smollm2_ppo",
     ),
 )
 
@@ -84,7 +88,8 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 
 
 def test_every_shipped_configuration_is_listed_here() -> None:
-    assert {path.stem for path in (ROOT / "configs").rglob("*.yaml")} == {*CONFIGS, *OTHERS}
+    """But for the recipes, which tests/unit/proof/test_check_fold.py folds."""
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == {*CONFIGS, *OTHERS}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +110,15 @@ def test_every_shipped_configuration_passes(name: str, tmp_path: Path) -> None:
     if "ppo" in name:
         passed_with_a_critic(result)
     assert result.certificate["memory"]["has_critic_pool"] == name.endswith("_pool")
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_replayed_routing_passes(mode: str, tmp_path: Path) -> None:
+    """Every layout trains on the files that the engine of the recorded run wrote."""
+    words = ("configs/quickstart_moe.yaml", "--no-files", "--max-processes", CONFIGS["quickstart_moe"][0])
+    passed(check(tmp_path / "out", *words, f"actor.router_replay={mode}"), CONFIGS["quickstart_moe"][1])
 
 
 def passed_with_a_critic(result: Checked) -> None:
@@ -138,6 +152,7 @@ def test_a_planted_mistake_fails_and_names_the_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_context_parallelism_with_transformer_engines_names(tmp_path: Path) -> None:
     """What no shipped configuration has."""
     settings = {

@@ -173,7 +173,10 @@ def test_metrics_of_the_turns_since_the_last_time() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.nnodes=2"], "rollout.colocated (true) needs trainer.nnodes 1, which is 2"),
+        (
+            ["trainer.nnodes=2"],
+            "rollout.colocated (true) needs an engine on each machine with ranks, 0 to 1, and no other",
+        ),
         (
             ["rollout.engine=sglang", "rollout.weight_transport=process_group"],
             "rollout.weight_transport (process_group) needs a device for each of its ranks",

@@ -17,6 +17,20 @@ PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
 WHY_NOT = missing_tools() if PYTHON.is_file() else "`make cuda-rehearsal` has not made .venv-cuda"
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
+# Waits for the device in one call of an actor on one rank, in bfloat16: none of them a micro-batch.
+ONCE_A_STEP = "the verdict on an optimizer step: whether it is skipped is decided on the host"
+WAITS = {
+    "log_probs": {
+        "workers/pack.py:unpack": (2, "results leave the device once a call: log-probs and entropies"),
+    },
+    "update": {
+        "workers/nonfinite.py:<listcomp>": (1, ONCE_A_STEP),
+        "workers/nonfinite.py:agreed_verdict": (1, ONCE_A_STEP),
+        "workers/optimizer.py:judge > core/optimizer/clip_grads.py:get_grad_norm_fp32": (1, "megatron-core's own"),
+        "workers/trained_model.py:_result": (1, "sums and metrics leave the device once a mini-batch"),
+    },
+}
+
 
 @pytest.fixture(scope="module")
 def built() -> Path:
@@ -60,10 +74,17 @@ def test_mistakes_are_caught_by_the_pass_that_can(built: Path) -> None:
     assert "to have the same dtype" in found["two types"]
     assert "a kernel that the host does not compute" in found["a kernel that nobody computes"]
     assert "device may be out of range" in found["a rank too many"]
+    for what in ("number", "size", "copy"):
+        assert "called a synchronizing CUDA operation" in found[f"the host waits for a {what}"]
     found = told(checks)
     assert "FlashAttention only support fp16 and bf16" in found["attention in float32"]
     assert "does not have a deterministic implementation" in found["no deterministic form"]
     assert "called a synchronizing CUDA operation" in found["the host waits"]
+
+
+def test_the_host_waits_where_the_list_says_and_in_no_micro_batch(built: Path) -> None:
+    found = told(start(built, "waits"))
+    assert found == {call: {place: [n, n] for place, (n, _) in places.items()} for call, places in WAITS.items()}
 
 
 def test_ranks_that_call_different_things_are_told_what_each_called(built: Path, tmp_path: Path) -> None:
@@ -72,3 +93,28 @@ def test_ranks_that_call_different_things_are_told_what_each_called(built: Path,
         assert found["sum"] == 3.0
         words = f"ranks differ on rank {rank} of 2; rank 0: all_reduce of 40 B rank 1: broadcast of 40 B"
         assert words in found["differ"]
+
+
+def test_ranks_lend_their_own_device_memory_to_the_ranks_of_an_engine(built: Path, tmp_path: Path) -> None:
+    """tp2 to tp2, five syncs: those with a mistake fail, none keeps memory, the last one stands as it was sent."""
+    found = told(start(built, "shards", "all", str(tmp_path)))
+    assert found["devices"] == 2
+    words = {
+        "stale": "tensors do not stand in it as they were sent",
+        "missing": "but the memory given has bytes 0 to",
+        "offset": "but the memory given has bytes 0 to",
+    }
+    for ranks in found["syncs"]:
+        (kind,) = {rank["kind"] for rank in ranks}
+        if ranks is not found["syncs"][0]:  # the first one leaves the keys of digests
+            assert [rank["kept"] for rank in ranks] == [0, 0], kind
+        first, second = ranks
+        failure = first["failures"].get("engine0", "")
+        assert words.get(kind, "") in failure and bool(failure) == (kind in words)
+        if kind == "right":
+            digests = {name: int(first["digests"].get(name, "0"), 16) for name in first["standing"]}
+            total = {name: value + int(second["digests"].get(name, "0"), 16) for name, value in digests.items()}
+            assert {name: f"{value % 2**64:016x}" for name, value in total.items()} == first["standing"]
+            assert first["bytes_moved"] == first["bytes_needed"] >= first["num_bytes"] + second["num_bytes"]
+            assert 0.7 < first["num_bytes"] / second["num_bytes"] < 1.4
+    assert [ranks[0]["kind"] for ranks in found["syncs"]] == ["right", "stale", "missing", "offset", "right"]

@@ -169,7 +169,7 @@ def test_another_number_of_ranks_than_the_configuration_has(config: Path) -> Non
     message = refused(run)
     assert message.count("WORLD_SIZE") == 1, "one rank speaks for all"
     assert "the launcher started 2 processes" in message and "1 x 4 = 4" in message
-    assert "--nproc-per-node=4" in message
+    assert "start it with NNODES=1 NPROC_PER_NODE=4 launch/torchrun.sh" in message
 
 
 def test_data_are_looked_at_before_hosts_start_under_torchrun_too(config: Path) -> None:

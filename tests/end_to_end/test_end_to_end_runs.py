@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from end_to_end_tools import DP2, ONE_RANK, TP2_PP2, Finished, train, write_config
-from places import MODEL, ROOT
+from places import MODEL
 
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.show import as_yaml
@@ -16,7 +16,6 @@ from rlhf_megatron.observe.metrics import names as metric_names
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 
 pytestmark = pytest.mark.dist
-LAUNCH = (str(ROOT / "launch" / "torchrun.sh"),)
 ENTROPY = {"actor.entropy_coeff": 0.01, "actor.loss_agg_mode": "seq-mean-token-sum"}
 
 SPLIT = {"actor.ppo_epochs": 2, "actor.mini_batch_size": 8, "actor.ppo_max_token_len_per_gpu": 32}
@@ -44,10 +43,9 @@ def tp2_pp2(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def dp2(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Two replicas, started with launch/torchrun.sh; several micro-batches, mini-batches and epochs."""
+    """Two replicas; several micro-batches, mini-batches and epochs."""
     config = write_config(tmp_path_factory.mktemp("dp2"))
-    settings = DP2 | SPLIT
-    return finished(train(config, settings, "--record", launcher=LAUNCH, env={"NPROC_PER_NODE": "2"}))
+    return finished(train(config, DP2 | SPLIT, "--record"))
 
 
 def token_advantages(batch: ScoredBatch) -> torch.Tensor:
@@ -67,6 +65,7 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     assert names == {
         *("summary.json", "metrics.jsonl", "curve.png", "tensorboard", "config.yaml", "engines", "logs", "record"),
         *("samples.jsonl", "mismatch.jsonl", "trace.json", "run.lock", "attempts.jsonl", "checkpoints"),
+        "config.lock.yaml",
     }
     samples = [json.loads(line) for line in (one_rank.run_dir / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1] * 6 + [2] * 6

@@ -1,4 +1,4 @@
-"""PPO on the backend fsdp (warm-up, reference, critic, verified syncs): killed and run on bit for bit, and exported."""
+"""Runs on the backend fsdp: PPO (warm-up, reference, critic, verified syncs) killed and run on, and exported; LoRA."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from end_to_end_tools import write_config
 from forked_runs import ForkServer
+from safetensors.torch import load_file
+from test_sft_run import write_config as write_supervised
 
+from rlhf_megatron.checkpoint.adapter import WEIGHTS, MergedSource
+from rlhf_megatron.checkpoint.source import random_source
+from rlhf_megatron.cli.main import main
 from rlhf_megatron.recovery.export import find_weights
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]  # tests/dist/test_fsdp_actor.py resumes bit for bit, too
@@ -38,10 +44,60 @@ def test_a_run_that_was_killed_goes_on_and_is_exported(tmp_path: Path) -> None:
 
     find_weights(alone.run_dir).write(tmp_path / "exported", "float32")
     assert (tmp_path / "exported" / "model.safetensors").stat().st_size > 0
-    from safetensors.torch import load_file
-
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     written = load_file(alone.run_dir / "hf" / "model.safetensors")
     assert exported.keys() == written.keys()
     assert all(bool((exported[name] == tensor.float()).all()) for name, tensor in written.items())
     assert len(find_weights(alone.run_dir, role="critic").model.table) == len(exported) + 2
+
+
+def test_adapters_learn_by_rewards_and_leave_the_base_alone(tmp_path: Path) -> None:
+    """GRPO with LoRA and a reference: engines sample from the merged weights, which verified syncs bring."""
+    settings = {**SETTINGS, "actor.lora.rank": 4, "algorithm.adv_estimator": "grpo"}
+    with ForkServer(tmp_path) as server:
+        run = server.train(write_config(tmp_path), settings)
+    assert run.code == 0, run.console
+    adapted = find_weights(run.run_dir)
+    exported = adapted.write(tmp_path / "exported", "float32")
+    merged, written = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", run.run_dir / "hf")
+    )
+    assert exported == len(merged) and all(torch.equal(merged[name], written[name].float()) for name in merged)
+    assert main(["export", str(run.run_dir), "--adapter", "--out", str(tmp_path / "adapter")]) == 0
+    matrices = load_file(tmp_path / "adapter" / WEIGHTS)
+    assert all(bool((matrix != 0).any()) for matrix in matrices.values())
+    assert isinstance(adapted.model.source, MergedSource)
+    first = random_source(adapted.model.hf_config, 1)  # model.init_seed
+    for rule in adapted.model.table:
+        (kept,), (begun,) = adapted.model.source.source.hf_tensors(rule), first.hf_tensors(rule)
+        assert torch.equal(kept, begun), rule.megatron_name
+        is_merged = f"base_model.model.{rule.megatron_name.removesuffix('weight')}lora_A.weight" in matrices
+        assert torch.equal(kept, merged[rule.hf[0].name]) != is_merged
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_supervised_jobs_with_adapters(tmp_path: Path, loss: str) -> None:
+    """At one rank and inline; DPO's reference is the base."""
+    settings: dict[str, Any] = {"actor.backend": "fsdp", "actor.lora.rank": 8, "actor.optim.lr": 1e-2}
+    if loss == "dpo":
+        settings |= {"sft.loss_mode": "dpo", "sft.params": {"beta": 0.5}}
+    with ForkServer(tmp_path) as server:
+        run = server.train(write_supervised(tmp_path / "run"), settings, command="sft")
+    assert run.code == 0, run.console
+    steps = [row for row in run.rows() if row["kind"] == "step"]
+    assert steps[-1]["sft/loss"] < steps[0]["sft/loss"]
+    assert loss == "sft" or (steps[0]["rewards/margins"] == 0.0 and steps[-1]["rewards/margins"] > 0.0)
+
+
+def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
+    """The teacher is another run's model; the student begins elsewhere."""
+    rows = {"actor.backend": "fsdp", "actor.optim.lr": 1e-2}
+    with ForkServer(tmp_path) as server:
+        teacher = server.train(write_supervised(tmp_path / "teacher"), rows, command="sft")
+        assert teacher.code == 0, teacher.console
+        settings = {**rows, "sft.loss_mode": "forward_kl", "sft.params": {"top_k": 4}, "model.init_seed": 2}
+        settings |= {"reference.path": str(teacher.run_dir / "hf"), "trainer.total_training_steps": 10}
+        student = server.train(write_supervised(tmp_path / "student"), settings, command="sft")
+    assert student.code == 0, student.console
+    losses = [row["sft/loss"] for row in student.rows() if row["kind"] == "step"]
+    assert losses[-1] < 0.5 * losses[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -12,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from end_to_end_tools import ONE_RANK, train, write_config
 from places import ROOT
 from program_jobs import Job, run
+from transformers import AutoModelForCausalLM
 
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.evaluation import best_of
 from rlhf_megatron.generation.answer_file import read_answers
 
@@ -67,14 +73,18 @@ def test_killed_engines_and_a_killed_job_lose_and_double_nothing(whole: Path, tm
 
 
 @pytest.mark.long
-def test_random_kills_of_engines_and_job_over_two_thousand_prompts(tmp_path: Path) -> None:
-    """Six engines while they answer, and the job itself at about half: the file is that of a job left alone."""
+def test_random_kills_hangs_and_a_killed_job_over_two_thousand_prompts(tmp_path: Path) -> None:
+    """Five engines are killed and three hang, until their time is over, while they answer; the job itself is killed at
+    about half. The file is that of a job left alone."""
     write_prompts(tmp_path / "prompts.jsonl", 2000)
     words = ("generate", str(MODEL), "prompts.jsonl", "--temperature", "1.0", "--max-tokens", "8", *SMALL)
-    words = (*words, "rollout.num_engines=3", "rollout.max_engine_restarts=100", "rollout.request_retries=10")
+    words = (*words, "rollout.num_engines=3", "rollout.max_num_seqs=2", "rollout.request_timeout_s=15")
+    words = (*words, "rollout.max_engine_restarts=100", "rollout.request_retries=20")
     run(tmp_path, *words, "--out", "whole.jsonl")
-    draw, answers, num_kills, is_killed = random.Random(7), tmp_path / "answers.jsonl", 0, False
-    for _ in range(2):
+    draw, answers, is_killed = random.Random(7), tmp_path / "answers.jsonl", False
+    faults = [signal.SIGKILL] * 5 + [signal.SIGSTOP] * 3
+    draw.shuffle(faults)
+    for attempt in range(2):
         job, deadline = Job(tmp_path, *words, "--out", "answers.jsonl"), time.monotonic() + 600
         try:
             while job.process.poll() is None:
@@ -83,15 +93,17 @@ def test_random_kills_of_engines_and_job_over_two_thousand_prompts(tmp_path: Pat
                 if count >= 1000 and not is_killed:
                     job.process.kill()
                     is_killed = True
-                engines = job.engines() if "engine(s) serve" in job.console.read_text().split("already")[-1] else []
-                if engines and num_kills < 6 and draw.random() < 0.3:
+                engines = job.engines() if job.console.read_text().count("engine(s) serve") > attempt + 1 else []
+                if len(engines) > 1 and count and faults and draw.random() < 0.5:
                     with suppress(ProcessLookupError):
-                        os.kill(draw.choice(engines), signal.SIGKILL)
-                        num_kills += 1
-                time.sleep(0.5)
+                        os.kill(draw.choice(engines), faults[-1])
+                        faults.pop()
+                time.sleep(0.3)
         finally:
             code = job.end()
-    assert code == 0 and is_killed and num_kills > 2, job.console.read_text()
+    console = job.console.read_text()
+    assert code == 0 and is_killed and not faults, (len(faults), console)
+    assert [row["index"] for row in read_answers(answers)] == list(range(2000))
     assert answers.read_bytes() == (tmp_path / "whole.jsonl").read_bytes(), "each once, bit for bit"
 
 
@@ -117,6 +129,63 @@ def test_evaluate_counts_as_brute_force_does(whole: Path, tmp_path: Path) -> Non
     assert best[2] == pytest.approx(sum(best_of([float(r) for r in item], 2) for item in right) / 300, abs=1e-12)
     assert best[3] == pytest.approx(sum(any(item) for item in right) / 300, abs=1e-12)
     assert f"{found['mean']:6.4f}" in console
+
+
+def test_the_loss_of_a_file_is_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By source and over all, by the token; again without engines from the file that was written."""
+    write_prompts(tmp_path / "first.jsonl", 7)
+    rows = [{"prompt": "1+", "answer": "2=3" * (i % 3 + 1), "data_source": "second"} for i in range(5)]
+    (tmp_path / "second.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--loss", "first.jsonl", "second.jsonl", *SMALL, "rollout.num_engines=1", "--json", "figures.json")
+    console = run(tmp_path, "evaluate", str(MODEL), *words)
+    found = json.loads((tmp_path / "figures.json").read_text())
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), load_tokenizer(MODEL)
+    sums: dict[str, list[tuple[float, int]]] = {"first": [], "second": []}
+    for name, pairs in sums.items():
+        for row in map(json.loads, (tmp_path / f"{name}.jsonl").open()):
+            prompt, ids = tokenizer.encode(row["prompt"]), (*tokenizer.encode(row["answer"]), tokenizer.eos_token_id)
+            labels = torch.tensor([[*[-100] * len(prompt), *ids]])
+            with torch.no_grad():
+                pairs.append((float(model(torch.tensor([[*prompt, *ids]]), labels=labels).loss) * len(ids), len(ids)))
+    sums["all"] = sums["first"] + sums["second"]
+    for figures in found["sets"]:
+        total, count = map(sum, zip(*sums[figures["name"]], strict=True))
+        assert figures["loss"] == pytest.approx(total / count, abs=1e-5) and figures["num_tokens"] == count
+        assert figures["low"] < figures["loss"] < figures["high"]
+        assert figures["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert [figures["name"] for figures in found["sets"]] == ["first", "second", "all"]
+    assert found["loss"] == found["sets"][-1]["loss"] and f"{found['loss']:.5f}" in console
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", f"{MODEL.name}-loss.jsonl", "--loss"]) == 0
+    assert capsys.readouterr().out.splitlines() == console.splitlines()[-5:-1]
+    assert main(["evaluate", str(MODEL), "--loss", "first.jsonl", "--temperature", "0"]) == 1
+    assert "leave out --temperature" in capsys.readouterr().err
+
+
+def test_a_ready_task_brings_questions_reward_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The set is a small copy of the real one's form; its settings can be said otherwise."""
+    copy, model = tmp_path / "copy", tmp_path / "model"
+    copy.mkdir()
+    questions = [{"problem": f"{i}+{i}=", "answer": f"{2 * i:03d}"} for i in range(12)]
+    (copy / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content.split()[0] }}{% endfor %}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "prepare", "math500", "--from", str(copy)]) == 0
+    words = ("--task", "math500", "--max-tokens", "8", *SMALL, "rollout.num_engines=1", "--json", "figures.json")
+    run(tmp_path, "evaluate", "model", *words)
+    (found,) = json.loads((tmp_path / "figures.json").read_text())["sets"]
+    assert (found["name"], found["num_items"], found["num_samples"]) == ("math500", 12, 4)
+    rows = list(read_answers(tmp_path / "model-math500.jsonl"))
+    assert [row["answer"] for row in rows] == [f"{2 * i:03d}" for i in range(12)]
+    asked = json.loads((tmp_path / "model-math500.jsonl.job" / "job.json").read_text())["sampling"]
+    assert (asked["n"], asked["temperature"], asked["top_p"]) == (4, 0.6, 0.95)
+    assert main(["evaluate", "model", str(copy / "test.jsonl"), "--task", "math500"]) == 1
+    assert "--task math500 brings its questions" in capsys.readouterr().err
 
 
 def test_two_files_are_compared_prompt_by_prompt(whole: Path) -> None:

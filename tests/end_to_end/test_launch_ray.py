@@ -202,7 +202,7 @@ def test_the_environment_of_a_job_is_yaml_without_secrets() -> None:
     found = yaml.safe_load((ROOT / "launch" / "runtime_env.yaml").read_text())
     assert set(found) == {"working_dir", "excludes", "env_vars"} and found["working_dir"] == "."
     ignored = set((ROOT / ".gitignore").read_text().split())
-    assert {".venv*/", "runs/", ".cache/"} <= ignored & set(found["excludes"])
+    assert {".venv*", "runs/", ".cache/"} <= ignored & set(found["excludes"])
     assert all(isinstance(value, str) for value in found["env_vars"].values()), "Ray takes text only"
 
 

@@ -6,7 +6,6 @@ Two steps are an epoch of the data, and a checkpoint falls on its end.
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,6 @@ def make_config(directory: Path) -> Path:
 def seeds_of(step: int) -> set[int]:
     """Of the 4 prompts x 4 samples of a step of the configuration's seed 1."""
     return {derive_seed(1, step, group, i) for group in range(4 * step - 4, 4 * step) for i in range(4)}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path_factory.mktemp("consoles")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from end_to_end_tools import ONE_RANK, train, write_config
-from places import SUPPORT
-from program_jobs import Job
+from end_to_end_tools import ONE_RANK, overrides, train, write_config
+from program_jobs import LOCAL, SGLANG, Job
 from rollout_tools import reference_log_probs
-from serve_tools import KEY, MODEL, Client, Load, names_of, served
-from sglang_tools import needs_sglang, sglang_python
+from serve_tools import (
+    KEY,
+    MODEL,
+    Client,
+    Load,
+    ask_with_openai,
+    has_openai,
+    names_of,
+    needs_openai,
+    served,
+    sglang_words,
+)
+from sglang_tools import needs_sglang
 from transformers import AutoModelForCausalLM
 
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -124,19 +137,76 @@ def test_what_cannot_be_had_is_refused_with_the_reason(server: tuple[Job, Client
     assert client.get("/v1/models")["data"][0]["id"] == "model" and client.get("/v1/models/model")["id"] == "model"
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_plain_curl_gets_what_other_clients_get(server: tuple[Job, Client], tmp_path: Path) -> None:
+    client, chat = server[1], {"messages": [{"role": "user", "content": "12+34"}], "max_tokens": 6, "seed": 2}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+    def curl(path: str, body: dict[str, Any]) -> str:
+        words = ["curl", "-sSN", "--fail-with-body", "-H", f"Authorization: Bearer {KEY}", client.url + path]
+        words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    for path, body in (
+        (COMPLETIONS, {**SUM, "seed": 1, "n": 2, "logprobs": 0, "stop": ["0"]}),
+        (CHAT, {**chat, "logprobs": True, "n": 2}),
+        (CHAT, {**chat, "tools": [tool]}),
+    ):
+        found = json.loads(curl(path, body))
+        for name, value in client.post(path, **body).items():
+            assert name in ("id", "created") or found[name] == value
+    events = curl(CHAT, {**chat, "stream": True}).removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"] for event in events]
+    assert choices == [chunk["choices"] for chunk in client.chunks(CHAT, **chat)]
+
+
 @pytest.mark.long
-@needs_sglang
+@needs_openai
 def test_openai_s_own_client_is_content(server: tuple[Job, Client]) -> None:
-    """Its package stands in the environment of SGLang."""
-    words = [str(sglang_python()), str(SUPPORT / "openai_program.py"), server[1].url, KEY]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
-    assert "is content" in done.stdout, done.stdout + done.stderr
+    ask_with_openai(server[1].url, "sampled")
 
 
-def test_an_engine_that_is_killed_costs_no_request(tmp_path: Path) -> None:
-    """Plain requests and streams of clients that never stop asking; then the end lets what runs finish."""
-    with served(tmp_path) as (job, client):
-        body = {**SUM, "max_tokens": 40}
+@pytest.mark.long
+@pytest.mark.sglang
+@needs_sglang
+def test_stock_sglang_answers_at_the_same_addresses(tmp_path: Path) -> None:
+    """Log-probs are transformers', a seed decides, streams are greedily the same, and OpenAI's client is content."""
+    with served(tmp_path, *sglang_words()) as (_, client):
+        tokenizer, model = load_tokenizer(MODEL), AutoModelForCausalLM.from_pretrained(MODEL)
+        ids, ids_by_name = tokenizer.encode("12+34="), names_of(tokenizer)
+        answer = client.post(COMPLETIONS, **SUM, n=3, seed=7, logprobs=0)
+        assert answer["choices"] == client.post(COMPLETIONS, **SUM, n=3, seed=7, logprobs=0)["choices"]
+        assert len({choice["text"] for choice in answer["choices"]}) > 1
+        for choice in answer["choices"]:
+            drawn = tuple(ids_by_name[token] for token in choice["logprobs"]["tokens"])
+            expected = reference_log_probs(model, ids, drawn)
+            assert torch.allclose(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-4)
+            assert choice["version_spans"] == [[0, 0, len(drawn)]]
+        asked = [{"prompt_ids": ids, "seeds": [1], "params": {"max_new_tokens": 0}, "num_given": 3}]
+        (((scored,),),) = (client.post("/generate", requests=asked)["groups"],)
+        assert torch.allclose(
+            torch.tensor(scored["log_probs"]), reference_log_probs(model, ids[:3], ids[3:]), atol=1e-5
+        )
+        assert "needs a grammar" in client.refusal(CHAT, messages=[{"role": "user"}], tool_choice="required")[1]
+        if has_openai():
+            ask_with_openai(client.url, "greedy")
+
+
+ENGINES = [
+    pytest.param("", id="local"),
+    pytest.param("sglang", id="sglang", marks=[pytest.mark.long, pytest.mark.sglang, needs_sglang]),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_is_killed_costs_no_request(engine: str, tmp_path: Path) -> None:
+    """Plain requests and streams of clients that never stop asking; then the end lets what runs finish.
+
+    On SGLang they are greedy: of streams that are drawn it is not promised that they are the same from any engine.
+    """
+    with served(tmp_path, *(sglang_words() if engine else ())) as (job, client):
+        body = {**SUM, "max_tokens": 40} | ({"temperature": 0} if engine else {})
         expected = [client.post(COMPLETIONS, **body, seed=seed)["choices"][0]["text"] for seed in range(8)]
 
         def plain(number: int) -> tuple[int, str]:
@@ -148,9 +218,9 @@ def test_an_engine_that_is_killed_costs_no_request(tmp_path: Path) -> None:
 
         with Load([plain] * 4 + [stream] * 4) as load:
             load.wait(lambda: len(load.answers) > 8)
-            os.kill(job.engines()[0], signal.SIGKILL)
-            load.wait(lambda: client.metric("engine_restarts_total") == 1)
-            load.wait(lambda: client.get("/health")["engines_serving"] == 2)
+            os.kill(job.engines(SGLANG if engine else LOCAL)[0], signal.SIGKILL)
+            load.wait(lambda: client.metric("engine_restarts_total") == 1, 300)
+            load.wait(lambda: client.get("/health")["engines_serving"] == 2, 300)
             load.wait_for(8)
             last = [threading.Thread(target=lambda seed=seed: load.answers.append(stream(seed))) for seed in range(8)]
         assert not load.errors and {text == expected[seed] for seed, text in load.answers} == {True}
@@ -177,17 +247,7 @@ def test_a_run_that_is_followed(tmp_path: Path) -> None:
     for step in (2, 3):
         steps[step].rename(waiting / steps[step].name)
     with served(tmp_path, "--follow", str(trained.run_dir)) as (job, client):
-        ids = (3, 4, 12, 5, 6, 14)
-
-        def ask(temperature: float, number: int) -> tuple[list[int], list[float], list[list[int]], float]:
-            body = {"prompt": list(ids), "max_tokens": 50, "temperature": temperature, "logprobs": 0, "seed": number}
-            chunks = client.chunks(COMPLETIONS, **body) if number % 2 else [client.post(COMPLETIONS, **body)]
-            choices = [chunk["choices"][0] for chunk in chunks]
-            tokens = [token for c in choices for token in (c["logprobs"] or {"tokens": []})["tokens"]]
-            values = [value for c in choices for value in (c["logprobs"] or {"token_logprobs": []})["token_logprobs"]]
-            return tokens, values, [span for c in choices for span in c["version_spans"]], temperature
-
-        with Load([partial(ask, 1.0)] * 3 + [partial(ask, 0.7)] * 3) as load:
+        with Load([partial(ask_for_spans, client, 1.0)] * 3 + [partial(ask_for_spans, client, 0.7)] * 3) as load:
             for step in (2, 3):
                 load.wait_for(6)
                 (waiting / steps[step].name).rename(steps[step])
@@ -198,17 +258,64 @@ def test_a_run_that_is_followed(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / f"{trained.run_dir.name}-server" / "weights").iterdir()] == [
             f"step_{max(steps):06d}"
         ]
-    _check_versions(load.answers, ids, models)
+    _check_versions(load.answers, models)
 
 
-def _check_versions(answers: list, ids: tuple[int, ...], models: dict) -> None:  # type: ignore[type-arg]
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_that_is_followed_while_it_trains(engine: str, tmp_path: Path) -> None:
+    """At least five of its checkpoints are served, each as soon as it stands; every answer is of the versions it
+    names, and no request fails."""
+    settings = {**ONE_RANK, "trainer.save_freq": 5, "trainer.total_training_steps": 5000}
+    settings |= {"trainer.max_ckpt_to_keep": 1000}  # to be looked at afterwards
+    trainer = Job(tmp_path, "train", str(write_config(tmp_path)), *overrides(settings))
+    run_dir = tmp_path / "runs" / "tiny"
+    words = ("rollout.num_engines=1", *(sglang_words() if engine else ()))
+    served_dir = tmp_path / "served"
+    served_dir.mkdir()
+    try:
+        trainer.wait_for_words("committed step 0")
+        with served(served_dir, "--follow", str(run_dir), *words) as (_, client):
+            versions: set[int] = set()
+            with Load([partial(ask_for_spans, client, 1.0)] * 2 + [partial(ask_for_spans, client, 0.7)] * 2) as load:
+                while len(versions) < 5:
+                    load.wait_for(4)
+                    assert trainer.process.poll() is None, trainer.console.read_text()
+                    versions = {span[0] for answer in list(load.answers) for span in answer[2]}
+            assert not load.errors
+    finally:
+        trainer.process.terminate()
+        trainer.end()
+    models = {}
+    for step in {span[0] for answer in load.answers for span in answer[2]}:
+        find_weights(run_dir / "checkpoints" / f"step_{step:06d}").write(tmp_path / f"hf{step}")
+        models[step] = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf{step}")
+    _check_versions(load.answers, models)
+
+
+IDS = (3, 4, 12, 5, 6, 14)
+
+
+def ask_for_spans(
+    client: Client, temperature: float, number: int
+) -> tuple[list[str], list[float], list[list[int]], float]:
+    """Tokens, log-probs and version spans of an answer, every other one streamed."""
+    body = {"prompt": list(IDS), "max_tokens": 50, "temperature": temperature, "logprobs": 0, "seed": number}
+    chunks = client.chunks(COMPLETIONS, **body) if number % 2 else [client.post(COMPLETIONS, **body)]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    tokens = [token for c in choices for token in (c["logprobs"] or {"tokens": []})["tokens"]]
+    values = [value for c in choices for value in (c["logprobs"] or {"token_logprobs": []})["token_logprobs"]]
+    return tokens, values, [span for c in choices for span in c["version_spans"]], temperature
+
+
+def _check_versions(answers: list, models: dict) -> None:  # type: ignore[type-arg]
     """Log-probs of each span are those of the model of its version, over the tokens of all spans before."""
     ids_by_name, seen = names_of(load_tokenizer(MODEL)), set()
     for tokens, values, spans, temperature in answers:
         drawn = tuple(ids_by_name[token] for token in tokens)
         assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])] and spans[-1][2] == len(drawn)
         for version, start, end in spans:
-            expected = reference_log_probs(models[version], ids, drawn, temperature)
+            expected = reference_log_probs(models[version], IDS, drawn, temperature)
             assert torch.allclose(torch.tensor(values[start:end]), expected[start:end], atol=1e-4)
             seen.add(version)
     assert seen == set(models)

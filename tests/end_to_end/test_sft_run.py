@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from end_to_end_tools import ONE_RANK, TP2_PP2, Finished, train
+from end_to_end_tools import ONE_RANK, TP2_PP2, Finished, train, write_sections
 from forked_runs import SETTINGS, Attempt, ForkServer
 from places import MODEL, ROOT
 
@@ -52,17 +50,7 @@ def write_config(directory: Path, **sections: Any) -> Path:
             "test_freq": 2,
         },
     }
-    for section, values in sections.items():
-        settings[section] = {**settings[section], **values}
-    path = directory / "tiny.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path_factory.mktemp("consoles")) as server:
-        yield server
+    return write_sections(directory, settings, sections)
 
 
 @pytest.fixture(scope="module")

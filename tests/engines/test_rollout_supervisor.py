@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -150,7 +151,7 @@ def generate(fleet: EngineFleet, act: Callable[[], None] = lambda: None) -> Grou
 
 
 def generate_until(fleet: EngineFleet, rig: Rig, is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not is_done():
         assert generate(fleet) == rig.expected(2)
         assert time.monotonic() < deadline
@@ -216,7 +217,7 @@ def test_the_only_engine_is_killed(rig: Rig) -> None:
     before, process = rig.servers.addresses[0], rig.servers.processes[0]
     start = time.monotonic()
     assert generate(fleet, lambda: rig.signal(0, signal.SIGKILL)) == rig.expected(1)
-    assert time.monotonic() - start < 120
+    assert time.monotonic() - start < 300
     after = rig.servers.addresses[0]
     assert after.name == before.name and after.token != before.token and after.url != before.url
     assert rig.servers.processes[0].pid != process.pid and process.exit_code == -signal.SIGKILL
@@ -282,7 +283,7 @@ class SlowServers:
         self._servers = servers
 
     def restart(self, name: str) -> EngineAddress:
-        assert self.is_free.wait(60)
+        assert self.is_free.wait(300)
         return self._servers.restart(name)
 
 
@@ -308,8 +309,8 @@ class Liar(LocalEngine):
 
     num_lies = 0
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Groups:
-        groups = super().generate(requests, timeout_s)
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        groups = await super().generate_async(requests, timeout_s, name)
         if self.address.name == "engine0" and Liar.num_lies:
             Liar.num_lies -= 1
             return [[replace(s, policy_version=s.policy_version - 1) for s in group] for group in groups]
@@ -348,11 +349,11 @@ class Late(LocalEngine):
     is_free = threading.Event()
     is_late = threading.Event()
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Groups:
-        groups = super().generate(requests, timeout_s)
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        groups = await super().generate_async(requests, timeout_s, name)
         if self.address.name == "engine0":
             Late.has_answer.set()
-            assert Late.is_free.wait(60)
+            assert await asyncio.to_thread(Late.is_free.wait, 300)
             Late.is_late.set()
         return groups
 
@@ -371,7 +372,7 @@ def test_a_late_answer_is_read_by_nobody(rig: Rig) -> None:
         seen.append(first)
         if len(seen) == 3:  # two of engine1's own, and the first that was taken from engine0
             Late.is_free.set()
-            assert Late.is_late.wait(60)
+            assert Late.is_late.wait(300)
 
     assert fleet.generate(REQUESTS, on_groups) == rig.expected(2)
     assert sorted(seen) == [0, 3, 6, 9] and Late.is_late.is_set()
@@ -388,7 +389,7 @@ def test_a_stop_ends_the_wait_and_the_work(rig: Rig) -> None:
         fleet.generate(REQUESTS * 20, lambda first, groups: stop.request("SIGTERM to somebody"))
     for engine in fleet.engines:  # would wait for its turn
         engine.generate(REQUESTS[:1], 60.0)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120
     fleet.close()
 
 
@@ -404,5 +405,5 @@ def test_without_restarts_it_goes_on_with_fewer_and_then_ends(rig: Rig, caplog: 
         generate(fleet, lambda: rig.signal(0, signal.SIGKILL))
     with pytest.raises(EngineError, match=words):
         fleet.begin_update(rig.version + 1)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     fleet.close()

@@ -136,7 +136,7 @@ def test_more_losses_than_allowed_end_the_run_with_every_engines_words(start) ->
     run = running.wait()
     assert run.exit_code == 1, run.console
     assert "no engine is left of 1: engine0 is lost: it exited with code -9" in run.console
-    assert "its actor has ended" in run.console
+    assert "its keeper has ended" in run.console
     assert running.left_over(30) == []
 
 

@@ -145,7 +145,7 @@ def test_an_engine_is_killed_ended_and_replaced_with_its_actor(start, tmp_path: 
     os.kill(actors["engine0"], signal.SIGKILL)
     assert is_gone(servers["engine0"])
     ending = driver.ending("engine0")
-    assert ending.startswith("it exited with code -9; the end of ") and "its actor has ended: engine0: " in ending
+    assert ending.startswith("it exited with code -9; the end of ") and "its keeper has ended: engine0: " in ending
 
     # A new actor, another port, the former log under a number; the other engine is what it was.
     second = driver.ask("restart engine0")

@@ -23,7 +23,7 @@ from rlhf_megatron.rollout.local.wire import requests_to_json
 
 pytestmark = pytest.mark.dist
 VERSION = 5
-GOOD = requests_to_json([request((1, 2), (7,), 3, stop_token_ids=(3,), top_p=0.9, top_k=4, min_p=0.1)])
+GOOD = json.loads(requests_to_json([request((1, 2), (7,), 3, stop_token_ids=(3,), top_p=0.9, top_k=4, min_p=0.1)]))
 
 
 class Target:

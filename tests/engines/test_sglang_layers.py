@@ -12,7 +12,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from places import ROOT
+from places import SUPPORT
 from sglang_tools import CPU_ENV, needs_sglang, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
@@ -104,13 +104,31 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
     ),
 }
 STALE = case("qwen3_moe", 4, 2, rank=2, kind="stale")
+SHARDS = {  # from trainers of other layouts: (case, senders)
+    "tp2 to tp2": ({**case("qwen3", 2, 4), "trainer": {"world_size": 2, "tp": 2}}, 2),
+    "tp4 to tp2, biases": ({**case("qwen2", 2, 4, tied=True), "trainer": {"world_size": 4, "tp": 4}}, 4),
+    "tp2 to tp8 of two key-value heads": ({**case("qwen3", 8, 2), "trainer": {"world_size": 2, "tp": 2}}, 2),
+    "tp2 ep2 to tp2 ep2": (
+        {**case("qwen3_moe", 2, 2, ep=2), "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}},
+        2,
+    ),
+    "ep4 to tp2, bfloat16": (
+        {**case("qwen3_moe", 2, 4, dtype="bfloat16"), "trainer": {"world_size": 4, "ep": 4}},
+        4,
+    ),
+    "ep2 etp2 to tp4 ep2": (
+        {**case("qwen3_moe", 4, 4, ep=2), "trainer": {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}},
+        4,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = {**RIGHT, **{name: found for name, (found, _, _) in WRONG.items()}, "a stale rank": STALE}
+    cases |= {name: found for name, (found, _) in SHARDS.items()}
     done = subprocess.run(
-        [sglang_python(), ROOT / "tests" / "sglang_ranks.py", tmp_path_factory.mktemp("ranks"), "--as-on-a-gpu"],
+        [sglang_python(), SUPPORT / "sglang_ranks.py", tmp_path_factory.mktemp("ranks"), "--as-on-a-gpu"],
         input=json.dumps(list(cases.values())),
         capture_output=True,
         text=True,
@@ -151,3 +169,14 @@ def test_a_stale_rank_is_named(results: dict[str, dict[str, Any]]) -> None:
     for error in errors:
         assert error.count("tp rank 2 holds other values than the bucket") == error.count("tensor '") == 3
         assert re.search(r"(\d+) of \1 tensors do not stand in it", error)
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_of_a_trainer_come_to_the_ranks_that_have_them(name: str, results: dict[str, dict[str, Any]]) -> None:
+    """Bit for bit by receipt; each rank takes what stands in it, and that is what the plan says."""
+    found = results[name]
+    print(f"{name}: {found['seconds']} s of CPU time, moved {found['moved']}")
+    trainer, num_senders = SHARDS[name][0]["trainer"], SHARDS[name][1]
+    assert found["equal"] and found["num_senders"] == num_senders
+    assert (found["num_parts"] > 0) == (trainer.get("tp", 1) > 1)  # else experts are shared out, each whole
+    assert found["planned"] == found["moved"] == found["needed"]

@@ -10,7 +10,7 @@ import base64
 import json
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlhf_megatron.data.routes import read_routes
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
@@ -66,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
+TELLS_ROUTES: dict[str, dict[str, object]] = {"qwen2": {}, "qwen3_moe": {"enable_return_routed_experts": True}}
 LAYER = "model.layers.1"
 OF_EXPERT = [f"{LAYER}.mlp.experts.5.{part}_proj.weight" for part in ("gate", "up", "down")]
 Q_AND_K = [f"{LAYER}.self_attn.{name}_proj.weight" for name in "qk"]
@@ -125,7 +127,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         python=str(sglang_python()),
         transfer_dir=transfer,
         dtype="float32",
-        arguments={**CPU_ARGUMENTS, "context_length": 256, "tp_size": 2},
+        arguments={**CPU_ARGUMENTS, **TELLS_ROUTES[request.param], "context_length": 256, "tp_size": 2},
         env={**CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         startup_timeout_s=STARTUP_S,
     ) as servers:
@@ -133,7 +135,6 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         verbs = SGLangVerbs(servers.addresses[0], transfer, 300.0)
         yield Server(request.param, model, transfer, engine, verbs)
         engine.close()
-        verbs.close()
 
 
 def test_what_stands_is_what_was_sent_and_what_is_sampled_from(server: Server) -> None:
@@ -149,6 +150,24 @@ def test_what_stands_is_what_was_sent_and_what_is_sampled_from(server: Server) -
         (sample,) = group
         expected = reference_log_probs(reference, one.prompt_ids, sample.token_ids)
         assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("server", ["qwen3_moe"], indirect=True)
+def test_the_experts_that_it_tells_are_those_of_transformers(server: Server, tmp_path: Path) -> None:
+    weights = server.weights(1)
+    server.sync(weights)
+    server.engine.commit_update(server.version)
+    save_file(weights, server.model / "model.safetensors")
+    reference = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
+    picked: list[Tensor] = []
+    for layer in reference.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda module, given: picked.append(given[1]))
+    asked = [replace(request((1 + i, 2, 130), (7 + i,), 12), routes_dir=str(tmp_path)) for i in range(3)]
+    for one, (sample,) in zip(asked, server.engine.generate(asked, 300.0), strict=True):
+        picked.clear()
+        reference(torch.tensor([[*one.prompt_ids, *sample.token_ids[:-1]]]))
+        ids = torch.from_numpy(read_routes(sample.routes, (2,), 2).astype("int64"))
+        assert torch.equal(ids.sort(-1).values, torch.stack(picked, 1).sort(-1).values)
 
 
 def test_the_end_of_the_session_changes_nothing(server: Server) -> None:

@@ -74,7 +74,7 @@ def need(*packages: str) -> None:
         raise MissingPackageError(f"needs {', '.join(missing)}")
 
 
-def check_training_step(device: torch.device, dtype: torch.dtype) -> Figures:
+def check_training_step(device: torch.device, dtype: torch.dtype, **megatron: bool) -> Figures:
     """Log-probs, loss and gradient norm of an actor against the plain model; then supervised steps that learn."""
     need("megatron")
     bounds, batch = BOUNDS[dtype], make_batch()
@@ -84,10 +84,12 @@ def check_training_step(device: torch.device, dtype: torch.dtype) -> Figures:
     loss = policy_loss(expected, batch)
     grads = torch.autograd.grad(loss, list(weights.values()))
     grad_norm = float(torch.stack([grad.norm() for grad in grads]).norm())
-    with one_rank_actor(device, dtype) as (actor, _):
+    with one_rank_actor(device, dtype, **megatron) as (actor, _):
         shard, plan = share(batch)
         found = actor.log_probs(shard, plan, 1.0, with_entropy=True)
-        figures = compare_log_probs(restored(found, plan).log_probs, expected.detach(), batch.response_mask, bounds)
+        figures = compare_log_probs(
+            restored(found, plan, batch).log_probs, expected.detach(), batch.response_mask, bounds
+        )
         update = actor.update(shard, plan, 1.0)
         supervised = [actor.update(shard, plan, 1.0, "sft").sums["actor/loss"] for _ in range(5)]
     figures["loss_error"] = abs(update.sums["actor/loss"] - loss.item())
@@ -111,7 +113,7 @@ def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
     grad_norm = float(torch.stack([grad.norm() for grad in torch.autograd.grad(loss, list(leaves.values()))]).norm())
     with one_rank_critic(device, dtype) as critic:
         shard, plan = share(batch)
-        values = restored(critic.values(shard, plan), plan).values
+        values = restored(critic.values(shard, plan), plan, batch).values
         update = critic.update(shard, plan)
         losses = [critic.update(shard, plan).sums["critic/vf_loss"] for _ in range(5)]
     scale = float(expected.detach()[batch.response_mask].std())
@@ -196,6 +198,7 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
     """The actor's weights to a local engine on the same device, which opens their memory (on a CPU it reads files):
     digests are equal, log-probs of what it samples too."""
     need("megatron", "transformers", "aiohttp")
+    from rlhf_megatron.parallel.device import shareable_id
     from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
     from rlhf_megatron.rollout.transports.delivery import deliver_weights
     from rlhf_megatron.rollout.transports.process_group import Groups
@@ -221,14 +224,14 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
             dtype=str(dtype).removeprefix("torch."),
             transport="tensor",
         )
-        transport = LocalTensorTransport(engine, device)
-        transport.open()
+        transport = LocalTensorTransport(engine)
+        transport.open([shareable_id(device)])
         standing = engine.weight_digests()
         engine.commit_update(1)
         groups = engine.generate(requests, 120.0)
         batch, reported = sampled_batch(prompts, groups)
         shard, plan = share(batch)
-        found = restored(actor.log_probs(shard, plan, 1.0), plan).log_probs
+        found = restored(actor.log_probs(shard, plan, 1.0), plan, batch).log_probs
     assert not report.failures, report.failures
     assert transport.memory == ("shared_memory" if device.type == "cpu" else "device_memory")
     assert report.digests and standing == report.digests, "what stands in the engine is not what was exported"
@@ -238,6 +241,7 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
 
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step": check_training_step,
+    "training_step_optimizer_cpu_offload": partial(check_training_step, optimizer_cpu_offload=True),
     "critic_step": check_critic_step,
     "attention": check_attention,
     "offload": check_offload,

@@ -270,6 +270,33 @@ def check_main_grad(device: torch.device, dtype: torch.dtype, is_tied: bool = Tr
     return figures
 
 
+def check_grouped_experts(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Grouped products of experts and their gradients, against float64; some experts have few tokens or none."""
+    from rlhf_megatron.models.grouped_experts import filled_groups, grouped_linear
+
+    counts, columns = (33, 0, 5, 90), (64, 96)
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    tokens, weights = draw(sum(counts), columns[0]), [draw(columns[1], columns[0]) for _ in counts]
+    places, ends = filled_groups(torch.tensor(counts, device=device), sum(counts))
+    rows = tokens.new_zeros(sum(counts) + 16 * len(counts), columns[0]).index_copy(0, places, tokens)
+    found = grouped_linear(rows, ends, weights).index_select(0, places)
+    exact = [x.detach().double().cpu().requires_grad_() for x in (tokens, *weights)]
+    expected = torch.cat([x @ w.t() for x, w in zip(exact[0].split(counts), exact[1:], strict=True)])
+    cotangent = draw(*found.shape).detach()
+    grads = torch.autograd.grad(found, [tokens, *weights], cotangent)
+    truths = torch.autograd.grad(expected, exact, cotangent.double().cpu())
+    assert not grads[2].any(), "an expert without tokens has a gradient of zeros"
+    pairs = zip((found, *grads), (expected, *truths), strict=True)
+    errors = [relative_error(one.double().cpu(), other) for one, other in pairs if other.any()]
+    figures = {"output_error": errors[0], "gradient_error": max(errors[1:])}
+    assert max(figures.values()) <= (1e-2 if dtype == torch.bfloat16 else 1e-3), figures
+    return figures
+
+
 def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
     """With torch's deterministic algorithms, as `trainer.deterministic` asks for them, two runs give the same bits."""
     need("megatron")
@@ -292,8 +319,8 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
+    from rlhf_megatron.parallel.device import make_deterministic
     from rlhf_megatron.parallel.environment import DETERMINISM
-    from rlhf_megatron.parallel.prepare import make_deterministic
 
     before = {name: os.environ.get(name) for name in DETERMINISM}
     os.environ |= DETERMINISM
@@ -329,4 +356,5 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
         check_main_grad, is_tied=False, use_distributed_optimizer=True, overlap_grad_reduce=True
     ),
     "deterministic": check_deterministic,
+    "grouped_experts": check_grouped_experts,
 }

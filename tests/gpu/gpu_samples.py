@@ -55,10 +55,10 @@ def share(batch: Any, token_budget: int = 160) -> tuple[Any, Any]:
     return take(batch, plan), plan
 
 
-def restored(result: Any, plan: Any) -> Any:
+def restored(result: Any, plan: Any, batch: Any) -> Any:
     from rlhf_megatron.data.plan import restore
 
-    return restore([result], [plan])
+    return restore([result], [plan], batch.offsets)
 
 
 def rounded_weights(

@@ -16,6 +16,7 @@ import os
 import pickle
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class Engine:
             "error": None,
             "bucket": "a bucket",
             "names": list(standing),
-            "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in entries},
+            "tensors": {entry.name: (entry.shape, astuple(entry.span), entry.dtype) for entry in entries},
             "parts": {name: [(0, 0, t.shape[0], as_hex(digest(t)))] for name, t in standing.items()},
             "unlike": {},
             "misfits": {},

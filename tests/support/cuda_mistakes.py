@@ -43,12 +43,25 @@ def reads_a_number() -> float:
     return torch.ones(3, device="cuda").sum().item()
 
 
+def reads_a_size() -> Tensor:
+    torch.cuda.set_sync_debug_mode("error")
+    return torch.ones(3, device="cuda").nonzero()
+
+
+def copies_and_waits() -> Tensor:
+    torch.cuda.set_sync_debug_mode("error")
+    return torch.ones(3, device="cuda").cpu()
+
+
 NUMBERS: dict[str, Callable[[], object]] = {
     "cpu in a forward pass": lambda: LeavesTheDevice()(torch.ones(2, 4, device="cuda")),
     "another device": lambda: torch.ones(3, device="cuda:0") + torch.ones(3, device="cuda:1"),
     "two types": half_by_float,
     "a kernel that nobody computes": lambda: torch.cuda._sleep(10),
     "a rank too many": lambda: torch.cuda.set_device(2),
+    "the host waits for a number": reads_a_number,
+    "the host waits for a size": reads_a_size,
+    "the host waits for a copy": copies_and_waits,
 }
 CHECKS: dict[str, Callable[[], object]] = {
     "attention in float32": lambda: packed_attention(torch.float32),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_megatron.parallel.device import device_ids
+from rlhf_megatron.parallel.device import device_ids, shareable_id
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.local import wire
@@ -86,8 +86,8 @@ def send() -> dict[str, Any]:
     engine, bodies = LocalEngine(EngineAddress("engine0", "local", "http://127.0.0.1:1", "key")), []
     answers = SimpleNamespace(get=lambda *_: {"devices": device_ids()}, post=lambda _, body, __: bodies.append(body))
     engine._http = answers  # type: ignore[assignment]
-    transport = LocalTensorTransport(engine, bucket.device)
-    transport.open()
+    transport = LocalTensorTransport(engine)
+    transport.open([shareable_id(bucket.device)])
     transport.deliver(BucketManifest(1, "sender", 0, "none", 512, (entry,)), bucket)
     command = [sys.executable, __file__, "receive"]
     receiver = subprocess.run(command, input=bodies[0] + "\n", capture_output=True, text=True, check=True)
@@ -102,7 +102,7 @@ def receive() -> dict[str, Any]:
     receiver.begin(1, full_resync=False)
     receiver.load(body.read(), body.memory)
     receiver.commit(1)
-    return {"standing": receiver.digests(), "lay on": body.memory.device, "stale": receiver.stale_reason}
+    return {"standing": receiver.digests(), "lay on": body.memory[0].memory.device, "stale": receiver.stale_reason}
 
 
 if __name__ == "__main__":

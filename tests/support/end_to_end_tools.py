@@ -113,6 +113,15 @@ def write_config(directory: Path, data: dict[str, Any] | None = None, base: Path
     return path
 
 
+def write_sections(directory: Path, settings: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Path:
+    """The configuration `tiny.yaml` of `settings`, with the values of `sections` over theirs."""
+    for section, values in sections.items():
+        settings[section] = {**settings[section], **values}
+    path = directory / "tiny.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
 def overrides(settings: dict[str, Any]) -> list[str]:
     """`key=value` words; the keys "tp" and "pp" are short for Megatron's."""
     return [f"{_SHORT.get(key, key)}={json.dumps(value)}" for key, value in settings.items()]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
 from end_to_end_tools import ONE_RANK, overrides
 from places import ROOT, SUPPORT
 
@@ -214,6 +215,7 @@ def _run(request: dict[str, Any]) -> int:
     os.dup2(console, 1)
     os.dup2(console, 2)
     os.environ.update(request["environment"])
+    warm.renew()
     process.ServerProcess = ForkedServer  # type: ignore[assignment, misc]
     return main(request["argv"])
 

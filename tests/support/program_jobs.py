@@ -13,6 +13,8 @@ import psutil
 from end_to_end_tools import MARKER, processes_with, wait_for_the_end
 from places import ROOT
 
+LOCAL, SGLANG = "rlhf_megatron.rollout.local.server", "sglang.launch_server"  # in the commands of engines
+
 
 class Job:
     """The program in a directory of its own."""
@@ -47,8 +49,7 @@ class Job:
             assert self.process.poll() is None and time.monotonic() < deadline, self.console.read_text()
             time.sleep(0.01)
 
-    def engines(self) -> list[int]:
-        words = "rlhf_megatron.rollout.local.server"
+    def engines(self, words: str = LOCAL) -> list[int]:
         return [pid for pid in processes_with(self.marker) if words in " ".join(psutil.Process(pid).cmdline())]
 
     def end(self) -> int:

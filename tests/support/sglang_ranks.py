@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.table import split
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.resharding.buffers import views
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.resharding.plan import plan_buckets
+from rlhf_megatron.resharding.sender import write_bucket
+from rlhf_megatron.resharding.shards import EngineLayout, shares_of, transfers
 from rlhf_megatron.rollout.sglang import weights as receipts
 from rlhf_megatron.rollout.sglang.server import loader
 
@@ -133,6 +141,64 @@ def buckets_of(weights: dict[str, Tensor], count: int) -> list[BucketManifest]:
     return manifests
 
 
+def sent_by_shards(case: dict[str, Any], weights: dict[str, Tensor]) -> tuple[list[tuple[BucketManifest, Tensor]], Any]:
+    """What a trainer of the case's layout sends shard to shard: buckets with their memory, all ranks' one after the
+    other; and who sends what."""
+    table = table_for(case["config"], case["trainer"].get("tp", 1))
+    layout = Layout(**case["trainer"])
+    shares = shares_of(table, layout)
+    found = []
+    for place, share in enumerate(shares):
+        shards = {}
+        for rule in share.rules:
+            is_expert = rule.expert is not None
+            ways, number = (layout.etp, layout.etp_rank(place)) if is_expert else (layout.tp, place % layout.tp)
+            full = rule.to_megatron(*(weights[hf.name] for hf in rule.hf))
+            shards[rule.megatron_name] = [split(rule.split, full, ways)[number]]
+        for bucket in plan_buckets(share.rules, case["dtype"], 60_000, spans=share.spans):
+            memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            entries = tuple(write_bucket(bucket, shards, case["dtype"], memory))
+            found.append((BucketManifest(1, f"rank {place}", bucket.index, "none", bucket.num_bytes, entries), memory))
+    return found, shares
+
+
+def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Load every rank with parts of tensors, and with whole ones, which gives the seconds to compare."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(case["config"]))
+    weights = weights_of(case, 1)
+    sent, shares = sent_by_shards(case, weights)
+    found: list[list[dict[str, Any]]] = [[] for _ in sent]
+    seconds = {"shards": 0.0, "whole": 0.0}
+    for rank in range(case["tp"]):
+        with place(case, directory, rank):
+            model = model_of(case, directory, rank)
+            start = time.process_time()
+            model.load_weights(list(weights.items()))
+            seconds["whole"] += time.process_time() - start
+            model.load_weights([(name, tensor + 1) for name, tensor in weights.items()])
+            for number, (manifest, memory) in enumerate(sent):
+                start = time.process_time()
+                loader.load_bucket(model, manifest, views(manifest, (0, memory)))
+                seconds["shards"] += time.process_time() - start
+                found[number].append({"rank": rank, "size": case["tp"], **loader.standing(model, manifest)})
+    total = receipts.Standing()
+    for (manifest, _), of_bucket in zip(sent, found, strict=True):
+        total |= receipts.check("engine0", manifest, json.loads(json.dumps(of_bucket)))
+    planned = [0] * case["tp"]
+    for one in transfers(shares, EngineLayout(case["tp"], case.get("ep", 1)), case["dtype"]):
+        planned[one.target] += one.num_bytes
+    return {
+        "equal": total.by_name() == {name: as_hex(digest(tensor)) for name, tensor in weights.items()},
+        "planned": planned,
+        "moved": [sum(of_bucket[rank]["num_bytes_read"] for of_bucket in found) for rank in range(case["tp"])],
+        "needed": [sum(of_bucket[rank]["num_bytes_standing"] for of_bucket in found) for rank in range(case["tp"])],
+        "num_parts": sum(entry.part is not None for manifest, _ in sent for entry in manifest.tensors),
+        "num_senders": len({manifest.sender for manifest, _ in sent}),
+        "seconds": seconds,
+    }
+
+
 def run(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Load every rank, with the fault of the case planted in one of them, and check its receipts."""
     directory.mkdir(parents=True)
@@ -193,7 +259,10 @@ def main() -> None:
     if "--as-on-a-gpu" in sys.argv:
         as_on_a_gpu()
     cases = json.load(sys.stdin)
-    results = [run(case, Path(sys.argv[1]) / str(number)) for number, case in enumerate(cases)]
+    results = []
+    for number, one in enumerate(cases):
+        of_kind = run_shards if "trainer" in one else run
+        results.append(of_kind(one, Path(sys.argv[1]) / str(number)))
     print("RESULTS " + json.dumps(results))
 
 

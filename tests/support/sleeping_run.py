@@ -5,10 +5,12 @@ Engines make a token of each response at a time, tick by tick, in real time; the
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,9 +63,10 @@ class SleepingEngine:
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
         self._is_paused = self._is_closed = False
+        self._waiters = ThreadPoolExecutor(1000)  # a call each
         threading.Thread(target=self._decode, daemon=True).start()
 
-    def generate(
+    async def generate_async(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
     ) -> list[list[GeneratedSample]]:
         groups = [[Row(name, length) for length in self._lengths(request)] for request in requests]
@@ -71,8 +74,12 @@ class SleepingEngine:
         with self._changed:
             self._waiting += rows
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: all(row.is_over for row in rows), 600)
+        await asyncio.get_running_loop().run_in_executor(self._waiters, self._await_end, rows)
         return [[_sample(row) for row in group] for group in groups]
+
+    def _await_end(self, rows: Sequence[Row]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(row.is_over for row in rows), 600)
 
     def abort(self, names: Collection[str] = ()) -> None:
         with self._changed:

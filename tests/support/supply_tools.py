@@ -27,7 +27,7 @@ from rlhf_megatron.scheduler.schedules.flow import Event, Flow
 from rlhf_megatron.scheduler.supply.background import Background, Work
 from rlhf_megatron.scheduler.supply.drive import ScoreGroups
 
-LIMIT_S = 20.0  # of anything that a test waits for
+LIMIT_S = 120.0  # of anything that a test waits for
 TOKENIZER = load_tokenizer(MODEL)
 NUM_SAMPLES = 2
 

@@ -191,7 +191,7 @@ trainer:
   total_training_steps: 200
   project_name: math
   experiment_name: ppo_7b
-  logger: [console, wandb, swanlab]
+  logger: [console, wandb, clearml]
   nnodes: 1
   n_gpus_per_node: 8
   save_freq: 20

@@ -1,6 +1,6 @@
 """Python programs of this project as processes that are forked off one that has imported everything.
 
-    warm.install()                                    # in conftest.py
+    warm.install()                                    # in conftest.py, on a machine without CUDA
     subprocess.Popen([sys.executable, "-m", "rlhf_megatron", "train", ...])      # forked; its ranks and engines too
 
 Importing megatron-core and transformers costs 5 CPU seconds a process, a fork 0.02. The processes are the real ones
@@ -46,7 +46,10 @@ HIGH = 700  # descriptors from here on are free
 TOY, WORKER = "runtime_toy", "dist_worker"
 AGENT, ENGINE = "rlhf_megatron.runtime.torchrun.agent", "rlhf_megatron.rollout.local.server"
 MODULES = ("rlhf_megatron", AGENT, ENGINE, TOY)
-SCRIPTS = (f"{WORKER}.py", "check_tools.py", "check_memory_jobs.py")
+SCRIPTS = (
+    *(f"{WORKER}.py", "check_tools.py", "check_memory_jobs.py", "forked_runs.py", "stacks_of_a_run.py"),
+    "engine_starter.py",
+)
 PRELOADED = (
     *(f"rlhf_megatron.{name}" for name in ("cli.main", "cli.train", "cli.check", "proof.preflight", "proof.replay")),
     *(f"rlhf_megatron.{name}" for name in ("scheduler.run", "runtime.inline", "runtime.roles", "parallel.world")),
@@ -70,9 +73,16 @@ _is_cold = False
 def install() -> None:
     """From now on this process forks what it can. Its template is started when it is first needed."""
     global _template
-    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists() and "RLHF_MEGATRON_COLD" not in os.environ:
+    if sys.platform == "linux" and "RLHF_MEGATRON_COLD" not in os.environ:
         _template = _Template(None)
         subprocess.Popen._execute_child = _execute_warm_child  # type: ignore[attr-defined]
+
+
+def renew() -> None:
+    """In a fork of a warm process, which has done nothing else yet: it forks what it can, too."""
+    global _template
+    if _template is not None:
+        _template = _Template(_copy())
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import workers_reference as reference
 from torch import Tensor
 from workers_jobs import OPTIM, StateSource, megatron_of, shards, share
 
-from rlhf_megatron.config.schema import CriticConfig
-from rlhf_megatron.data.batch import ValueMiniBatch, Values
+from rlhf_megatron.config.schema import CriticConfig, FSDPConfig
+from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
@@ -157,3 +157,24 @@ def value_after_the_token(patch: pytest.MonkeyPatch) -> None:
 MISTAKES = {
     f.__name__: f for f in (head_summed_over_tp, body_summed_over_tp, head_not_summed_over_cp, value_after_the_token)
 }
+
+
+def score(
+    world: World, name: str, state: dict[str, Tensor], batch: TokenBatch, fsdp: FSDPConfig | None = None
+) -> tuple[Values | None, ReplicaPlan]:
+    """The scores of a frozen model that is in host memory between its calls; of the second of two."""
+    from rlhf_megatron.checkpoint.value_model import with_value_head
+    from rlhf_megatron.workers.frozen import RewardModel
+    from rlhf_megatron.workers.fsdp import FSDPBackend
+    from rlhf_megatron.workers.megatron import MegatronBackend
+
+    arguments = (reference.HF_CONFIGS[name], with_value_head(StateSource(state), 0.0, SEED), world, torch.float32)
+    backend: Any
+    if fsdp is not None:
+        backend = FSDPBackend(*arguments, fsdp, "value", is_frozen=True)
+    else:
+        backend = MegatronBackend(*arguments, megatron_of(world, {}), "value", is_frozen=True)
+    model = RewardModel(backend, "reward_model", is_offloaded=fsdp is None)
+    shard, plan = share(world, batch, 40)
+    model.values(shard, plan)
+    return model.values(shard, plan), plan

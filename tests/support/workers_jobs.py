@@ -110,9 +110,9 @@ def make_actor(
         if config.backend == "fsdp":
             from rlhf_megatron.workers.fsdp import FSDPBackend
 
-            return Actor(FSDPBackend(reference.HF_CONFIGS[name], source, world, dtype, config.fsdp), config, phases)
-        backend = MegatronBackend(reference.HF_CONFIGS[name], source, world, dtype, config.megatron)
-        return Actor(backend, config, phases)
+            backend = FSDPBackend(reference.HF_CONFIGS[name], source, world, dtype, config.fsdp, lora=config.lora)
+            return Actor(backend, config, phases)
+        return Actor(MegatronBackend(reference.HF_CONFIGS[name], source, world, dtype, config.megatron), config, phases)
     finally:
         data_parallel.BUCKET_SIZE = None
 

@@ -1,4 +1,4 @@
-"""`python -m tools.checkpoint_convert hf-to-megatron ...` is `rlhf-megatron convert hf-to-megatron ...`."""
+"""`python -m tools.checkpoint_convert SOURCE ...` is `rlhf-megatron convert SOURCE ...`."""
 
 import sys
 

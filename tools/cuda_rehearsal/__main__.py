@@ -1,5 +1,7 @@
-"""Runs a command on device cuda without a GPU, with the interpreter that has torch's CUDA build.
+"""With the interpreter that has torch's CUDA build: whole runs on device cuda without a GPU, or one command.
 
+.venv-cuda/bin/python -m tools.cuda_rehearsal                            # all runs, each against the CPU
+.venv-cuda/bin/python -m tools.cuda_rehearsal --cases "pp2,tp2 pp2"      # some of them
 .venv-cuda/bin/python -m tools.cuda_rehearsal --devices 2 -- .venv-cuda/bin/python my_script.py
 """
 
@@ -10,21 +12,43 @@ import os
 import sys
 from pathlib import Path
 
+from tools.cuda_rehearsal.branches import TAKEN, device_branches, listed, not_seen, seen
 from tools.cuda_rehearsal.build import build, missing_tools
-from tools.cuda_rehearsal.environment import environment
+from tools.cuda_rehearsal.cases import CASES
+from tools.cuda_rehearsal.environment import BRANCHES_ENV, REPOSITORY, environment
+from tools.cuda_rehearsal.runs import rehearse
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_rehearsal", description=__doc__.splitlines()[0])
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(names)}; all")
+    parser.add_argument("--steps", type=int, default=2, help="of each run (%(default)s)")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/cuda_rehearsal", help="of runs (%(default)s)")
     parser.add_argument("--no-numbers", action="store_true", help="kernels do nothing; CUDA's own checks are made")
     parser.add_argument("--devices", type=int, default=1, help="that the command sees (%(default)s)")
     parser.add_argument("--cache", type=Path, default=Path(sys.prefix) / "null_cuda", help="what is compiled")
-    parser.add_argument("command", nargs="+")
+    parser.add_argument("command", nargs="*", help="in place of the runs")
     args = parser.parse_args(argv)
     if why := missing_tools():
         parser.error(f"nothing can be compiled here: {why}.")
-    os.execvpe(args.command[0], args.command, environment(build(args.cache), not args.no_numbers, args.devices))
+    built = build(args.cache)
+    if args.command:
+        os.execvpe(args.command[0], args.command, environment(built, not args.no_numbers, args.devices))
+    wanted = [name.strip() for name in args.cases.split(",")] if args.cases else names
+    if unknown := sorted(set(wanted) - set(names)):
+        parser.error(f"unknown cases {unknown}; there are {names}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ[BRANCHES_ENV] = str(path := listed(args.out))
+    num_failed = rehearse([case for case in CASES if case.name in wanted], args.out, built, args.steps)
+    if len(wanted) == len(CASES):
+        TAKEN.write_text("".join(f"{name}\n" for name in sorted(seen(path) & device_branches())))
+        if missing := not_seen(path):
+            print("FAILED no process came to these on device cuda:", *missing, sep="\n       ")
+            num_failed += 1
+    print(f"{num_failed} failed" if num_failed else "all passed")
+    return min(num_failed, 1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

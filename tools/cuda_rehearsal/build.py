@@ -43,13 +43,13 @@ def build(cache: Path) -> Path:
         aside.mkdir(parents=True)
         site = Path(torch.__file__).parent.parent
         _build_null_library(site, aside)
-        _build_host_kernels(site / "torch", aside)
+        _build_host_kernels(site, aside)
         aside.rename(folder)
     return folder
 
 
 def _build_null_library(site: Path, out: Path) -> None:
-    includes = [site / "nvidia/cu13/include", site / "triton/backends/nvidia/include"]  # the second has crt/
+    includes = _cuda_headers(site)
     flags = ["-O1", "-fPIC", "-w", *(f"-I{path}" for path in includes)]
     flags += [f"-DNULL_CUDNN={_number('nvidia-cudnn-cu13')}", f"-DNULL_NCCL={_number('nvidia-nccl-cu13')}"]
     objects = []
@@ -70,9 +70,10 @@ def _build_null_library(site: Path, out: Path) -> None:
     (out / "libcuda.so").symlink_to(library.name)
 
 
-def _build_host_kernels(torch_folder: Path, out: Path) -> None:
+def _build_host_kernels(site: Path, out: Path) -> None:
+    torch_folder = site / "torch"
     flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=host_kernels"]
-    folders = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include"]
+    folders = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", *_cuda_headers(site)]
     flags += [f"-I{path}" for path in (*folders, Path(sysconfig.get_paths()["include"]))]
     link = [
         f"-L{torch_folder}/lib",
@@ -80,9 +81,14 @@ def _build_host_kernels(torch_folder: Path, out: Path) -> None:
         "-ltorch_cpu",
         "-ltorch_python",
         "-lc10",
+        "-lc10_cuda",
         f"-Wl,-rpath,{torch_folder}/lib",
     ]
     _run("g++", *flags, HERE / "host/kernels.cpp", "-o", out / "host_kernels.so", *link)
+
+
+def _cuda_headers(site: Path) -> list[Path]:
+    return [site / "nvidia/cu13/include", site / "triton/backends/nvidia/include"]  # the second has crt/
 
 
 def _number(package: str) -> int:

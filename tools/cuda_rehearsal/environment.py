@@ -7,12 +7,14 @@ from pathlib import Path
 
 HOST = Path(__file__).parent / "host"
 REPOSITORY = Path(__file__).parents[2]
+BRANCHES_ENV = "CUDA_REHEARSAL_BRANCHES"  # for host/sitecustomize.py
 
 
 def on_cpu() -> dict[str, str]:
     """The environment of a run that a rehearsal is compared with."""
     own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **own, "PYTHONPATH": str(REPOSITORY)}
+    given = {name: value for name, value in os.environ.items() if name != BRANCHES_ENV}
+    return {**given, **own, "PYTHONPATH": str(REPOSITORY)}
 
 
 def environment(built: Path, has_numbers: bool, num_devices: int) -> dict[str, str]:
@@ -20,6 +22,7 @@ def environment(built: Path, has_numbers: bool, num_devices: int) -> dict[str, s
     else kernels do nothing, and torch's own CUDA kernels check what they are given."""
     return {
         **on_cpu(),
+        **({BRANCHES_ENV: os.environ[BRANCHES_ENV]} if BRANCHES_ENV in os.environ else {}),
         "LD_PRELOAD": str(built / "libcuda.so.1"),
         "LD_LIBRARY_PATH": f"{built}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "TRITON_LIBCUDA_PATH": str(built),

@@ -66,6 +66,11 @@ def _no_cuda_synchronize(module: Any) -> None:
         torch.cuda.synchronize = lambda *args, **kwargs: None
 
 
+def _no_cuda_host_register(module: Any) -> None:
+    """The host buffer of --enable-return-routed-experts is pinned through cudart, on any device."""
+    module._cuda_host_register = module._cuda_host_unregister = lambda *args, **kwargs: None
+
+
 def apply() -> None:
     """Called once per interpreter, before anything of SGLang is imported."""
     triton_stub.install()
@@ -77,6 +82,7 @@ def apply() -> None:
                 "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
                 "sglang.srt.arg_groups.choices": _allow_seeds_with_torch_attention,
                 "sglang.srt.utils.weight_checker": _no_cuda_synchronize,
+                "sglang.srt.mem_cache.pool_host.common": _no_cuda_host_register,
             }
         ),
     )

@@ -19,7 +19,10 @@ from rlhf_megatron.registry import Registry
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sums of log-probs over the answers' tokens, in nats; those of the policy have grad. `ref`: frozen reference."""
+    """Sums of log-probs over the answers' tokens, in nats; those of the policy have grad. `ref`: frozen reference.
+
+    A loss that needs `rewards` trains a reward model (`job: reward-model`): rewards stand in the place of log-probs.
+    """
 
     chosen_P: Tensor
     rejected_P: Tensor

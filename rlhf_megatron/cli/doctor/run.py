@@ -32,12 +32,17 @@ TITLES = {
     "engines": "Engines",
     "around": "Launchers and loggers",
     "host": "Machine",
+    "cluster": "Nodes of this job",
 }
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Return 0, or 1 when the run asks for what is not there. Raises ConfigError for a file that is wrong anywhere."""
     config = load_run_config(args.config, args.overrides, with_files=False).config if args.config else None
+    if args.cluster:
+        from rlhf_megatron.cli.doctor.cluster import examine  # imports torch
+
+        return examine(args, config, lambda rows: _show(args, rows, []))
     facts = gather()
     wanted = Wanted(device_of("auto", facts)) if config is None else of_this_machine(wanted_by(config, facts), facts)
     rows = [
@@ -49,6 +54,11 @@ def doctor(args: argparse.Namespace) -> int:
         *host_rows(facts.host),
     ]
     problems = [] if config is None else run_problems(config, facts)
+    _show(args, rows, problems)
+    return 1 if problems else 0
+
+
+def _show(args: argparse.Namespace, rows: Sequence[Row], problems: Sequence[Problem]) -> None:
     try:
         if args.is_json:
             _print_json(args, rows, problems)
@@ -56,7 +66,6 @@ def doctor(args: argparse.Namespace) -> int:
             _print_table(args, rows, problems)
     except BrokenPipeError:  # `doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1 if problems else 0
 
 
 def _print_json(args: argparse.Namespace, rows: Sequence[Row], problems: Sequence[Problem]) -> None:
@@ -80,7 +89,7 @@ def _print_table(args: argparse.Namespace, rows: Sequence[Row], problems: Sequen
         for word, text in (("note" if row.state == "live" else "why", row.why), ("fix", row.fix)):
             if text:
                 print(f"{'':{width + 14}}{word}: {text}")
-    if args.config is not None:
+    if args.config is not None and not args.cluster:
         print(f"\n{args.config}: {len(problems)} setting(s) ask for what is not here")
         for problem in problems:
             print(f"  {problem}")

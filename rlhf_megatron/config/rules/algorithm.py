@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
-from rlhf_megatron.config.rules.parts import entry_of, params_of
+from rlhf_megatron.config.rules.parts import MODEL_PART, entry_of, params_of
 from rlhf_megatron.config.rules.run import (
     actor_ranks,
     critic_ranks,
     divides_the_samples,
     gives_all_work,
     has_critic,
+    has_reward_model,
     holds_the_longest,
+    megatron_sections,
     model_parallel_size,
     near_multiples,
     optim_schedule,
@@ -145,7 +147,8 @@ def _terms_without_effect(c: RunConfig, setting: str, used: set[str], weights: s
 def reward_parts(config: RunConfig) -> list[str]:
     """Names under which the scores of a run's rewards are parts of a sample's reward."""
     r = config.reward
-    return sorted({r.name, *(one.name for one in r.by_source.values()), *term_parts(config)})
+    of_model = [MODEL_PART] if has_reward_model(config) else []
+    return sorted({r.name, *(one.name for one in r.by_source.values()), *term_parts(config), *of_model})
 
 
 def term_parts(config: RunConfig) -> list[str]:
@@ -203,26 +206,27 @@ def idle_critic_settings(config: RunConfig) -> Iterator[Idle]:
 
 @rule_of_rl
 def own_pool(loaded: Loaded) -> Findings:
-    """Whole replicas of the critic on its ranks. What is left for the actor, `rules.layout` looks at."""
+    """Whole replicas of a critic or reward model on its ranks. What is left for the actor, `rules.layout` looks at."""
     c = loaded.config
-    num_ranks, replica = critic_ranks(c), model_parallel_size(c.critic.megatron)
-    if num_ranks < 1 or replica < 1:
-        return
-    yield wrong(
-        c.trainer.runtime == "inline",
-        f"{NUM_RANKS} ({num_ranks}) needs several processes, but trainer.runtime (inline) has one; set it to 0 or"
-        " use runtime: torchrun.",
-        (NUM_RANKS, "trainer.runtime"),
-    )
-    if num_ranks % replica:
-        m = c.critic.megatron
-        sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
-        yield Problem(
-            f"{NUM_RANKS} ({num_ranks}) must be a multiple of {SIZES[0]} x pipeline_model_parallel_size x"
-            f" context_parallel_size ({sizes} = {replica}); use {near_multiples(num_ranks, replica)} ranks or another"
-            " layout.",
-            (NUM_RANKS, *SIZES),
+    for section, m, num_ranks in megatron_sections(c):
+        key, replica = section.replace("megatron", "num_ranks"), model_parallel_size(m)
+        if section == "actor.megatron" or replica < 1:
+            continue
+        yield wrong(
+            c.trainer.runtime == "inline",
+            f"{key} ({num_ranks}) needs several processes, but trainer.runtime (inline) has one; set it to 0 or"
+            " use runtime: torchrun.",
+            (key, "trainer.runtime"),
         )
+        if num_ranks % replica:
+            sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
+            axes = tuple(f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
+            yield Problem(
+                f"{key} ({num_ranks}) must be a multiple of {axes[0]} x pipeline_model_parallel_size x"
+                f" context_parallel_size ({sizes} = {replica}); use {near_multiples(num_ranks, replica)} ranks or"
+                " another layout.",
+                (key, *axes),
+            )
 
 
 @rule_of_rl

@@ -207,6 +207,21 @@ def unknown_sources(by_source: dict[str, Any], known: list[str]) -> Iterator[Pro
 
 
 @rule_of_rl
+def reward_times(loaded: Loaded) -> Findings:
+    """Limits of a reward's own against that of the processes, which would come first."""
+    r = loaded.config.reward
+    named = [(r.name, r.params), *((one.name, one.params) for one in (*r.by_source.values(), *r.terms))]
+    for name, params in named:
+        needs_s = getattr(params_of("reward", name, params), "needs_s", 0.0)
+        yield wrong(
+            needs_s > r.timeout_s,
+            f"reward.timeout_s ({r.timeout_s:g}) ends a sample before {name} ends a test of {needs_s:g} s; raise it"
+            " to what all tests of a sample may take, 60 for instance.",
+            ("reward.timeout_s", "reward.name"),
+        )
+
+
+@rule_of_rl
 def reward_lengths(loaded: Loaded) -> Findings:
     """Terms that act on long responses against the longest that is generated."""
     longest = loaded.config.data.max_response_length

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule, rule_of_rl, wrong
+from rlhf_megatron.config.rules.machines import COLOCATED
 from rlhf_megatron.config.rules.parts import entry_of, reads
-from rlhf_megatron.config.rules.run import NODES, actor_ranks, needs_reference
+from rlhf_megatron.config.rules.run import needs_reference
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.registry import parts_of
@@ -21,7 +22,6 @@ from rlhf_megatron.registry import parts_of
 @rule_of_rl
 def engines(loaded: Loaded) -> Findings:
     c = loaded.config
-    yield from _senders(c)
     yield from _of_some_engines(c)
     yield from _draws(c)
     yield from _attached(c)
@@ -176,34 +176,11 @@ def _draws(c: RunConfig) -> Findings:
         )
 
 
-def _senders(c: RunConfig) -> Findings:
-    """Of memory of the same host: the sender of each pipeline stage must be on the engines' machine."""
-    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, actor_ranks(c)
-    last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
-    yield wrong(
-        c.rollout.weight_transport == "tensor" and c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node,
-        f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
-        " on machines without an engine, which rollout.weight_transport (tensor) does not reach; use process_group"
-        " or disk, or 1 stage, or one machine.",
-        ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes", "rollout.weight_transport"),
-    )
-
-
-COLOCATED = "rollout.colocated"
-
-
 @rule_of_rl
 def colocation(loaded: Loaded) -> Findings:
     c = loaded.config
     if not c.rollout.colocated:
         return
-    yield wrong(
-        c.trainer.nnodes > 1,
-        f"{COLOCATED} (true) needs {NODES} 1, which is {c.trainer.nnodes}: engines are started on the first"
-        " machine, and the devices of the others would have nobody to take turns with; use one machine, or set"
-        " colocated: false.",
-        (COLOCATED, NODES),
-    )
     yield wrong(
         c.rollout.weight_transport == "process_group",
         f"rollout.weight_transport (process_group) needs a device for each of its ranks, but with {COLOCATED}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 
 EP, ETP, DISPATCHER = "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"
+GROUPED = "moe_grouped_gemm"
 BALANCE, COEFF = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 Z_COEFF, BIAS_RATE = "moe_z_loss_coeff", "moe_router_bias_update_rate"
+REPLAY = "actor.router_replay"
 KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
 
@@ -63,11 +65,31 @@ def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig
             "recompute_modules has mlp, which megatron-core leaves out for layers with experts; use moe for these.",
             ("recompute_modules",),
         )
-    if m.transformer_impl == "transformer_engine":
+
+
+def of_replay(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keeps `actor.router_replay` from being what it is."""
+    mode, engine = config.actor.router_replay, config.rollout.engine
+    if mode == "none":
+        return
+    if not num_experts(hf_config):
+        yield f"{REPLAY} ({mode}) is of experts, and the model has none; remove it."
+    elif hf_config.get("num_experts_per_tok", 2) == 1:
+        yield f"{REPLAY} ({mode}) needs tokens that meet two experts or more (num_experts_per_tok is 1); remove it."
+    elif mode == "r3" and engine == "sglang" and hf_config.get("model_type") == "mixtral":
         yield (
-            "transformer_impl (transformer_engine) is not there for models with experts yet; use auto or local.",
-            ("transformer_impl",),
+            f"{REPLAY} (r3) ends the server of a Mixtral, whose routers do not know their layer;"
+            " use r2, or rollout.engine: local."
         )
+    elif mode == "r3" and engine == "sglang" and not config.rollout.endpoints:
+        given = {name.replace("_", "-"): value for name, value in config.rollout.sglang.args.items()}
+        if given.get("enable-return-routed-experts") is not True:
+            yield (
+                f"{REPLAY} (r3) needs servers that tell which experts tokens met; set"
+                " rollout.sglang.args.enable_return_routed_experts: true."
+            )
+    elif mode == "r3" and engine not in ("local", "sglang"):
+        yield f"{REPLAY} (r3) needs rollout.engine local or sglang, not {engine}; use r2, which asks nothing of it."
 
 
 def _terms(m: MegatronConfig) -> Iterator[Found]:
@@ -88,6 +110,7 @@ def of_dense_model(m: MegatronConfig) -> Iterator[Found]:
         EP: m.expert_model_parallel_size > 1,
         ETP: m.expert_tensor_parallel_size is not None,
         DISPATCHER: m.moe_token_dispatcher_type != "alltoall",
+        GROUPED: m.moe_grouped_gemm,
         BALANCE: m.moe_router_load_balancing_type != "none",
         COEFF: m.moe_aux_loss_coeff != 0,
         Z_COEFF: m.moe_z_loss_coeff is not None,

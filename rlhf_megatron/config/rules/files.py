@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from os.path import isdir, isfile
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules.model import critic_model_problems, model_problems
-from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.hub import is_hub_name, name_of_copy
+from rlhf_megatron.config.rules.model import critic_model_problems, model_problems, reward_model_problems
+from rlhf_megatron.config.rules.run import has_critic, has_reward_model, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
 from rlhf_megatron.config.secrets import read_key
 
@@ -32,6 +34,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _reference(config.reference.path, hf_config)
     if has_critic(config) and config.critic.path:
         yield from _critic(config, config.critic.path, hf_config)
+    if has_reward_model(config) and config.reward_model.path:
+        yield from _reward_model(config, config.reward_model.path, hf_config)
     yield from _data(config.data)
     if config.rollout.transfer_dir is not None and not isdir(config.rollout.transfer_dir):
         key = "rollout.transfer_dir"
@@ -52,11 +56,14 @@ def _keys(config: RunConfig) -> Iterator[Problem]:
 def _model_dir(key: str, path: str, with_weights: bool) -> Generator[Problem, None, dict[str, Any] | None]:
     """Yields what is missing; returns the parsed config.json."""
     if not isdir(path):
-        yield Problem(f"{key} ({path}) is not a directory; correct it, or make or fetch the model first.", (key,))
+        hub = f" (`rlhf-megatron fetch {path}` brings the model of a hub, as `train` does)" if is_hub_name(path) else ""
+        yield Problem(f"{key} ({path}) is not a directory; correct it, or make or fetch the model first{hub}.", (key,))
         return None
     if with_weights and not any(file.is_file() for file in Path(path).glob("*.safetensors")):
         seed = "; put weights there, or set model.init_seed for random ones" if key == "model.path" else ""
-        yield Problem(f"{key} ({path}) has no *.safetensors{seed}.", (key,))
+        copied = name_of_copy(path)
+        fetch = f"; `rlhf-megatron fetch {copied}` brings what this copy lacks of the hub's" if copied else ""
+        yield Problem(f"{key} ({path}) has no *.safetensors{fetch}{seed}.", (key,))
     file = Path(path) / "config.json"
     if not isfile(file):
         yield Problem(f"{key} ({path}) has no config.json; name a model in Hugging Face layout.", (key,))
@@ -89,9 +96,9 @@ def _data(data: DataConfig) -> Iterator[Problem]:
             files.append((f"data.sources[{index}].{name}", "data.sources", paths))
     for name, key, paths in files:
         for file in paths:
-            if not isfile(file):
+            if not isfile(file) and not isfile(Path(file) / "state.json"):  # a saved dataset is a folder
                 yield Problem(f"{name} ({file}) does not exist; correct the path.", (key,))
-            if file.endswith(".parquet") and find_spec("pyarrow") is None:
+            if (file.endswith(".parquet") or isdir(file)) and find_spec("pyarrow") is None:
                 yield Problem(
                     f"{name} ({file}) needs pyarrow, which is not installed; install the extra (pip install"
                     " '.[parquet]'), or convert the file to JSONL.",
@@ -138,12 +145,29 @@ def _critic(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> I
     """It may be another model than the policy, which reads the same token ids."""
     key = "critic.path"
     found = yield from _model_dir(key, path, with_weights=True)
-    if found is None:
+    if found is not None:
+        yield from critic_model_problems(config, found)
+        yield from _reads_the_same_tokens(key, "critic", found, hf_config)
+
+
+def _reward_model(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+    """As the critic; but a run directory is named by mistake where its export is meant."""
+    key, of_run = "reward_model.path", os.path.join(path, "hf")
+    if not exists(os.path.join(path, "config.json")) and isdir(of_run):
+        yield Problem(f"{key} ({path}) is a run directory; name the model that it has written, {of_run}.", (key,))
         return
-    yield from critic_model_problems(config, found)
+    found = yield from _model_dir(key, path, with_weights=True)
+    if found is not None:
+        yield from reward_model_problems(config, found)
+        yield from _reads_the_same_tokens(key, "reward model", found, hf_config)
+
+
+def _reads_the_same_tokens(
+    key: str, role: str, found: dict[str, Any], hf_config: dict[str, Any] | None
+) -> Iterator[Problem]:
     if hf_config is not None and found.get("vocab_size") != hf_config.get("vocab_size"):
         yield Problem(
             f"{key}: vocab_size ({found.get('vocab_size')}) must be that of model.path ({hf_config.get('vocab_size')}):"
-            " the critic reads the policy's tokens; choose a critic with the same tokenizer.",
+            f" the {role} reads the policy's tokens; choose a {role} with the same tokenizer.",
             (key, "model.path"),
         )

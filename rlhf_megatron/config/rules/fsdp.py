@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules.experts import REPLAY
 from rlhf_megatron.config.rules.run import megatron_sections, model_parallel_size
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -16,10 +17,13 @@ BACKEND = "actor.backend"
 @idle
 def idle_backend_settings(config: RunConfig) -> Iterable[Idle]:
     is_fsdp = config.actor.backend == "fsdp"
+    of_lora = tuple(f"actor.lora.{name}" for name in ("alpha", "target_modules", "path"))
     return (
-        (not is_fsdp, ("actor.fsdp",), BACKEND, "set it to fsdp"),
+        (not is_fsdp, ("actor.fsdp", "actor.lora"), BACKEND, "set it to fsdp"),
+        (is_fsdp and not config.actor.lora.rank, of_lora, "actor.lora.rank", "set it to 16"),
         (is_fsdp, _chosen("actor.megatron", config.actor.megatron), BACKEND, "set it to megatron"),
         (is_fsdp, _chosen("critic.megatron", config.critic.megatron), BACKEND, "set it to megatron"),
+        (is_fsdp, _chosen("reward_model.megatron", config.reward_model.megatron), BACKEND, "set it to megatron"),
     )
 
 
@@ -44,8 +48,25 @@ def fsdp(loaded: Loaded) -> Findings:
             (BACKEND, section),
         )
     yield wrong(
+        is_fsdp and config.actor.router_replay != "none",
+        f"actor.router_replay ({config.actor.router_replay}) is not for {BACKEND} fsdp, which has no models with"
+        " experts; set it to none, or use megatron.",
+        (BACKEND, REPLAY),
+    )
+    yield wrong(
         is_fsdp and config.rollout.colocated,
         f"rollout.colocated (true) is not for {BACKEND} fsdp: its memory is not given to engines; set it to false, or"
         " use megatron.",
         (BACKEND, "rollout.colocated"),
+    )
+    lora = config.actor.lora
+    yield wrong(
+        lora.rank > 0 and config.job == "reward-model",
+        f"actor.lora.rank ({lora.rank}) is not for job: reward-model, whose head has no adapter; set it to 0.",
+        ("actor.lora.rank", "job"),
+    )
+    yield wrong(
+        lora.rank > 0 and not lora.target_modules,
+        "actor.lora.target_modules is empty: nothing would train; set it to [all-linear].",
+        ("actor.lora.target_modules",),
     )

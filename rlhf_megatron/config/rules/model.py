@@ -3,6 +3,7 @@ implements."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,15 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, rule, told, wrong
-from rlhf_megatron.config.rules.experts import num_experts, of_dense_model, of_experts
-from rlhf_megatron.config.rules.run import divisors_of, longest_sample, megatron_sections
+from rlhf_megatron.config.rules.experts import REPLAY, num_experts, of_dense_model, of_experts, of_replay
+from rlhf_megatron.config.rules.run import (
+    divisors_of,
+    learning_sections,
+    longest_sample,
+    megatron_sections,
+    reward_model_ranks,
+)
+from rlhf_megatron.config.rules.stages import MOST_LAYERS, num_chunks, parse_layout
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.plugins import not_loaded
@@ -49,6 +57,30 @@ def _axes(section: str, m: MegatronConfig) -> Findings:
             " remove it.",
             (f"{section}.{key}", vpp, f"{section}.pipeline_model_parallel_size"),
         )
+    yield from _layout_text(section, m)
+
+
+def _layout_text(section: str, m: MegatronConfig) -> Findings:
+    """megatron-core reads it, with assertions in place of messages."""
+    if (text := m.pipeline_model_parallel_layout) is None:
+        return
+    key, others = f"{section}.pipeline_model_parallel_layout", [name for name in FIRST_LAST if getattr(m, name)]
+    try:
+        count, wanted = len(parse_layout(text)), num_chunks(m)
+    except ValueError as error:
+        yield Problem(f"{section}.{error}", (key,))
+        return
+    yield wrong(
+        count != wanted,
+        f"{key} ({text!r}) has {count} chunks; pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
+        f" must be as many, and is {wanted}.",
+        (key, f"{section}.pipeline_model_parallel_size", f"{section}.virtual_pipeline_model_parallel_size"),
+    )
+    yield wrong(
+        others,
+        f"{key} ({text!r}) says what {' and '.join(others)} would; remove one of them.",
+        (key, *(f"{section}.{name}" for name in others)),
+    )
 
 
 def _overlap(section: str, m: MegatronConfig) -> Findings:
@@ -104,13 +136,19 @@ def _selective(section: str, m: MegatronConfig) -> Findings:
 
 def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Findings:
     """Full recomputation counts the layers of one model chunk; megatron-core does not look whether they are there."""
-    num_chunks = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
+    num, text = num_chunks(m), m.pipeline_model_parallel_layout
     count, key = m.recompute_num_layers, f"{section}.recompute_num_layers"
     keys = (key, *(f"{section}.{axis}pipeline_model_parallel_size" for axis in ("", "virtual_")))
-    if m.recompute_granularity != "full" or not count or count < 1 or num_chunks < 1 or num_layers % num_chunks:
+    if m.recompute_granularity != "full" or not count or count < 1 or num < 1:
         return  # other rules say it
-    layers = num_layers // num_chunks
-    chunk = f"the {layers} layers of a model chunk ({num_layers} / {num_chunks})"
+    try:
+        chunks = parse_layout(text) if text else (num_layers // num,)
+    except ValueError:
+        return
+    if not text and num_layers % num:
+        return
+    layers = math.gcd(*chunks) if m.recompute_method == "uniform" else min(chunks)
+    chunk = f"the {layers} layers of a model chunk ({text or f'{num_layers} / {num}'})"
     if m.recompute_method == "uniform" and layers % count:
         fit = " or ".join(map(str, divisors_of(layers)))
         yield Problem(f"{key} ({count}) must divide {chunk} for recompute_method uniform; use {fit}.", keys)
@@ -124,22 +162,41 @@ def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Find
 FIRST_LAST = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-LARGEST_SIZE, MOST_LAYERS = 1 << 30, 10_000  # of a model that some machine can hold
+LARGEST_SIZE = 1 << 30  # of a model that some machine can hold
 
 
 def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
-    pools = [pool for pool in megatron_sections(config) if pool[0] == "actor.megatron" or config.critic.path is None]
+    pools = [pool for pool in learning_sections(config) if pool[0] == "actor.megatron" or config.critic.path is None]
     for problem in told(_problems(config, hf_config, pools)):
         yield replace(problem, text=f"{Path(config.model.path) / 'config.json'}: {problem.text}")
 
 
 def critic_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Every reason why the model of critic.path cannot be the critic, in the last pool."""
+    """Every reason why the model of critic.path cannot be the critic, in the last pool of those that learn."""
     assert config.critic.path is not None
-    for problem in told(_problems(config, hf_config, [*megatron_sections(config)][-1:])):
-        keys = tuple("critic.path" if key == "model.path" else key for key in problem.keys)
-        yield replace(problem, text=f"{Path(config.critic.path) / 'config.json'}: {problem.text}", keys=keys)
+    pools = [*learning_sections(config)][-1:]
+    yield from _of_other_model(config, hf_config, "critic.path", config.critic.path, pools)
+
+
+def reward_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every reason why the model of reward_model.path cannot score, in its own pool or the actor's."""
+    assert config.reward_model.path is not None
+    sections = [*megatron_sections(config)]
+    pools = sections[-1:] if reward_model_ranks(config) else sections[:1]
+    yield from _of_other_model(config, hf_config, "reward_model.path", config.reward_model.path, pools)
+
+
+def _of_other_model(
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    key: str,
+    path: str,
+    pools: Sequence[tuple[str, MegatronConfig, int]],
+) -> Iterator[Problem]:
+    for problem in told(_problems(config, hf_config, pools)):
+        keys = tuple(key if name == "model.path" else name for name in problem.keys)
+        yield replace(problem, text=f"{Path(path) / 'config.json'}: {problem.text}", keys=keys)
 
 
 def _problems(
@@ -206,6 +263,8 @@ def _of_family(
         )
         yield from _layout(section, megatron, known)
         yield from _experts(config, section, megatron, num_ranks, hf_config)
+    for text in of_replay(config, hf_config):
+        yield _problem(text, "model.path", REPLAY)
     is_latent = bool(hf_config.get("kv_lora_rank"))
     yield from _shape(config, known, is_latent)
     yield wrong(
@@ -277,8 +336,9 @@ def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findin
         ("num_attention_heads", tp_key, tp),
         ("num_key_value_heads", tp_key, tp),
         ("intermediate_size", tp_key, tp),
-        *((("num_hidden_layers", pp_key, pp),) if not told else ()),
+        *((("num_hidden_layers", pp_key, pp),) if not told and m.pipeline_model_parallel_layout is None else ()),
     )
+    yield from _layers_of_text(section, m, sizes)
     left, inner = sizes.get("num_hidden_layers", 0) - sum(told.values()), pp - len(told)
     if told and pp > 1 and left and (inner < 0 or left < 0 or (left % inner if inner else left)):
         yield _problem(
@@ -292,7 +352,8 @@ def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findin
             fit = [str(d) for d in divisors_of(sizes[name]) if d < ways]
             yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
     vpp, layers = m.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
-    if vpp is not None and vpp > 0 and pp > 0 and layers % pp == 0 and layers % (pp * vpp):
+    is_even = m.pipeline_model_parallel_layout is None
+    if is_even and vpp is not None and vpp > 0 and pp > 0 and layers % pp == 0 and layers % (pp * vpp):
         fit = [str(d) for d in divisors_of(layers // pp)[1:]]
         yield _problem(
             f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x virtual_pipeline_model_parallel_size ({pp}"
@@ -301,6 +362,18 @@ def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findin
             f"{section}.virtual_pipeline_model_parallel_size",
         )
     yield from recompute_of_model(section, m, sizes.get("num_hidden_layers", 0))
+
+
+def _layers_of_text(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findings:
+    if m.pipeline_model_parallel_layout is None or "num_hidden_layers" not in sizes:
+        return
+    try:
+        told = sum(parse_layout(m.pipeline_model_parallel_layout))
+    except ValueError:
+        return  # another rule says it
+    key = f"{section}.pipeline_model_parallel_layout"
+    if told != sizes["num_hidden_layers"]:
+        yield _problem(f"num_hidden_layers ({sizes['num_hidden_layers']}) must be the {told} layers t of {key}.", key)
 
 
 def _shape(config: RunConfig, sizes: Mapping[str, int], is_latent: bool) -> Findings:

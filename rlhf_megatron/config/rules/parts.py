@@ -39,6 +39,9 @@ class Named:
     field: str = "params"
 
 
+MODEL_PART = "reward_model"  # under which the scores of the section reward_model are a part of a sample's reward
+
+
 def named_parts(c: RunConfig) -> Iterator[Named]:
     """All of them, in the order of the loop."""
     tasks = [("data", c.data.task, c.data.task_params)]
@@ -58,8 +61,9 @@ def named_parts(c: RunConfig) -> Iterator[Named]:
     for section, mode in (("actor", c.actor.loss_agg_mode), ("critic", c.critic.loss_agg_mode)):
         if mode is not None:
             yield Named("aggregation", mode, f"{section}.loss_agg_mode", f"{section}.loss_agg_mode")
-    if c.job == "sft" and c.sft.loss_mode != "sft":
-        yield Named("preference loss", c.sft.loss_mode, "sft.loss_mode", "sft", c.sft.params)
+    if c.job != "train" and c.sft.loss_mode != "sft":
+        kind = "distillation loss" if c.sft.loss_mode in parts_of("distillation loss") else "preference loss"
+        yield Named(kind, c.sft.loss_mode, "sft.loss_mode", "sft", c.sft.params)
     for logger in c.trainer.logger:
         yield Named("logger", logger, "trainer.logger", "trainer.logger")
     yield Named("engine", c.rollout.engine, "rollout.engine", "rollout.engine")

@@ -31,19 +31,31 @@ def world_size(config: RunConfig) -> int:
 
 def actor_ranks(config: RunConfig) -> int:
     """Ranks of the actor's pool, the first of the job."""
-    return world_size(config) - critic_ranks(config)
+    return world_size(config) - critic_ranks(config) - reward_model_ranks(config)
 
 
 def critic_ranks(config: RunConfig) -> int:
-    """Ranks of the critic's pool, the last of the job; 0 where there is no critic, or it is in the actor's pool."""
+    """Ranks of the critic's pool, behind the actor's; 0 where there is no critic, or it is in the actor's pool."""
     return config.critic.num_ranks if has_critic(config) else 0
+
+
+def reward_model_ranks(config: RunConfig) -> int:
+    """Ranks of the reward model's pool, the last of the job; 0 where there is none."""
+    return config.reward_model.num_ranks if has_reward_model(config) else 0
+
+
+def learning_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
+    """(key, section, ranks) of the layout of each pool whose model learns."""
+    yield "actor.megatron", config.actor.megatron, actor_ranks(config)
+    if critic_ranks(config) > 0:
+        yield "critic.megatron", config.critic.megatron, critic_ranks(config)
 
 
 def megatron_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
     """(key, section, ranks) of each pool's layout."""
-    yield "actor.megatron", config.actor.megatron, actor_ranks(config)
-    if critic_ranks(config) > 0:
-        yield "critic.megatron", config.critic.megatron, critic_ranks(config)
+    yield from learning_sections(config)
+    if reward_model_ranks(config) > 0:
+        yield "reward_model.megatron", config.reward_model.megatron, reward_model_ranks(config)
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -52,16 +64,26 @@ def has_critic(config: RunConfig) -> bool:
     return entry is not None and "values" in entry.needs
 
 
+def has_reward_model(config: RunConfig) -> bool:
+    """Whether a frozen model scores the samples of a step."""
+    return config.job == "train" and config.reward_model.path is not None
+
+
 def has_pairs(config: RunConfig) -> bool:
     """Whether the job learns from pairs of answers."""
-    return config.job == "sft" and config.sft.loss_mode != "sft"
+    return config.job != "train" and config.sft.loss_mode != "sft" and not has_teacher(config)
+
+
+def has_teacher(config: RunConfig) -> bool:
+    """Whether the job learns from the distributions of a teacher, which stands where a reference does."""
+    return config.job != "train" and config.sft.loss_mode in parts_of("distillation loss")
 
 
 def needs_reference(config: RunConfig) -> bool:
     """Whether a KL term, or a preference loss, asks for the frozen reference."""
-    if config.job == "sft":
+    if config.job != "train":
         entry = entry_of("preference loss", config.sft.loss_mode) if has_pairs(config) else None
-        return entry is not None and "ref_log_probs" in entry.needs
+        return has_teacher(config) or (entry is not None and "ref_log_probs" in entry.needs)
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
@@ -75,7 +97,7 @@ def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
     of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
     yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
     switch, fix = "actor.use_kl_loss", "set it or algorithm.use_kl_in_reward to true"
-    if c.job == "sft":
+    if c.job != "train":
         switch, fix = "sft.loss_mode", "set that to a preference loss, such as dpo"
     yield not needs_reference(c), ("reference",), switch, fix
     engines = parts_of("engine")
@@ -130,8 +152,8 @@ def layout(loaded: Loaded) -> Findings:
         " to 1 or use runtime: torchrun.",
         ("trainer.runtime", GPUS, NODES),
     )
-    if critic_ranks(c) > 0:
-        if c.trainer.runtime != "inline":  # else critic_rules say it
+    if critic_ranks(c) + reward_model_ranks(c) > 0:
+        if c.trainer.runtime != "inline":  # else `own_pool` says it
             yield from _actor_pool(c)
         return
     if world % ranks:
@@ -146,14 +168,17 @@ def layout(loaded: Loaded) -> Findings:
 
 
 def _actor_pool(c: RunConfig) -> Findings:
-    """What a critic's pool leaves for the actor's."""
-    left, ranks, taken = actor_ranks(c), model_parallel_size(c.actor.megatron), critic_ranks(c)
+    """What other pools leave for the actor's."""
+    pools = {"critic.num_ranks": critic_ranks(c), "reward_model.num_ranks": reward_model_ranks(c)}
+    pools = {key: count for key, count in pools.items() if count}
+    named = " + ".join(pools) + f" ({' + '.join(map(str, pools.values()))})"
+    left, ranks, taken = actor_ranks(c), model_parallel_size(c.actor.megatron), sum(pools.values())
     yield wrong(
         left < ranks or left % ranks,
-        f"critic.num_ranks ({taken}) leaves {left} of trainer.nnodes x n_gpus_per_node ({world_size(c)}) ranks for"
+        f"{named} leaves {left} of trainer.nnodes x n_gpus_per_node ({world_size(c)}) ranks for"
         f" the actor, which must be a multiple of {TP} x pipeline_model_parallel_size x context_parallel_size"
         f" ({ranks}), at least one; use {taken + max(1, -(-left // ranks)) * ranks} ranks in all.",
-        ("critic.num_ranks", GPUS, NODES, TP, PP, CP),
+        (*pools, GPUS, NODES, TP, PP, CP),
     )
 
 
@@ -223,12 +248,17 @@ def packed_multiple(megatron: MegatronConfig) -> int:
     return (2 * cp if cp > 1 else 1) * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
 
 
-def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: MegatronConfig) -> Findings:
-    """`budget`: tokens of one rank in the layout `m` of `section`; context-parallel ranks pool theirs."""
+def holds_the_longest(
+    c: RunConfig, key: str, budget: int, section: str, m: MegatronConfig, num_behind: int = 0
+) -> Findings:
+    """`budget`: tokens of one rank in the layout `m` of `section`; context-parallel ranks pool theirs. `num_behind`:
+    places behind a sample, which are forwarded with it."""
     cp, multiple = m.context_parallel_size, packed_multiple(m)
     if cp < 1 or multiple < 1 or budget < 1:
         return
     longest, settings, of_settings = longest_sample(c)
+    if num_behind:
+        longest, settings = longest + num_behind, f"{settings}, and {num_behind} place behind it"
     padded = -(-longest // multiple) * multiple
     if budget * cp >= padded:
         return
@@ -245,6 +275,8 @@ def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: Mega
 
 def longest_sample(c: RunConfig) -> tuple[int, str, tuple[str, ...]]:
     """Its tokens, how they come about, with an open bracket, and the settings that say so."""
+    if c.job == "reward-model":  # a document and the place behind it
+        return c.sft.max_length + 1, f"sft.max_length + 1 ({c.sft.max_length} + 1", ("sft.max_length",)
     if c.job == "sft":
         return c.sft.max_length, f"sft.max_length ({c.sft.max_length}", ("sft.max_length",)
     d, longest = c.data, c.data.max_prompt_length + c.data.max_response_length

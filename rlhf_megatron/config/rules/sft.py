@@ -13,8 +13,10 @@ from rlhf_megatron.config.rules.run import (
     PP,
     TP,
     actor_ranks,
+    entry_of,
     gives_all_work,
     has_pairs,
+    has_teacher,
     model_parallel_size,
     optim_schedule,
 )
@@ -24,9 +26,9 @@ from rlhf_megatron.config.source import Loaded
 LOSS, MESSAGES, CHAT = "sft.loss_mode", "sft.messages_key", "data.apply_chat_template"
 ROWS = ("data.prompt_key", "data.label_key", "data.prompt_template", "data.few_shot")
 OF_RL = (
-    *("rollout", "reward", "algorithm", "critic", "warmup", "checks", "schedule", *LENGTHS),
+    *("rollout", "reward", "reward_model", "algorithm", "critic", "warmup", "checks", "schedule", *LENGTHS),
     *(f"actor.{name}" for name in ("policy_loss", "mini_batch_size", "ppo_epochs", "entropy_coeff", "use_kl_loss")),
-    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle")),
+    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle", "router_replay")),
     *(f"trainer.{name}" for name in ("critic_warmup", "samples_kept", "record", "capsules_kept")),
     *("actor.kernels.fused_loss", "ray.num_cpus_per_engine"),
 )
@@ -35,11 +37,12 @@ OF_RL = (
 
 @idle
 def idle_settings_of_jobs(c: RunConfig) -> Iterator[Idle]:
-    yield c.job == "train", ("sft",), "job", "set job: sft"
+    yield c.job == "train", ("sft",), "job", "set job: sft or reward-model"
     if c.job == "train":
         return
     yield True, OF_RL, "job", "set job: train"
-    yield not has_pairs(c), ("sft.params", "sft.chosen_key", "sft.rejected_key"), LOSS, "name a preference loss there"
+    yield not has_pairs(c) and not has_teacher(c), ("sft.params",), LOSS, "name a loss with parameters there"
+    yield not has_pairs(c), ("sft.chosen_key", "sft.rejected_key"), LOSS, "name a preference loss there"
     yield has_pairs(c), (MESSAGES, "data.label_key", "actor.loss_agg_mode"), LOSS, "set that to sft"
     yield c.sft.messages_key is None, ("sft.tools_key",), MESSAGES, "name the key of conversations"
     yield c.sft.messages_key is not None, ROWS, MESSAGES, "set that to null"
@@ -55,6 +58,24 @@ def sft(loaded: Loaded) -> Findings:
     size, ranks = c.data.train_batch_size, model_parallel_size(c.actor.megatron)
     if size >= 1 and ranks >= 1:
         yield from gives_all_work("data.train_batch_size", size, actor_ranks(c) // ranks, (GPUS, NODES, TP, PP, CP))
+    entry = entry_of("preference loss", c.sft.loss_mode)
+    yield wrong(
+        (entry is not None and "rewards" in entry.needs) != (c.job == "reward-model"),
+        f"{LOSS} ({c.sft.loss_mode}) is not of job: {c.job}; a reward model has bradley_terry or regression, the job"
+        " sft has sft or dpo.",
+        (LOSS, "job"),
+    )
+    teaches = has_teacher(c)
+    yield wrong(
+        teaches and c.actor.backend != "fsdp",
+        f"{LOSS} ({c.sft.loss_mode}) is for actor.backend fsdp, whose head gives log-probs of any token; set that.",
+        (LOSS, "actor.backend"),
+    )
+    yield wrong(
+        teaches and c.reference.path is None,
+        f"{LOSS} ({c.sft.loss_mode}) learns from a teacher; name its directory as reference.path.",
+        (LOSS, "reference.path"),
+    )
     tasks = [task for task in (c.data.task, *(source.task for source in c.data.sources)) if task is not None]
     yield wrong(
         tasks and (has_pairs(c) or c.sft.messages_key is not None),

@@ -20,7 +20,9 @@ from rlhf_megatron.config.rules import (
     data,
     engines,
     fsdp,
+    machines,
     model,
+    reward_model,
     run,
     schedule,
     sft,
@@ -37,8 +39,10 @@ _REGISTERED = (
     run,
     model,
     fsdp,
+    reward_model,
     algorithm,
     engines,
+    machines,
     correction,
     data,
     schedule,
@@ -54,7 +58,10 @@ def ignored(loaded: Loaded) -> Iterator[Problem]:
             continue
         for prefix in keys:
             for key in loaded.set_keys(prefix):
-                value = value_of(loaded.config, key)
+                try:
+                    value = value_of(loaded.config, key)
+                except KeyError:  # an entry that could not be read, which has a message of its own
+                    continue
                 if value is not None and loaded.origin(key).layer >= loaded.layer(switch):
                     yield Problem(
                         f"{key} ({_show(value)}) would be ignored because {switch} is"
@@ -72,7 +79,12 @@ def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks
         return
     sizes = [f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
     of_job = (GPUS, NODES, "algorithm.adv_estimator") if section.startswith("actor") else ()
-    switches = (*of_job, "critic.num_ranks", *sizes)  # ranks of the critic are not the actor's
+    switches = (
+        *of_job,
+        "critic.num_ranks",
+        "reward_model.num_ranks",
+        *sizes,
+    )  # those of other pools are not the actor's
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         key = f"{section}.{name}"
         is_later = loaded.origin(key).layer >= max(loaded.layer(switch) for switch in switches)
@@ -115,8 +127,9 @@ def check_world_size(config: RunConfig, actual: int) -> list[str]:
         return []
     return [
         f"the launcher started {actual} processes (WORLD_SIZE), but trainer.nnodes x n_gpus_per_node is"
-        f" {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} = {expected}; start torchrun with"
-        f" --nnodes={config.trainer.nnodes} --nproc-per-node={config.trainer.n_gpus_per_node}, or change the settings."
+        f" {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} = {expected}; start it with"
+        f" NNODES={config.trainer.nnodes} NPROC_PER_NODE={config.trainer.n_gpus_per_node} launch/torchrun.sh (of"
+        " torchrun: --nnodes, --nproc-per-node), or change the settings."
     ]
 
 

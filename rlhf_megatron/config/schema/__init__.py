@@ -27,11 +27,13 @@ from rlhf_megatron.config.schema.training import (
     CriticConfig,
     FSDPConfig,
     KernelsConfig,
+    LoRAConfig,
     MegatronConfig,
     ModelConfig,
     OptimConfig,
     PolicyLossConfig,
     ReferenceConfig,
+    RewardModelConfig,
     SFTConfig,
     WarmupConfig,
 )
@@ -209,8 +211,9 @@ class RayConfig:
 class RunConfig:
     """Everything that one run is made of."""
 
-    job: Literal["train", "sft"] = doc(
-        "train: reinforcement learning; sft: supervised and preference training. The command of that name runs it",
+    job: Literal["train", "sft", "reward-model"] = doc(
+        "train: reinforcement learning; sft: supervised and preference training; reward-model: a model that scores"
+        " answers, from pairs. The command of that name runs it",
         "train",
     )
     plugins: tuple[str, ...] = doc(
@@ -223,6 +226,7 @@ class RunConfig:
     reference: ReferenceConfig = doc("frozen reference model", factory=ReferenceConfig)
     rollout: RolloutConfig = doc("generation", factory=RolloutConfig)
     reward: RewardConfig = doc("scoring", factory=RewardConfig)
+    reward_model: RewardModelConfig = doc("a frozen model that scores samples too", factory=RewardModelConfig)
     algorithm: AlgorithmConfig = doc("advantages", factory=AlgorithmConfig)
     warmup: WarmupConfig = doc("supervised steps before RL", factory=WarmupConfig)
     sft: SFTConfig = doc("the job sft", factory=SFTConfig)

@@ -50,8 +50,8 @@ class SourceConfig:
     )
     task: str | None = doc("name of a registered generated task; null: files", None)
     task_params: dict[str, Any] = doc("parameters of the task, see its dataclass", factory=dict)
-    train_files: tuple[str, ...] = doc("JSONL or parquet files with training prompts", ())
-    val_files: tuple[str, ...] = doc("JSONL or parquet files with held-out prompts", ())
+    train_files: tuple[str, ...] = doc("JSONL or parquet files, or saved datasets, with training prompts", ())
+    val_files: tuple[str, ...] = doc("JSONL or parquet files, or saved datasets, with held-out prompts", ())
     prompt_template: str | None = doc("around the text of each prompt; {prompt} stands in it", None)
     few_shot: FewShotConfig | None = doc("solved rows in front of each prompt", None)
 
@@ -60,8 +60,8 @@ class SourceConfig:
 class DataConfig:
     task: str | None = doc("name of a registered generated task (addition, few_shot_addition); null: files", None)
     task_params: dict[str, Any] = doc("parameters of the task, see its dataclass", factory=dict)
-    train_files: tuple[str, ...] = doc("JSONL or parquet files with training prompts", ())
-    val_files: tuple[str, ...] = doc("JSONL or parquet files with held-out prompts", ())
+    train_files: tuple[str, ...] = doc("JSONL or parquet files, or saved datasets, with training prompts", ())
+    val_files: tuple[str, ...] = doc("JSONL or parquet files, or saved datasets, with held-out prompts", ())
     sources: tuple[SourceConfig, ...] = doc("several weighted sources, in place of task or files", ())
     prompt_key: str = doc("key of the prompt in a row: text, or a list of chat messages", "prompt")
     label_key: str = doc("key of the reference answer in a row", "answer")
@@ -104,6 +104,11 @@ class SGLangConfig:
 class RolloutConfig:
     engine: str = doc("name of a registered engine: local, the bundled server, or sglang, stock SGLang", "sglang")
     num_engines: int = doc("engine servers to start", 1, PROCESSES)
+    engine_machines: tuple[int, ...] = doc(
+        "numbers of the machines on which engines are started in turns; from trainer.nnodes on they have no ranks; ():"
+        " all that weights reach",
+        (),
+    )
     endpoints: tuple[str, ...] = doc("URLs of running SGLang servers to use instead of starting some", ())
     router: str = doc(
         "registered balancer, which spreads requests: balancer, the run itself, or sglang, sglang-router", "balancer"
@@ -130,7 +135,12 @@ class RolloutConfig:
     health_timeout_s: float = doc(
         "an engine that does not answer a health check for so long is killed, seconds", 30.0, SECONDS
     )
-    max_engine_restarts: int = doc("engines started again in a run, counted over all of them", 3, RETRIES)
+    max_engine_restarts: int = doc(
+        "engines started again between a start of the run, or of `serve`, and its end, counted over all of them;"
+        " raise it for what serves for weeks",
+        3,
+        RETRIES,
+    )
     update_weights_bucket_megabytes: int = doc(
         "size of one of the two weight-sync buffers a sender has, MiB", 512, MEBIBYTES
     )

@@ -20,6 +20,7 @@ from rlhf_megatron.config.schema.fields import (
     SEED,
     SHARE,
     TOKENS,
+    WEIGHT,
     Interval,
     doc,
 )
@@ -51,6 +52,11 @@ class MegatronConfig:
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = doc(
         "how tokens reach the ranks of their experts: each to these, or all to all", "alltoall"
     )
+    moe_grouped_gemm: bool = doc(
+        "multiply all experts of a rank at once (torch.nn.functional.grouped_mm), not one after the other; their weight"
+        " gradients go through autograd, whatever gradient_accumulation_fusion says",
+        False,
+    )
     moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = doc(
         "load-balancing loss of routers: of each sample, or of the whole mini-batch, which costs one more forward pass",
         "none",
@@ -66,8 +72,15 @@ class MegatronConfig:
     num_layers_in_last_pipeline_stage: int | None = doc(
         "layers of the last stage; null: as many as others", None, COUNT
     )
+    pipeline_model_parallel_layout: str | None = doc(
+        "layers of each model chunk in megatron-core's language, such as Et*3|t*4|t*3L; null: as the keys above say",
+        None,
+    )
     use_distributed_optimizer: bool | None = doc(
         "split optimizer state over replicas and context-parallel ranks; null: on GPUs, where there are several", None
+    )
+    optimizer_cpu_offload: bool = doc(
+        "keep moments and float32 parameters in host memory; a step brings them to the device piece by piece", False
     )
     overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
     overlap_param_gather: bool = doc("gather updated parameters while the next forward pass runs", False)
@@ -105,6 +118,19 @@ class FSDPConfig:
     cpu_offload: bool = doc(
         "keep parameters, gradients and optimizer in host memory, a layer at a time on the GPU", False
     )
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """The actor trains small matrices beside its linear layers, whose own weights stay as they are (backend fsdp)."""
+
+    rank: int = doc("rank of the matrices; 0: all weights train", 0, Interval(0, 4096, "no layer is so wide"))
+    alpha: float = doc("the matrices' product counts alpha / rank times", 16.0, POSITIVE)
+    target_modules: tuple[str, ...] = doc(
+        "last names of linear layers (q_proj, ...); all-linear: all of the decoder's layers, no routers or experts",
+        ("all-linear",),
+    )
+    path: str | None = doc("directory of an adapter in peft's format that it starts from; null: a fresh one", None)
 
 
 @dataclass(frozen=True)
@@ -158,6 +184,7 @@ class ActorConfig:
     )
     megatron: MegatronConfig = doc("parallel layout of the actor's pool (backend megatron)", factory=MegatronConfig)
     fsdp: FSDPConfig = doc("how models are sharded (backend fsdp)", factory=FSDPConfig)
+    lora: LoRAConfig = doc("low-rank adapters (backend fsdp)", factory=LoRAConfig)
     optim: OptimConfig = doc("optimizer and schedules", factory=OptimConfig)
     policy_loss: PolicyLossConfig = doc("policy loss", factory=PolicyLossConfig)
     mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024, SAMPLES)
@@ -176,6 +203,11 @@ class ActorConfig:
         "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
     )
     shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
+    router_replay: Literal["none", "r2", "r3"] = doc(
+        "experts that tokens meet in updates: as routers pick then; r2: as they did for old_log_probs; r3: as the"
+        " engine's did, for old_log_probs too",
+        "none",
+    )
     log_prob_chunk_size: int = doc("vocabulary columns that the head handles at a time", 8192, COUNT)
     kernels: KernelsConfig = doc("how head and loss are computed", factory=KernelsConfig)
 
@@ -210,6 +242,36 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A frozen model that scores the samples of a step, beside `reward`. docs/rewards.md."""
+
+    path: str | None = doc(
+        "Hugging Face directory of a model with one label, such as the job reward-model writes; null: none", None
+    )
+    weight: float = doc("its score is multiplied by this and added to that of `reward`", 1.0, WEIGHT)
+    granularity: Literal["response", "step", "token"] = doc(
+        "what it scores: the response at its last token, each step of it at the step's last token, or each token",
+        "response",
+    )
+    step_separator: str = doc("of granularity step: the text that ends a step, as the response's end does", "\n\n")
+    step_reduction: Literal["mean", "sum"] = doc(
+        "of step and token: how a sample's scores become its reward; the reward of each token is its share of that",
+        "mean",
+    )
+    activation: Literal["none", "sigmoid"] = doc("sigmoid: a score s becomes 1 / (1 + exp(-s))", "none")
+    mean: float = doc("subtracted from a score, before the activation", 0.0, WEIGHT)
+    std: float = doc("by which a score is then divided, before the activation", 1.0, POSITIVE)
+    num_ranks: int = doc(
+        "ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout",
+        0,
+        Interval(0, RANKS.high, RANKS.why),
+    )
+    megatron: MegatronConfig = doc("parallel layout of its own pool (num_ranks > 0)", factory=MegatronConfig)
+    param_offload: bool = doc("keep its weights in host memory between uses", False)
+    max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None, TOKENS)
+
+
+@dataclass(frozen=True)
 class WarmupConfig:
     max_steps: int = doc("supervised optimizer steps before the first RL step; 0: none", 0)
     batch_size: int = doc("samples an optimizer step, over all ranks", 64, SAMPLES)
@@ -222,10 +284,14 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Of `job: sft`. data.train_batch_size is the samples of an optimizer step, over all ranks."""
+    """Of the jobs `sft` and `reward-model`. data.train_batch_size: samples of an optimizer step, over all ranks."""
 
-    loss_mode: str = doc("sft, the answers' negative log-probs; or a registered preference loss, such as dpo", "sft")
-    params: dict[str, Any] = doc("parameters of a preference loss, see its dataclass", factory=dict)
+    loss_mode: str = doc(
+        "sft, the answers' negative log-probs; forward_kl or reverse_kl, towards the teacher at reference.path; or a"
+        " registered preference loss, such as dpo; of a reward model bradley_terry or regression",
+        "sft",
+    )
+    params: dict[str, Any] = doc("parameters of the loss, see its dataclass", factory=dict)
     max_length: int = doc(
         "longest document, tokens; longer ones: data.filter_overlong_prompts and data.truncation", 4096, TOKENS
     )

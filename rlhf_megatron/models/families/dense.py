@@ -262,7 +262,7 @@ def _qkv_rule(model: DenseModel, layer: int, kind: Kind) -> Rule:
         megatron_shape=(sum(rows.values()), *columns),
         hf=tuple(HFTensor(f"{theirs}.{part}_proj.{kind}", (size, *columns)) for part, size in rows.items()),
         to_megatron=partial(_interleave_qkv, model.num_groups),
-        to_hf=partial(_separate_qkv, model.num_groups, model.num_heads // model.num_groups, dim),
+        to_hf=partial(_separate_qkv, model.num_heads // model.num_groups, dim),
         split="rows",
         owner="layer",
         layer=layer,
@@ -302,6 +302,7 @@ def _interleave_qkv(num_groups: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([part.unflatten(0, (num_groups, -1)) for part in (q, k, v)], 1).flatten(0, 1)
 
 
-def _separate_qkv(num_groups: int, queries_per_group: int, head_dim: int, qkv: Tensor) -> tuple[Tensor, ...]:
+def _separate_qkv(queries_per_group: int, head_dim: int, qkv: Tensor) -> tuple[Tensor, ...]:
+    """Of all groups, or of those of one shard."""
     sizes = [queries_per_group * head_dim, head_dim, head_dim]
-    return tuple(part.flatten(0, 1) for part in qkv.unflatten(0, (num_groups, -1)).split(sizes, 1))
+    return tuple(part.flatten(0, 1) for part in qkv.unflatten(0, (-1, sum(sizes))).split(sizes, 1))

@@ -6,10 +6,12 @@ A new one is a new file here with a class that is registered in LOGGERS; every m
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +33,12 @@ class BatchView:
 
     samples: tuple[Sample, ...]
     mismatch: MismatchStep | None
-    distributions: Mapping[str, Tensor]  # name -> the values, see `distributions`
+    make_distributions: Callable[[], Mapping[str, Tensor]]
+
+    @cached_property
+    def distributions(self) -> Mapping[str, Tensor]:
+        """Name -> the values, see `metrics.batch.distributions`. Made where a logger asks: they are whole columns."""
+        return self.make_distributions()
 
 
 class Logger:
@@ -74,6 +81,13 @@ MAX_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
 def is_view_step(step: int, total_steps: int) -> bool:
     """Steps at which large things are logged: the first, the last, and every ceil(total_steps / MAX_VIEWS)."""
     return step in (1, total_steps) or step % max(1, -(-total_steps // MAX_VIEWS)) == 0
+
+
+def kept_id(path: Path) -> str:
+    """Return the name of a run at a service. It is drawn once and kept in a file: a resumed run goes on as the same."""
+    if not path.is_file():
+        path.write_text(f"{secrets.token_hex(4)}\n")
+    return path.read_text().strip()
 
 
 class Loggers:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_megatron.observe.loggers import LOGGERS, BatchView, Logger, is_view_step
+from rlhf_megatron.observe.loggers import LOGGERS, BatchView, Logger, is_view_step, kept_id
 
 if TYPE_CHECKING:
     from rlhf_megatron.observe.run_facts import RunFacts
@@ -34,7 +33,7 @@ class WandbLogger(Logger):
         self._run: Any = wandb.init(
             project=facts.project,
             name=facts.name,
-            id=run_id(run_dir),
+            id=kept_id(run_dir / RUN_ID),
             resume="allow",
             dir=str(run_dir),
             config=dict(facts.config),
@@ -87,11 +86,3 @@ class WandbLogger(Logger):
         self._known |= values.keys()
         run.log({**values, axis: step})
         self._run = run
-
-
-def run_id(run_dir: Path) -> str:
-    """Drawn once for a run directory, so that a run that is resumed goes on as the same one there."""
-    path = run_dir / RUN_ID
-    if not path.is_file():
-        path.write_text(f"{secrets.token_hex(4)}\n")
-    return path.read_text().strip()

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
@@ -49,10 +50,9 @@ def response_lengths(batch: TokenBatch) -> Tensor:
 
 def prompt_lengths(batch: TokenBatch) -> Tensor:
     """[B] int64, tokens before the first that the policy sampled: what lies between its turns is none of them."""
-    sampled = np.flatnonzero(batch.response_mask.numpy())
-    starts, ends = batch.offsets[:-1].numpy(), batch.offsets[1:].numpy()
-    first = np.searchsorted(sampled, starts)
-    return torch.from_numpy(np.minimum(np.append(sampled, batch.num_tokens)[first], ends) - starts)
+    mask, borders = batch.response_mask.numpy(), batch.offsets.tolist()
+    own = [mask[start:end] for start, end in pairwise(borders)]
+    return torch.tensor([int(of.argmax()) if of.any() else len(of) for of in own], dtype=torch.int64)
 
 
 def sample_counts(is_counted_T: Tensor, offsets: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def version_metrics(version: int, batch: RolloutBatch) -> dict[str, float]:
     """`version`: of the weights that are about to be trained. Lag is told from a sample's first token, staleness from
     its oldest."""
     prefix = "training/off_policy/trajectory"
-    spans = torch.tensor([len(of_sample) for of_sample in _versions(batch)])
+    spans = torch.tensor([len(of_sample) for of_sample in sample_versions(batch)])
     return {
         "policy/lag": (version - batch.policy_versions.float()).mean().item(),
         **statistics(f"{prefix}_staleness", lags(version, batch)),
@@ -257,10 +257,10 @@ def version_metrics(version: int, batch: RolloutBatch) -> dict[str, float]:
 
 def lags(version: int, batch: RolloutBatch) -> Tensor:
     """[B] int64: `version` less that of each sample's oldest token."""
-    return version - torch.tensor([min(of_sample) for of_sample in _versions(batch)], dtype=torch.int64)
+    return version - torch.tensor([min(of_sample) for of_sample in sample_versions(batch)], dtype=torch.int64)
 
 
-def _versions(batch: RolloutBatch) -> list[set[int]]:
+def sample_versions(batch: RolloutBatch) -> list[set[int]]:
     """Of the tokens of each sample."""
     spans = batch.version_spans or ((),) * len(batch)
     pairs = zip(spans, batch.policy_versions.tolist(), strict=True)
@@ -303,7 +303,6 @@ class BadColumn:
 
 def bad_columns(batch: TrainBatch) -> tuple[BadColumn, ...]:
     """Over the response tokens, also of samples that are masked: a weight of 0 does not stop a NaN."""
-    sample_of = torch.arange(len(batch)).repeat_interleave(batch.lengths)
     found = []
     for name in COLUMNS:
         column = getattr(batch, name)
@@ -311,7 +310,8 @@ def bad_columns(batch: TrainBatch) -> tuple[BadColumn, ...]:
             continue
         is_bad = ~column.isfinite() & batch.response_mask
         if is_bad.any():
-            samples = sample_of[is_bad].unique().tolist()
+            owners = torch.searchsorted(batch.offsets, is_bad.nonzero().view(-1), right=True) - 1
+            samples = owners.unique().tolist()
             found.append(BadColumn(name, tuple(samples), int(is_bad.sum())))
     return tuple(found)
 

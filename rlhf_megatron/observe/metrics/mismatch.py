@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.mismatch import EDGES, differences, mismatch_statistics, spread, worst_tokens
+from rlhf_megatron.algorithms.mismatch import BLOCK, EDGES, differences, mismatch_statistics, spread, worst_tokens
 from rlhf_megatron.config.schema import CheckConfig
-from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
-from rlhf_megatron.observe.metrics.batch import token_versions
+from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, select
+from rlhf_megatron.observe.metrics.batch import picked, prompt_lengths, sample_versions, token_versions
 from rlhf_megatron.observe.report.files import MismatchGroup, MismatchStep, WorstToken
 
 
@@ -34,7 +34,7 @@ class MismatchCheck:
         """`version`: of the policy whose log-probs they are; tokens that it sampled are compared, and nothing is said
         where there are none. None: it has sampled all."""
         mask = batch.response_mask
-        if version is not None:
+        if version is not None and any(of_sample != {version} for of_sample in sample_versions(batch)):
             mask = mask & (token_versions(batch) == version)
             if not bool(mask.any()) and bool(batch.response_mask.any()):
                 self.first_step += step == self.first_step
@@ -80,49 +80,74 @@ def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]
     """None where the trainer's log-probs or all response tokens are missing. `spell`: token ids as text."""
     if batch.old_log_probs is None or not bool(batch.response_mask.any()):
         return None
-    differences_T = differences(batch.rollout_log_probs, batch.old_log_probs)
-    owners_T = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-    versions_T = token_versions(batch)
-    reasons = sorted(set(batch.finish_reasons))
-    reasons_T = torch.tensor([reasons.index(reason) for reason in batch.finish_reasons])[owners_T]
     groups = []
-    for version in versions_T[batch.response_mask].unique().tolist():
-        for i, reason in enumerate(reasons):
-            chosen = differences_T[(versions_T == version) & (reasons_T == i) & batch.response_mask]
-            if chosen.numel():
-                groups.append(MismatchGroup(version, reason, **vars(spread(chosen))))
-    worst = [
-        _worst_token(batch, differences_T, t, int(owners_T[t]), int(versions_T[t]), spell)
-        for t in _worst_places(batch, owners_T)
-    ]
+    for (version, reason), runs in sorted(_runs_of_groups(batch).items()):
+        chosen = torch.cat([_differences_of(batch, block) for run in runs for block in _blocks(run)])
+        if chosen.numel():
+            groups.append(MismatchGroup(version, reason, **vars(spread(chosen))))
+    worst = [_worst_token(batch, t, sample, spell) for t, sample in _worst_places(batch)]
     return MismatchStep(step, EDGES, tuple(groups), tuple(worst))
 
 
-def _worst_places(batch: TrainBatch, owners_T: Tensor) -> list[int]:
-    """The samples of a group often begin alike: a token is taken once, however many have it after the same text."""
+def _blocks(run: slice) -> list[slice]:
+    return [slice(start, min(start + BLOCK, run.stop)) for start in range(run.start, run.stop, BLOCK)]
+
+
+def _differences_of(batch: TrainBatch, run: slice) -> Tensor:
+    """Of the response tokens of a run."""
+    assert batch.old_log_probs is not None
+    mask = batch.response_mask[run]
+    return differences(picked(batch.rollout_log_probs[run], mask), picked(batch.old_log_probs[run], mask))
+
+
+def _runs_of_groups(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
+    """(version, finish reason) -> runs of tokens, prompts among them. Neighbours are one run."""
+    found: dict[tuple[int, str], list[slice]] = {}
+    borders, versions, prompts = batch.offsets.tolist(), batch.policy_versions.tolist(), prompt_lengths(batch).tolist()
+
+    def add(version: int, reason: str, start: int, stop: int) -> None:
+        runs = found.setdefault((version, reason), [])
+        if runs and runs[-1].stop == start:
+            start = runs.pop().start
+        if stop > start:
+            runs.append(slice(start, stop))
+
+    for i, reason in enumerate(batch.finish_reasons):
+        at, first = borders[i], borders[i] + prompts[i]
+        for version, begin, end in batch.version_spans[i] if batch.version_spans is not None else ():
+            add(versions[i], reason, at, first + begin)
+            add(version, reason, first + begin, first + end)
+            at = first + end
+        add(versions[i], reason, at, borders[i + 1])
+    return found
+
+
+def _worst_places(batch: TrainBatch) -> list[tuple[int, int]]:
+    """(token, its sample). The samples of a group often begin alike: a token is taken once, however many have it after
+    the same text."""
     assert batch.old_log_probs is not None
     places = worst_tokens(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask, NUM_WORST * OVERSAMPLING)
-    found: dict[tuple[int, ...], int] = {}
-    for t in places.tolist():
-        found.setdefault(tuple(batch.token_ids[batch.offsets[owners_T[t]] : t + 1].tolist()), t)
+    owners = torch.searchsorted(batch.offsets, places, right=True) - 1
+    found: dict[bytes, tuple[int, int]] = {}
+    for t, sample in zip(places.tolist(), owners.tolist(), strict=True):
+        found.setdefault(batch.token_ids[batch.offsets[sample] : t + 1].numpy().tobytes(), (t, sample))
     return list(found.values())[:NUM_WORST]
 
 
-def _worst_token(
-    batch: TrainBatch, differences_T: Tensor, t: int, sample: int, version: int, spell: Callable[[Sequence[int]], str]
-) -> WorstToken:
+def _worst_token(batch: TrainBatch, t: int, sample: int, spell: Callable[[Sequence[int]], str]) -> WorstToken:
     assert batch.old_log_probs is not None
+    trainer, engine = batch.old_log_probs[t], batch.rollout_log_probs[t]
     start = int(batch.offsets[sample])
     before = batch.token_ids[max(start, t - CONTEXT_TOKENS) : t].tolist()
     return WorstToken(
         token=spell([int(batch.token_ids[t])]),
         token_id=int(batch.token_ids[t]),
         position=int(batch.response_mask[start:t].sum()),
-        trainer=batch.old_log_probs[t].item(),
-        engine=batch.rollout_log_probs[t].item(),
-        difference=differences_T[t].item(),
+        trainer=trainer.item(),
+        engine=engine.item(),
+        difference=differences(engine, trainer).item(),
         context=spell(before)[-CONTEXT_CHARACTERS:],
         sample_id=int(batch.sample_ids[sample]),
-        policy_version=version,
+        policy_version=int(token_versions(select(batch, [sample]))[t - start]),
         finish_reason=batch.finish_reasons[sample],
     )

@@ -93,6 +93,11 @@ actor/entropy | nats | mean | {TOKENS} | entropy of the policy before the update
 <role>/num_optimizer_steps | count | count | {STEP} | optimizer steps, with those that were skipped
 <role>/num_skipped_steps | count | count | {STEP} - | optimizer steps skipped on all ranks for a number that is not
   finite
+actor/router_changed_share | share | mean | {MADE_STEPS} - | of tokens and layers with a replayed route, those whose
+  router would now pick other experts
+actor/router_load_max_over_mean | 1 | mean | {MADE_STEPS} - | tokens of the most loaded expert over the mean of its
+  layer, in the layer where that is most; where routing is replayed
+actor/router_unrouted_share | share | mean | {MADE_STEPS} - | of tokens and layers, those without a route to replay
 <role>/z_loss | 1 | mean | {MADE_STEPS} | z loss of the routers without its weight, mean of the layers with experts
 training/global_step | count | last | {STEP} | number of the step, from 1
 training/epoch | 1 | last | {STEP} | place in the stream of the last prompt that was trained on, over the number of
@@ -133,7 +138,7 @@ val/<source>/num_masked | count | count | an evaluation - | samples left out bec
   computed
 val/<source>/response_length | tokens | mean | held-out samples of a set | response length
 # Supervised and preference training
-sft/loss | nats | mean | a step - | what the step made smaller: supervised or preference loss, with the samples' weights
+sft/loss | nats | mean | a step - | what the step made smaller: the loss of the job, with the samples' weights
 sft/num_samples | count | count | {STEP} | samples, or pairs, that trained
 sft/num_trained_tokens | tokens | count | {STEP} | tokens that the loss is on
 rewards/chosen | 1 | mean | pairs of a step + | implicit reward of the better answer
@@ -189,6 +194,7 @@ timing_per_token_ms/gen | ms | ratio | {STEP} - | stage generate, a response tok
 timing_per_token_ms/adv | ms | ratio | {STEP} - | stage advantages, a token
 timing_per_token_ms/old_log_prob | ms | ratio | {STEP} - | the actor's log-probs, a token
 timing_per_token_ms/ref | ms | ratio | {STEP} - | the reference's log-probs, a token
+timing_per_token_ms/reward_model | ms | ratio | {STEP} - | the scores of the reward model on the hosts, a token
 timing_per_token_ms/values | ms | ratio | {STEP} - | the critic's values, a token
 timing_per_token_ms/update_actor | ms | ratio | {STEP} - | all epochs of the actor, a token of the step
 timing_per_token_ms/update_critic | ms | ratio | {STEP} - | all epochs of the critic, a token of the step

@@ -150,6 +150,7 @@ CALLS = {  # the field's name -> the call to the hosts that is meant
     "old_log_prob": "actor.log_probs",
     "ref": "reference.log_probs",
     "values": "critic.values",
+    "reward_model": "reward_model.values",
     "update_actor": "actor.update",
     "update_critic": "critic.update",
 }

@@ -13,6 +13,7 @@ from rlhf_megatron.observe.line_file import write_whole
 from rlhf_megatron.observe.report.catalogue import SECTIONS
 from rlhf_megatron.observe.report.charts import Chart, Series, section_charts
 from rlhf_megatron.observe.report.compare import compare_charts, compare_page, group_runs
+from rlhf_megatron.observe.report.differences import as_html, differences, told
 from rlhf_megatron.observe.report.facts import status
 from rlhf_megatron.observe.report.files import RunFiles, read_run
 from rlhf_megatron.observe.report.page import run_page
@@ -27,26 +28,35 @@ class Written:
     pictures: tuple[str, ...] | None  # file names beside the page; None: matplotlib is not installed
     notes: tuple[str, ...]  # what was left out of the files of the runs
     states: tuple[str, ...]  # how each run ended
+    is_final: bool = True  # no run goes on
+    differences: tuple[str, ...] = ()  # of two runs, in words
 
 
-def write_report(run_dirs: Sequence[Path], out: Path | None) -> Written:
+def write_report(run_dirs: Sequence[Path], out: Path | None, reload_s: int | None = None) -> Written:
     """`out`: the directory, made where it is not there; None: report/ in the (first) run directory.
+
+    `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
 
     Raises ValueError for a directory that is no run, or an `out` that cannot be written.
     """
     runs = [read_run(path) for path in run_dirs]
     is_single = len(runs) == 1
+    found = [status(run) for run in runs]
+    is_final = not any(each.word == "running" for each in found)
+    reload_s = None if is_final else reload_s
     out = out or run_dirs[0] / ("report" if is_single else "report-compare")
     try:
         out.mkdir(parents=True, exist_ok=True)
         names = draw_pictures(out, runs)
-        html = run_page(runs[0], names) if is_single else compare_page(runs, names)
+        two = differences(*runs) if len(runs) == 2 else None
+        what_differs = "" if two is None else as_html(two, [run.path.resolve().name for run in runs])
+        html = run_page(runs[0], names, reload_s) if is_single else compare_page(runs, names, reload_s, what_differs)
         write_whole(out / PAGE, html.encode())
     except OSError as error:
         raise ValueError(f"cannot write the report to {out}: {error.strerror}; choose a directory by --out.") from error
     notes = [note if is_single else f"{run.path}: {note}" for run in runs for note in run.notes]
-    states = tuple(f"{run.path.resolve().name}: {status(run).text}" for run in runs)
-    return Written(out / PAGE, names, tuple(notes), states)
+    states = tuple(f"{run.path.resolve().name}: {each.text}" for run, each in zip(runs, found))
+    return Written(out / PAGE, names, tuple(notes), states, is_final, () if two is None else tuple(told(two)))
 
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#6b7280")  # as in report.css

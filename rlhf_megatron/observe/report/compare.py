@@ -113,11 +113,17 @@ BAND_NOTE = (
 )
 
 
-def compare_page(runs: Sequence[RunFiles], pictures: Sequence[str] | None) -> str:
-    """One self-contained HTML file for at least two runs."""
+def compare_page(
+    runs: Sequence[RunFiles], pictures: Sequence[str] | None, reload_s: int | None = None, what_differs: str = ""
+) -> str:
+    """One self-contained HTML file for at least two runs. `pictures`, `reload_s`: as of `run_page`.
+
+    `what_differs`: HTML of the section on two runs (differences.as_html).
+    """
     groups = group_runs(runs)
     payload = Payload()
-    sections = [("runs", "Runs", _runs(groups))]
+    sections = [("differences", "What differs", what_differs)] if what_differs else []
+    sections.append(("runs", "Runs", _runs(groups)))
     for section in SECTIONS:
         charts = compare_charts(groups, section.name)
         for chart in charts:
@@ -126,7 +132,8 @@ def compare_page(runs: Sequence[RunFiles], pictures: Sequence[str] | None) -> st
             sections.append((section.name, section.title, html.grid(charts)))
     title = " · ".join(group.label for group in groups)
     notes = [f"{run.path.resolve().name}: {note}" for run in runs for note in run.notes]
-    return document(title, _head(groups, title), sections, payload, footer(notes, pictures))
+    differing = "" if what_differs else _differences(groups)
+    return document(title, _head(groups, title, differing), sections, payload, footer(notes, pictures), reload_s)
 
 
 def compare_charts(groups: Sequence[Group], section: str) -> list[Chart]:
@@ -181,13 +188,13 @@ def mean_series(of_runs: Sequence[Series]) -> Series:
     return replace(of_runs[0], steps=tuple(steps), values=tuple(values), low=tuple(low), high=tuple(high))
 
 
-def _head(groups: Sequence[Group], title: str) -> str:
+def _head(groups: Sequence[Group], title: str, differing: str) -> str:
     num_runs = sum(len(group.runs) for group in groups)
     about = f"{num_runs} runs, {html.count(len(groups), 'configuration')}"
     legend = f" {html.text(BAND_NOTE)}" if any(len(group.runs) > 1 for group in groups) else ""
     return (
         f'<div class="title"><h1>{html.text(title)}</h1></div><p class="muted">{html.text(about)}. Samples, timelines'
-        f" and histograms are on the page of each run.{legend}</p>{_results(groups)}{_differences(groups)}"
+        f" and histograms are on the page of each run.{legend}</p>{_results(groups)}{differing}"
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import LOCK, LOCK_FILE
 from rlhf_megatron.config.source import parse, plain
 from rlhf_megatron.observe.line_file import read_attempts
 
@@ -137,6 +138,7 @@ class RunFiles:
     attempts: tuple[Mapping[str, Any], ...] = ()  # lines of attempts.jsonl
     notes: tuple[str, ...] = ()  # what was left out of which file
     absent: Mapping[str, str] = field(default_factory=dict)  # file name -> why there is nothing from it
+    lock: Mapping[str, Any] = field(default_factory=dict)  # the section `lock` of its lock file
 
 
 def read_run(path: Path) -> RunFiles:
@@ -166,6 +168,7 @@ def read_run(path: Path) -> RunFiles:
         age_s=max(0.0, time.time() - (path / METRICS).stat().st_mtime),
         notes=tuple(reader.notes),
         absent=reader.absent,
+        lock=reader.lock(),
     )
 
 
@@ -251,6 +254,16 @@ class _Reader:
             self.notes.append(f"{name}: not a JSON object; left out")
             self.absent[name] = f"{name} cannot be read"
             return None
+
+    def lock(self) -> Mapping[str, Any]:
+        """{} where there is none: of an older run."""
+        path = self.path / LOCK_FILE
+        try:
+            found = plain(parse(path.read_text(encoding="utf-8"), LOCK_FILE, 0))
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return {}
+        lock = found.get(LOCK) if isinstance(found, dict) else None
+        return lock if isinstance(lock, dict) else {}
 
     def config(self, text: str) -> Mapping[str, Any] | None:
         if CONFIG in self.absent:

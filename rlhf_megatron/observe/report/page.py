@@ -41,15 +41,20 @@ def asset(name: str) -> str:
     return files("rlhf_megatron.observe.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def run_page(run: RunFiles, pictures: Sequence[str] | None) -> str:
-    """The page of one run. `pictures`: file names of the PNGs beside it; None: matplotlib is not installed."""
+def run_page(run: RunFiles, pictures: Sequence[str] | None, reload_s: int | None = None) -> str:
+    """The page of one run. `pictures`: file names of the PNGs beside it; None: matplotlib is not installed.
+
+    `reload_s`: seconds after which a browser reads it again.
+    """
     payload = Payload()
     sections = all_sections(run, payload)
     name = run.path.resolve().name
-    return document(name, head(run, name), sections, payload, footer(run.notes, pictures))
+    return document(name, head(run, name), sections, payload, footer(run.notes, pictures), reload_s)
 
 
-def document(title: str, header: str, sections: Sequence[Section], payload: Payload, foot: str) -> str:
+def document(
+    title: str, header: str, sections: Sequence[Section], payload: Payload, foot: str, reload_s: int | None = None
+) -> str:
     """One self-contained HTML file. The policy lets run only the page's own script, and lets nothing be fetched."""
     script = "\n".join(asset(name).removeprefix('"use strict";\n') for name in SCRIPTS)
     script = f'"use strict";\n{script}'
@@ -57,12 +62,13 @@ def document(title: str, header: str, sections: Sequence[Section], payload: Payl
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     links = "".join(f'<a href="#{name}">{html.text(SHORT.get(name, title))}</a>' for name, title, _ in sections)
     body = "\n".join(html.section(*section) for section in sections)
+    reload = "" if reload_s is None else f'<meta http-equiv="refresh" content="{reload_s}">\n'
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
+{reload}<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="rlhf-megatron {html.text(__version__)}">
 <title>{html.text(title)} – training report</title>
 <link rel="icon" href="data:,">

@@ -63,7 +63,7 @@ def all_sections(run: RunFiles, payload: Payload) -> list[tuple[str, str, str]]:
         "other": _other,
     }
     found = []
-    for name in ORDER_OF_SFT if setting(run, "job") == "sft" else ORDER:
+    for name in ORDER_OF_SFT if setting(run, "job") in ("sft", "reward-model") else ORDER:
         body = writers[name](run, payload) if name in writers else _charts(run, payload, name)
         found.append((name, TITLES[name], body or html.missing(_no_steps(run))))
     return found

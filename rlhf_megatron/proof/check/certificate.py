@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
     return {
         "verdict": c.verdict,
         **{name: getattr(c, name) for name in as_they_are},
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "system": platform.platform()},
         "versions": versions(PACKAGES),
         "memory": {

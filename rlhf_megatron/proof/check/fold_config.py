@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_megatron.config import schema
 from rlhf_megatron.config.rules.experts import KEYS
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.rules.stages import num_chunks
 from rlhf_megatron.models.families.base import family_for
 from rlhf_megatron.proof.check.fold_layout import Folded
 
@@ -254,11 +255,6 @@ def fold_recompute(
     is_every_layer = count * num_chunks(true) >= num_layers
     few = 1 if true.recompute_method == "block" and not is_every_layer else min(count, 2)
     return replace(folded, recompute_num_layers=min(few, layers_per_chunk(true, num_layers, num_chunks(folded))))
-
-
-def num_chunks(megatron: schema.MegatronConfig) -> int:
-    """Model chunks of all stages: stages x virtual stages."""
-    return megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
 
 
 def layers_per_chunk(true: schema.MegatronConfig, num_layers: int, small_chunks: int) -> int:

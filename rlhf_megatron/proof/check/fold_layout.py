@@ -147,7 +147,7 @@ def _folded_pool(
         for axis, key in axes.items()
         if getattr(megatron, key) != getattr(true, key)
     ]
-    told = [key for key in FIRST_LAST if getattr(megatron, key) is not None]
+    told = [key for key in (*FIRST_LAST, "pipeline_model_parallel_layout") if getattr(megatron, key) is not None]
     if told:
         differences.append(f"{' and '.join(told)} off: all stages have as many layers")
     for key in told:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
-from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
+from rlhf_megatron.config.rules.run import (
+    actor_ranks,
+    critic_ranks,
+    has_critic,
+    needs_reference,
+    reward_model_ranks,
+)
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, RunConfig
 from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
 from rlhf_megatron.models.families.base import padded_vocab_size, table_for
@@ -46,12 +52,15 @@ class Memory:
     head: HeadMemory | None  # of the actor's last stage in an update; None: the reference backend makes all logits
     activations: tuple[int, ...]  # that a rank's layers keep in an update, by stage of the actor
     critic_activations: tuple[int, ...]
+    reward_model: tuple[int, ...] = ()  # of a reward model on the actor's ranks, or its own; by stage, bytes a rank
+    has_reward_model_here: bool = False  # on the actor's ranks, and on the device between its passes
 
     def peak(self, stage: int) -> int:
         """Bytes of an actor's rank in an update: all of its models' states, and what the update needs beside them."""
         has_critic = bool(self.critic) and not self.has_critic_pool
         states = max(self.stages[stage].totals) + (max(self.critic[stage].totals) if has_critic else 0)
         states += self.reference[stage] if self.reference and not self.is_reference_on_host else 0
+        states += self.reward_model[stage] if self.has_reward_model_here else 0
         of_head = self.head.peak if self.head is not None and stage == len(self.stages) - 1 else 0
         return states + max(self.activations[stage] + of_head, self.critic_activations[stage] if has_critic else 0)
 
@@ -97,7 +106,20 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
     if critic:
         tokens = config.critic.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
         of_critic = _activations(Trained(critic_config, dtype, tokens, "value"), *layout)
-    return Memory(stages, critic, has_critic_pool, reference, is_on_host, traffic, head, activations, of_critic)
+    judge, is_here = _reward_model(config, dtype)
+    return Memory(
+        stages, critic, has_critic_pool, reference, is_on_host, traffic, head, activations, of_critic, judge, is_here
+    )
+
+
+def _reward_model(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
+    """(bytes a rank by stage, whether they stay on the actor's ranks). Nothing of one that cannot be read."""
+    chosen, num_ranks = config.reward_model, reward_model_ranks(config)
+    if chosen.path is None or not (Path(chosen.path) / "config.json").is_file():
+        return (), False
+    layout = (chosen.megatron, num_ranks) if num_ranks else (config.actor.megatron, actor_ranks(config))
+    stages = plan_memory(read_hf_config(Path(chosen.path)), *layout, dtype, "value")
+    return tuple(stage.reference for stage in stages), not num_ranks and not chosen.param_offload
 
 
 def _activations(model: Trained, megatron: MegatronConfig, num_ranks: int) -> tuple[int, ...]:
@@ -158,6 +180,8 @@ def notes(memory: Memory) -> list[str]:
     """Explain the columns."""
     unit = _unit(memory)
     lines = [f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments."]
+    if any(stage.is_optimizer_on_host for stage in (*memory.stages, *memory.critic)):
+        lines.append("Main parameters and moments under optimizer_cpu_offload are in host memory, not in `a rank`.")
     every = [f"{_range(totals, unit)} {unit} {where}" for where, totals in _by_rank(memory)]
     ranks = sum(stage.num_ranks for stage in (*memory.stages, *(memory.critic if memory.has_critic_pool else ())))
     lines.append(f"{'; '.join(every)}; {_text(memory.total, unit)} {unit} on {ranks} ranks.")
@@ -178,6 +202,9 @@ def notes(memory: Memory) -> list[str]:
     if memory.reference:
         where = "in host memory, and on the device while it is used" if memory.is_reference_on_host else "on the device"
         lines.append(f"`reference`: the frozen reference model, {where}; beside `a rank`.")
+    if memory.reward_model:
+        sizes = _range(memory.reward_model, unit)
+        lines.append(f"The reward model's parameters: {sizes} {unit} on a rank of its pool; beside `a rank`.")
     return [*lines, NOT_INCLUDED]
 
 

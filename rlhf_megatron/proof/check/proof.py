@@ -24,7 +24,7 @@ from rlhf_megatron.checkpoint.source import WeightSource, random_source
 from rlhf_megatron.checkpoint.value_model import value_model_config, with_value_head
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.rules.run import has_critic, megatron_sections, needs_reference
+from rlhf_megatron.config.rules.run import has_critic, learning_sections, needs_reference
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.tokenizer import write_character_tokenizer
@@ -93,7 +93,7 @@ def prove(config: RunConfig, models: Models, layouts: tuple[Folded, ...], direct
 
     A run that fails is a problem of its layout; when the run on one rank fails, the first layout has the problem.
     """
-    trues = [megatron for _, megatron, _ in megatron_sections(config)]
+    trues = [megatron for _, megatron, _ in learning_sections(config)]
     tiny = fold_models(trues, models, layouts, has_critic(config) and config.critic.path is not None)
     layouts = tuple(_with_recompute(folded, trues, models) for folded in layouts)
     runs = _Runs(config, tiny, directory, progress)

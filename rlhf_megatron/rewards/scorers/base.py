@@ -6,7 +6,8 @@
 Aborted samples are masked before a reward sees them. A reward that may be slow, or that runs a user's code, is
 registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is killed when it takes too long. Params
 with a method `prepare()` have it called once in that process, before anything is scored. Params of a term that acts on
-long responses only may have `acts_from`, in tokens: a run whose responses are all shorter is refused.
+long responses only may have `acts_from`, in tokens: a run whose responses are all shorter is refused. Params with
+`needs_s` refuse a `reward.timeout_s` of fewer seconds.
 
 A status says who is to blame for a missing score. What the policy can have caused scores 0 and trains; what it cannot
 have caused is masked: the sample is left out of its group's statistics and trains nothing.
@@ -38,8 +39,8 @@ class BadResultError(ValueError):
 class Prepared(Protocol):
     """Params that import or load something before the first sample."""
 
-    def prepare(self) -> None:
-        """Called in the process that scores. Raises ValueError for what a user can mend."""
+    def prepare(self) -> str | None:
+        """Called in the process that scores; what it returns is printed. Raises ValueError for what a user can mend."""
 
 
 @runtime_checkable
@@ -55,6 +56,13 @@ class Keyed(Protocol):
 
     def key(self, sample: RewardSample) -> str:
         """Samples of one key have one result: it is computed once a call."""
+
+
+@runtime_checkable
+class Waiting(Protocol):
+    """Params of a reward that may ask a server."""
+
+    waits_s: float | None  # seconds for one sample, over which it is masked; null: as other rewards
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.rewards.scorers.base import TIMEOUT, RewardResult, masked
-from rlhf_megatron.rewards.service.processes import POLL_S, Ended, TemplateProcess, Worker
+from rlhf_megatron.rewards.service.processes import Ended, TemplateProcess, Worker
 from rlhf_megatron.rewards.service.wire import Task
+from rlhf_megatron.rewards.stopwatch import POLL_S
 
 MAX_CHUNK = 16  # tasks that a worker is given at once
 CHUNKS_PER_WORKER = 4  # as long as there are enough tasks
@@ -28,12 +29,19 @@ MAX_LOG_BYTES = 1 << 24
 
 
 class WorkerPool:
-    """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position."""
+    """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position. `waits_s`: of each the
+    seconds that a sample may wait for a server, which are not the policy's doing; None: it waits for none."""
 
     def __init__(
-        self, rewards: Sequence[Mapping[str, Any]], num_workers: int, timeout_s: float, log: Path | None
+        self,
+        rewards: Sequence[Mapping[str, Any]],
+        num_workers: int,
+        timeout_s: float,
+        log: Path | None,
+        waits_s: Sequence[float | None] = (),
     ) -> None:
         self.rewards = rewards
+        self.waits_s = waits_s or [None] * len(rewards)
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.log = log
@@ -237,7 +245,12 @@ class _Batch:
             took = time.monotonic() - worker.started_at
             if not worker.in_hand or not worker.is_connected or took < POLL_S:
                 continue
-            if (counted := worker.stopwatch.look()) > limit:
+            waits_s = self.pool.waits_s[self.tasks[worker.in_hand[0]].component]
+            if waits_s is not None:
+                if took < waits_s:
+                    continue
+                verdict = masked("endpoint", f"After {took:.0f} s a server had not answered.")
+            elif (counted := worker.stopwatch.look()) > limit:
                 verdict = RewardResult(0.0, TIMEOUT)
             elif took > OVERLOAD * limit:
                 verdict = masked(

@@ -1,12 +1,10 @@
-"""The processes behind a pool, as the controller sees them: one template, and the workers that it forks.
-
-Also: How long a process has been at a sample, where time that the machine kept it waiting does not count.
-"""
+"""The processes behind a pool, as the controller sees them: one template, and the workers that it forks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -16,64 +14,16 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.plugins import loaded
 from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, Lines, Reply, Task, decode_reply, encode, encode_tasks
+from rlhf_megatron.rewards.stopwatch import Stopwatch
 
-POLL_S = 0.05  # between two looks
-MAX_COUNTED_S = 2 * POLL_S  # of the time since the last look: the one who looks was kept waiting himself
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-AWAKE = b"RD"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
-
-
-@dataclass
-class Stopwatch:
-    """Counts the seconds of one process that are not spent waiting for a CPU. The first look starts it."""
-
-    pid: int
-    counted_s: float = 0.0
-    _looked_at: float | None = None
-    _cpu_s: float = 0.0
-
-    def reset(self) -> None:
-        self.counted_s, self._looked_at = 0.0, None
-
-    def look(self) -> float:
-        """Return the seconds that count so far. Call it every POLL_S."""
-        now = time.monotonic()
-        seen = list(_tree(self.pid))
-        cpu_s = sum(seconds for _, seconds in seen)
-        if self._looked_at is not None:
-            used = max(0.0, cpu_s - self._cpu_s)  # a child that ended takes its time with it
-            asleep = 0.0 if any(state in AWAKE for state, _ in seen) else min(now - self._looked_at, MAX_COUNTED_S)
-            self.counted_s += max(used, asleep)
-        self._looked_at, self._cpu_s = now, cpu_s
-        return self.counted_s
-
-
-def _tree(pid: int) -> Iterator[tuple[bytes, float]]:
-    """(state, CPU seconds) of each thread of a process and of its children. Nothing where there is no /proc."""
-    folder = f"/proc/{pid}/task"
-    try:
-        threads = os.listdir(folder)
-    except OSError:
-        return
-    for thread in threads:
-        try:
-            with open(f"{folder}/{thread}/stat", "rb") as file:
-                values = file.read().rpartition(b")")[2].split()
-            with open(f"{folder}/{thread}/children", "rb") as file:
-                children = file.read().split()
-        except OSError:
-            continue  # it has ended meanwhile
-        yield values[0], (int(values[11]) + int(values[12])) / TICKS_PER_S
-        for child in children:
-            yield from _tree(int(child))
-
-
+logger = logging.getLogger(__name__)
 STARTUP_S = 300.0  # for imports
 SEND_S = 30.0  # a worker that reads nothing for so long is broken
 STOP_S = 5.0
@@ -120,7 +70,8 @@ class Worker:
         self.in_hand.extend(tasks)
         self.is_used = True
         self.begin()
-        self.connection.sendall(data[num_sent:])
+        if num_sent < len(data):  # sending nothing fails, too, where the task has ended the worker already
+            self.connection.sendall(data[num_sent:])
 
     def replies(self) -> Iterator[Reply]:
         """What one read completes: each to the task that it works at, which is done then.
@@ -143,6 +94,11 @@ class Ended:
 
     pid: int
     code: int  # negative: the signal that ended it
+
+
+@cache
+def print_once(note: str) -> None:
+    logger.warning(note)
 
 
 class TemplateProcess:
@@ -194,6 +150,8 @@ class TemplateProcess:
         if "ready" not in message:
             code = self._process.wait(STOP_S)
             raise ValueError(f"the process that loads the rewards ended with code {code}{self._tail()}")
+        for note in message["notes"]:
+            print_once(note)
 
     def fork(self, count: int) -> None:
         """Ask for new workers; `read` returns a `Worker` for each."""

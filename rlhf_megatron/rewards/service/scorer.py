@@ -14,7 +14,7 @@ from types import TracebackType
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.data import unknown_sources
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.rewards.scorers.base import MASKED, Keyed, RewardResult, RewardSample, is_masked, masked
+from rlhf_megatron.rewards.scorers.base import MASKED, Keyed, RewardResult, RewardSample, Waiting, is_masked, masked
 from rlhf_megatron.rewards.service.components import Component, Components, combine, load_components
 from rlhf_megatron.rewards.service.pool import WorkerPool
 from rlhf_megatron.rewards.service.wire import Task
@@ -136,7 +136,8 @@ def _in_processes(components: Components) -> list[Component]:
 
 def _worker_pool(remote: Sequence[Component], config: RewardConfig, log: Path | None) -> WorkerPool:
     named = [{"name": c.entry.name, "params": c.written, "key": c.key} for c in remote]
-    return WorkerPool(named, config.num_workers, config.timeout_s, log)
+    waits_s = [c.params.waits_s if isinstance(c.params, Waiting) else None for c in remote]
+    return WorkerPool(named, config.num_workers, config.timeout_s, log, waits_s)
 
 
 def make_scorer(config: RewardConfig, log: Path) -> Scorer:

@@ -19,12 +19,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.plugins import load_plugins
+from rlhf_megatron.rewards.process_tree import children
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.base import Prepared
 from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, encode
@@ -41,15 +41,17 @@ from rlhf_megatron.rewards.service.worker import (
 MAX_PROBLEM_CHARS = 4000
 
 
-def load(named: Sequence[Mapping[str, Any]]) -> tuple[list[LoadedReward], list[str]]:
-    """Return the prepared rewards, and what is wrong with them."""
-    loaded, problems = [], []
+def load(named: Sequence[Mapping[str, Any]]) -> tuple[list[LoadedReward], list[str], list[str]]:
+    """Return the prepared rewards, what is wrong with them, and what they have to say."""
+    loaded: list[LoadedReward] = []
+    problems: list[str] = []
+    notes: list[str] = []
     for one in named:
         entry = REWARDS.get(one["name"])
         try:
             params = params_from_mapping(entry.params, one["params"], f"{one['key']}.params") if entry.params else None
-            if isinstance(params, Prepared):
-                params.prepare()
+            note = params.prepare() if isinstance(params, Prepared) else None
+            notes += [note] if note else []
             loaded.append(LoadedReward(entry.build, params))
         except ConfigError as error:
             problems += error.problems
@@ -57,7 +59,7 @@ def load(named: Sequence[Mapping[str, Any]]) -> tuple[list[LoadedReward], list[s
             problems.append(f"{one['key']}.params: {error}")
         except (Exception, SystemExit) as error:  # somebody else's module
             problems.append(f"{one['key']} ({one['name']}) cannot be loaded:\n{end_of_traceback(error)}")
-    return loaded, problems
+    return loaded, problems, notes
 
 
 class Template:
@@ -151,9 +153,9 @@ class Template:
         for pid in self.workers:
             self._kill(pid)
         with contextlib.suppress(OSError):  # none is left; or there is no /proc
-            while True:
-                for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-                    os.kill(int(child), signal.SIGKILL)
+            while found := children(os.getpid()):
+                for child in found:
+                    os.kill(child, signal.SIGKILL)
                 os.waitpid(-1, 0)
 
 
@@ -166,14 +168,14 @@ def main() -> None:
     control = socket.socket(fileno=control_fd)
     message = json.loads(control.recv(CONTROL_BYTES))
     load_plugins(message["plugins"])  # the controller has run them too, so they can be
-    rewards, problems = load(message["rewards"])
+    rewards, problems, notes = load(message["rewards"])
     if problems:
         control.send(encode({"problems": [problem[:MAX_PROBLEM_CHARS] for problem in problems[:8]]}))
         return
     gc.collect()
     gc.freeze()  # keeps the memory that workers share from being copied for nothing
     sys.stdout.flush()
-    control.send(encode({"ready": True}))
+    control.send(encode({"ready": True, "notes": notes}))
     Template(rewards, control).run()
 
 

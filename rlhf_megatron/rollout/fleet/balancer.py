@@ -5,18 +5,17 @@ The requests of a generate call are cut into pieces by the configuration alone, 
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhf_megatron.rollout.engine import Engine, EngineError, GenerateRequest, Groups
 from rlhf_megatron.rollout.fleet.supervisor import Member
 from rlhf_megatron.rollout.sizes import CHUNKS_IN_FLIGHT, OVERFILL, cut_sizes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Chunk:
     """Neighbouring groups that travel together."""
 
@@ -63,13 +62,13 @@ def unknown_runs(start: int, count: int, known: Container[int]) -> Iterator[rang
 _MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Sent:
     """A piece of work on its way, and to whom."""
 
     chunk: Chunk
     name: str  # of the engine or router, in messages
-    generate: Callable[..., Groups]  # as `Engine.generate`
+    generate: Callable[..., Coroutine[Any, Any, Groups]]  # as `Engine.generate_async`
     member: Member | None  # None: any of those that serve, as a router picks
     engine: Engine | None  # of `member` then: a restart changes it
 
@@ -83,25 +82,26 @@ class Load:
     """Counts pieces and samples on their way to each engine. Open pieces, a session's, are counted apart: they fill the
     engines whatever a `generate` asks for, so neither is held up by the limits of the other."""
 
-    def __init__(self, running: Iterable[Sent] = ()) -> None:
+    def __init__(self) -> None:
         self._pieces: Counter[tuple[Member | None, bool]] = Counter()
         self._samples: Counter[tuple[Member | None, bool]] = Counter()
-        for sent in running:
-            self.add(sent)
 
-    def add(self, sent: Sent) -> None:
+    def add(self, sent: Sent, times: int = 1) -> None:
+        """`times`: -1 where it is on its way no more."""
         key = (sent.member, sent.chunk.is_open)
-        self._pieces[key] += 1
-        self._samples[key] += sent.chunk.num_samples
+        self._pieces[key] += times
+        self._samples[key] += times * sent.chunk.num_samples
+
+    def __add__(self, other: Load) -> Load:
+        both = Load()
+        both._pieces, both._samples = self._pieces + other._pieces, self._samples + other._samples
+        return both
 
     def pieces(self, member: Member | None, is_open: bool) -> int:
         return self._pieces[member, is_open]
 
     def samples(self, member: Member | None, is_open: bool) -> int:
         return self._samples[member, is_open]
-
-    def all_pieces(self, is_open: bool) -> int:
-        return sum(count for (_, of_open), count in self._pieces.items() if of_open == is_open)
 
     def all_samples(self, member: Member | None) -> int:
         return self.samples(member, True) + self.samples(member, False)
@@ -130,9 +130,6 @@ class LeastOutstanding:
     """Each piece to the engine with the fewest outstanding samples, and a piece that failed to another engine where
     there is one. An engine has two pieces of a `generate` at once; of a session as many as keep it full."""
 
-    def __init__(self) -> None:
-        self.max_calls = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of a session: each has a connection
-
     def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
         return cut(requests, num_engines, is_closed)
 
@@ -141,10 +138,9 @@ class LeastOutstanding:
         member = min(fresh, key=load.all_samples)
         if chunk.is_open:
             is_full = load.samples(member, True) >= samples_in_flight(member)
-            is_full = is_full or load.all_pieces(True) >= self.max_calls
         else:
             is_full = load.pieces(member, False) >= CHUNKS_IN_FLIGHT
-        return None if is_full else Sent(chunk, member.name, member.engine.generate, member, member.engine)
+        return None if is_full else Sent(chunk, member.name, member.engine.generate_async, member, member.engine)
 
     def blames_itself(self, error: EngineError) -> bool:
         return False

@@ -1,18 +1,21 @@
-"""Calls to engines: a thread each, a record of the last ones for the report on a run that hangs, and the lock of
-the one thread that may change what a fleet knows of its engines."""
+"""Calls to engines: those that generate in one event loop, each other verb in a thread. Also a record of the last ones
+for the report on a run that hangs, and the lock of the one thread that may change what a fleet knows of its engines."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from rlhf_megatron.rollout import http
 
 T = TypeVar("T")
 
@@ -29,15 +32,22 @@ def sample_names(name: str) -> list[str]:
     return [f"{name}-{index}" for index in range(int(name.rsplit("-", 1)[1]))]
 
 
-@dataclass
+@dataclass(slots=True)
 class EngineCall:
-    """One call. `seconds` is None while it runs."""
+    """One call, a context manager around it. `seconds` is None while it runs."""
 
     start: float  # time.monotonic()
     engine: str
     verb: str
     seconds: float | None = None
     error: str = ""  # what it raised
+
+    def __enter__(self) -> EngineCall:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.seconds = time.monotonic() - self.start
+        self.error = f"{type(error).__name__}: {error}" if error else ""
 
     def __str__(self) -> str:
         ago = time.monotonic() - self.start
@@ -59,24 +69,32 @@ class EngineCalls:
 
         def run() -> None:
             try:
-                future.set_result(self.record(engine, verb, function))
+                with self.recorded(engine, verb):
+                    result = function()
+                future.set_result(result)
             except BaseException as error:  # goes to who reads the future
                 future.set_exception(error)
 
         threading.Thread(target=run, name=f"{engine}-{verb}-{next(self._numbers)}", daemon=True).start()
         return future
 
-    def record(self, engine: str, verb: str, function: Callable[[], T]) -> T:
-        """Run `function` in this thread."""
+    def start_async(
+        self, engine: str, verb: str, work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]
+    ) -> None:
+        """Run `work` in the loop of `rollout.http`, without a thread of its own. The loop calls `ended`."""
+        call = self.recorded(engine, verb)
+
+        async def run() -> T:
+            with call:
+                return await work
+
+        http.spawn(run(), ended)
+
+    def recorded(self, engine: str, verb: str) -> EngineCall:
+        """Return a call that is over at the end of a `with` block."""
         call = EngineCall(time.monotonic(), engine, verb)
         self._calls.append(call)
-        try:
-            return function()
-        except BaseException as error:
-            call.error = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            call.seconds = time.monotonic() - call.start
+        return call
 
     def last(self) -> list[EngineCall]:
         """The newest calls, oldest first."""

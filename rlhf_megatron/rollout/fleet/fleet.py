@@ -27,7 +27,7 @@ from rlhf_megatron.rollout.fleet.balancer import (
     Balancer,
     Chunk,
     LeastOutstanding,
-    Sent,
+    Load,
     unknown_runs,
     without_known,
 )
@@ -168,7 +168,7 @@ class EngineFleet:
         def forget() -> None:
             self._session = None
 
-        self._session = Session(self._means, lambda: self._work.sent if self._work else [], forget, keeps_failures)
+        self._session = Session(self._means, lambda: self._work.load if self._work else Load(), forget, keeps_failures)
         return self._session
 
     @contextmanager
@@ -296,10 +296,10 @@ class EngineFleet:
         with self._lock.taken():
             supervisor.advance(version)
             work.take_back()
-            others: Sequence[Sent] = ()
+            others = Load()
             if self._session is not None:
                 self._session.take_back()
-                others = self._session.sent
+                others = self._session.load
             supervisor.mend(version)
             work.dispatch(version, others)
         work.wait()

@@ -230,6 +230,10 @@ class Launch(Protocol):
     def log(self) -> Path: ...
 
     @property
+    def transfer_dir(self) -> Path:
+        """The directory through which its weights come."""
+
+    @property
     def process(self) -> Process | None:
         """None before `start`."""
 

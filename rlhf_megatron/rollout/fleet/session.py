@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rlhf_megatron.rollout.engine import EngineError, GenerateRequest, Groups
-from rlhf_megatron.rollout.fleet.balancer import Chunk, Sent
+from rlhf_megatron.rollout.fleet.balancer import Chunk, Load
 from rlhf_megatron.rollout.fleet.work import POLL_S, Generation, Means
 
 _PURPOSE = "session"
@@ -24,7 +24,7 @@ class Session:
     def __init__(
         self,
         means: Means,
-        others: Callable[[], Iterable[Sent]],
+        others: Callable[[], Load],
         on_close: Callable[[], None],
         keeps_failures: bool = False,
     ) -> None:
@@ -48,9 +48,9 @@ class Session:
         return len(self._chunks)
 
     @property
-    def sent(self) -> list[Sent]:
-        """Pieces on their way to engines. Only the thread that has the lock may read it."""
-        return self._work.sent
+    def load(self) -> Load:
+        """What is on its way to engines. Only the thread that has the lock may read it."""
+        return self._work.load
 
     def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
         """A piece of work: all its requests go to one engine, as soon as one has room. Does not wait.

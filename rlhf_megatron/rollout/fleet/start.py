@@ -11,10 +11,13 @@ from pathlib import Path
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.config.rules.run import actor_ranks
 from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.parallel.device import num_devices
+from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
+from rlhf_megatron.resharding.shards import num_copies
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, here
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
@@ -32,12 +35,15 @@ class EngineSetup:
     rollout: RolloutConfig
     model: ModelConfig
     trainer: TrainerConfig
-    num_senders: int  # ranks that send weights: one a pipeline stage
+    num_senders: int  # buffers of weights at once: one a pipeline stage, for each copy of it that serves engines
     num_tokens: int  # of the longest sample
 
     @classmethod
     def of(cls, config: RunConfig) -> EngineSetup:
-        num_senders = config.actor.megatron.pipeline_model_parallel_size
+        megatron, num_engines = config.actor.megatron, len(config.rollout.endpoints) or config.rollout.num_engines
+        pp = megatron.pipeline_model_parallel_size
+        copies = num_copies(layout_of(megatron, actor_ranks(config)))
+        num_senders = pp * max(1, min(copies, num_engines))
         num_tokens = config.data.max_prompt_length + config.data.max_response_length
         return cls(config.rollout, config.model, config.trainer, num_senders, num_tokens)
 

@@ -322,8 +322,10 @@ class Supervisor:
         """Weights again, verified. It serves only when it says that it has this version."""
         assert self.resync is not None
         try:
-            self._calls.record(member.name, "abort", member.engine.abort)  # requests that went to other engines
-            self._calls.record(member.name, f"resync to version {version}", partial(self.resync, [member.engine]))
+            with self._calls.recorded(member.name, "abort"):
+                member.engine.abort()  # requests that went to other engines
+            with self._calls.recorded(member.name, f"resync to version {version}"):
+                self.resync([member.engine])
             found = member.engine.version()
             if found != version:
                 raise EngineError(f"it serves version {found} after a sync to version {version}")

@@ -3,16 +3,20 @@ weights that the engines served."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import takewhile
 
+from rlhf_megatron.data.routes import remove_routes
 from rlhf_megatron.rollout.engine import (
+    Engine,
     EngineError,
     EngineRequestError,
     EngineStaleError,
@@ -32,7 +36,7 @@ _ABORT_S = 5.0
 _ALLOWANCE_S = 86400.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Call:
     """A piece on its way."""
 
@@ -88,9 +92,12 @@ class Generation:
         self._is_named = is_named
         self._is_open = is_open
         self._clock = means.lock.clock if is_open else time.monotonic
-        self._todo = list(chunks)
-        self._running: dict[Future[Groups], Call] = {}
-        self._woken: Future[None] = Future()
+        self._todo = deque(chunks)
+        self._running: dict[Call, None] = {}  # in the order in which they were sent
+        self._ended: deque[tuple[Call, asyncio.Task[Groups]]] = deque()
+        self._woken = threading.Event()
+        self.load = Load()  # of what is on its way; only the thread that has the lock may read it
+        self._places: Counter[tuple[Member | None, Engine | None]] = Counter()  # where it is
         self._keeps_failures = keeps_failures
         self.failed: list[tuple[Chunk, EngineError]] = []
 
@@ -98,22 +105,17 @@ class Generation:
     def is_finished(self) -> bool:
         return not self._todo and not self._running
 
-    @property
-    def sent(self) -> list[Sent]:
-        """What is on its way."""
-        return [call.sent for call in self._running.values()]
-
     def take_back(self) -> None:
         """Chunks of engines that serve no more. What such an engine still answers is read by nobody."""
-        for future, call in list(self._running.items()):
-            sent = call.sent
-            if sent.member is None:
-                continue  # its connection breaks when its engine is killed; one that is STALE aborts it
-            if not sent.is_current or sent.member.state not in (State.SERVING, State.CHECKED):
-                del self._running[future]
-                self._again(sent, sent.member.reason)
+        if all(_serves(*place) for place in self._places):
+            return
+        for call in list(self._running):
+            member = call.sent.member
+            if member is not None and not _serves(member, call.sent.engine):
+                self._take(call)
+                self._again(call.sent, member.reason)
 
-    def dispatch(self, version: int | None, others: Iterable[Sent] = ()) -> None:
+    def dispatch(self, version: int | None, others: Load) -> None:
         """Send what the balancer has a place for. Raises EngineError when no engine is left.
 
         `version`: that engines serve. `others`: other work that is on its way to them.
@@ -125,43 +127,42 @@ class Generation:
             if not self._supervisor.is_hopeful:
                 raise EngineError(self._supervisor.nobody)
             return
-        load = Load([*self.sent, *others])
+        load = self.load + others
         while self._todo:
             sent = self._means.balancer.place(self._todo[0], serving, load, version)
             if sent is None:
                 return
             load.add(sent)
-            self._send(self._todo.pop(0), sent, version)
+            self._send(self._todo.popleft(), sent, version)
 
     def wait(self) -> bool:
         """Wait a moment. True: something has come."""
-        woken = self._woken
-        awaited: list[Future[Any]] = [*self._running, woken]
-        has_come = bool(wait(awaited, timeout=POLL_S, return_when=FIRST_COMPLETED).done)
-        if woken.done():
-            self._woken = Future()
+        has_come = self._woken.wait(POLL_S)
+        self._woken.clear()
         return has_come
 
     def wake(self) -> None:
         """End a `wait` that is under way, or the next one. Any thread may call it."""
-        with suppress(InvalidStateError):
-            self._woken.set_result(None)
+        self._woken.set()
 
     def harvest(self, version: int | None) -> list[tuple[Chunk, Groups]]:
         """Chunks whose samples have come and are accepted; the others wait to be sent again. `version`: that engines
         serve now."""
         accepted: list[tuple[Chunk, Groups]] = []
-        for future in [future for future in self._running if future.done()]:
-            call = self._running.pop(future)
+        while self._ended:
+            call, task = self._ended.popleft()
+            if not self._take(call):
+                _forget(task)  # it was taken back or dropped
+                continue
             sent = call.sent
             try:
-                groups = future.result(timeout=0)
+                groups = task.result()
             except EngineRequestError as error:
                 self._give_up(sent.chunk, error)
                 continue
             except EngineError as error:
                 if isinstance(error, EngineStaleError) and call.version != version:
-                    self._todo.insert(0, sent.chunk)  # it came when the sync had begun, which is over
+                    self._todo.appendleft(sent.chunk)  # it came when the sync had begun, which is over
                     continue
                 if not self._means.balancer.blames_itself(error):
                     self._blame(sent, str(error), self._supervisor.failed)
@@ -171,6 +172,8 @@ class Generation:
             words = (
                 open_problem(groups, call.version, served) if self._is_open else closed_problem(groups, call.version)
             )
+            if words or any(s.finish_reason == "abort" for g in groups for s in g):
+                _forget(task)
             if words:
                 words = f"{sent.name} returned {words}"
                 self._blame(sent, words, self._supervisor.stale)
@@ -188,37 +191,58 @@ class Generation:
 
     def drop(self, chunks: Collection[Chunk]) -> None:
         """These are wanted no more: engines are told to end them."""
+        if not chunks:
+            return
         gone = set(map(id, chunks))
-        self._todo = [chunk for chunk in self._todo if id(chunk) not in gone]
-        dropped = {future: call for future, call in self._running.items() if id(call.sent.chunk) in gone}
-        for future in dropped:
-            del self._running[future]
-        self._end(dropped.values())
+        self._todo = deque(chunk for chunk in self._todo if id(chunk) not in gone)
+        dropped = [call for call in self._running if id(call.sent.chunk) in gone]
+        for call in dropped:
+            self._take(call)
+        self._end(dropped)
 
     def expire(self) -> None:
         """Chunks that have taken longer than `request_timeout_s` of the clock fail."""
         now, most_s = self._clock(), self._means.request_timeout_s
-        late = {f: call for f, call in self._running.items() if now - call.clock > most_s}
-        for future, call in late.items():
-            del self._running[future]
+        late = list(takewhile(lambda call: now - call.clock > most_s, self._running))
+        for call in late:
+            self._take(call)
             words = f"{call.sent.name}: no answer within {most_s:g} s (rollout.request_timeout_s)"
             self._blame(call.sent, words, self._supervisor.failed)
             self._again(call.sent, words)
-        self._end(late.values())
+        self._end(late)
 
     def abandon(self) -> None:
         """Make the engines finish at once what nobody will read. Waits for them a moment."""
-        wait(self._end(self._running.values()), timeout=_ABORT_S)
+        wait(self._end(self._running), timeout=_ABORT_S)
 
     def _send(self, chunk: Chunk, sent: Sent, version: int | None) -> None:
         name = call_name(chunk.num_samples) if self._is_named else ""
         named = {"name": name} if name else {}
         timeout_s = self._means.request_timeout_s + (_ALLOWANCE_S if self._is_open else 0.0)
-        verb = partial(sent.generate, chunk.requests, timeout_s, **named)
+        work = sent.generate(chunk.requests, timeout_s, **named)
         call = Call(sent, name, version, self._clock())
-        self._running[self._means.calls.start(sent.name, "generate", verb)] = call
+        self._running[call] = None
+        self.load.add(sent)
+        self._places[sent.member, sent.engine] += 1
+        self._means.calls.start_async(sent.name, "generate", work, partial(self._has_ended, call))
 
-    def _end(self, calls: Collection[Call]) -> list[Future[None]]:
+    def _has_ended(self, call: Call, task: asyncio.Task[Groups]) -> None:
+        self._ended.append((call, task))
+        self._woken.set()
+
+    def _take(self, call: Call) -> bool:
+        """It is on its way no more. False: it was not."""
+        if call not in self._running:
+            return False
+        del self._running[call]
+        place = (call.sent.member, call.sent.engine)
+        self.load.add(call.sent, -1)
+        self._places[place] -= 1
+        if not self._places[place]:
+            del self._places[place]
+        return True
+
+    def _end(self, calls: Iterable[Call]) -> list[Future[None]]:
         """Make engines end these: all that they do, where nobody else asks them for anything."""
         names: dict[Member, list[str]] = {}
         for call in calls:
@@ -250,12 +274,24 @@ class Generation:
             self._give_up(chunk, EngineError(words))
             return
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
-        self._todo.insert(0, chunk)
+        self._todo.appendleft(chunk)
 
     def _give_up(self, chunk: Chunk, error: EngineError) -> None:
         if not self._keeps_failures:
             raise error
         self.failed.append((chunk, error))
+
+
+def _forget(task: asyncio.Task[Groups]) -> None:
+    """Nobody reads what came: files that an engine has written for it go."""
+    if not task.cancelled() and task.exception() is None:
+        remove_routes(sample.routes for group in task.result() for sample in group)
+
+
+def _serves(member: Member | None, engine: Engine | None) -> bool:
+    """Whether what was sent there is still awaited. A router's connection breaks when the engine behind it is killed,
+    and one that is STALE aborts it."""
+    return member is None or (member.engine is engine and member.state in (State.SERVING, State.CHECKED))
 
 
 def spans_of(sample: GeneratedSample) -> tuple[VersionSpan, ...]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from rlhf_megatron.parallel.device import SharedMemory
+from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
+    UNSYNCED,
     EngineAddress,
     EngineError,
     EngineStaleError,
+    EngineTimeoutError,
+    GeneratedSample,
     GenerateRequest,
     Groups,
     MemoryPart,
     PauseMode,
 )
-from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.gate import Gate
+from rlhf_megatron.rollout.http import HttpClient, aside, run
 from rlhf_megatron.rollout.local import wire
 
 _HEALTH_S = 10.0
@@ -31,17 +36,31 @@ class LocalEngine:
     def __init__(self, address: EngineAddress, admin_timeout_s: float = 120.0) -> None:
         self.address = address
         self._http = HttpClient(address)
+        self._gate = Gate()
         self._admin_timeout_s = admin_timeout_s
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        return run(self.generate_async(requests, timeout_s, name), timeout_s)
+
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        deadline = time.monotonic() + timeout_s
         try:
-            answer = self._http.post("/generate", wire.requests_to_json(requests, name), timeout_s)
+            async with self._gate.passing(timeout_s, name) as is_running:
+                if not is_running:
+                    return [[GeneratedSample((), (), "abort", UNSYNCED) for _ in one.seeds] for one in requests]
+                left = max(0.0, deadline - time.monotonic())
+                body = wire.requests_to_json(requests, name)
+                found = await self._http.send("POST", "/generate", body, timeout_s, left_s=left)
+                answer = found.good_data()
+        except TimeoutError as error:
+            words = f"{self.address.name} ({self.address.url}/generate): no connection within {timeout_s:g} s."
+            raise EngineTimeoutError(words) from error
         except EngineError as error:
             if wire.STALE in str(error):
                 raise EngineStaleError(str(error)) from error
             raise
         try:
-            groups = wire.samples_from_json(answer)
+            groups = await aside(len(answer), wire.samples_from_json, answer)
         except (ValueError, KeyError) as error:
             raise EngineError(f"{self.address.name}: not groups of samples: {error!r}") from error
         if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
@@ -49,6 +68,7 @@ class LocalEngine:
         return groups
 
     def abort(self, names: Collection[str] = ()) -> None:
+        self._gate.abort(names)
         self._admin("/abort", {"names": list(names)} if names else None)
 
     def max_running(self) -> int | None:
@@ -67,7 +87,7 @@ class LocalEngine:
     def update_weights(self, manifest: BucketManifest) -> None:
         self._http.post("/update_weights", manifest.to_json(), self._admin_timeout_s)
 
-    def open_weights(self, manifest: BucketManifest, memory: SharedMemory) -> None:
+    def open_weights(self, manifest: BucketManifest, memory: Sequence[Segment]) -> None:
         """As `update_weights`, from device memory that the engine opens."""
         body = {"manifest": msgspec.Raw(manifest.to_json().encode()), "memory": memory}
         self._http.post("/open_weights", msgspec.json.encode(body).decode(), self._admin_timeout_s)

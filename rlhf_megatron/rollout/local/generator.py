@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_megatron.rollout.engine import UNSYNCED, FinishReason, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.engine import SCORED, UNSYNCED, FinishReason, GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.local.model import Decode, LocalModel, storage_bytes
 from rlhf_megatron.rollout.local.sampling import RowSampling, check_params
 from rlhf_megatron.rollout.local.slots import Group, Member, Prefilled, Slots, padded_columns
 
+_HEAD_TOKENS = 512  # whose logits over the whole vocabulary are in memory while given tokens are scored
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass, unless one prompt alone is longer
 _LOOKAHEAD_TOKENS = 1024  # prompts are read ahead of free rows, so that passes are not tiny: so many tokens ...
 _LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
@@ -36,8 +37,10 @@ class Generator:
     def check(self, request: GenerateRequest) -> None:
         """Raises ValueError naming what this engine cannot do."""
         params, num_prompt = request.params, len(request.prompt_ids)
-        if num_prompt == 0 or not request.seeds or params.max_new_tokens < 1:
-            raise ValueError("a request needs at least one prompt token, one seed and max_new_tokens >= 1.")
+        if num_prompt == 0 or not request.seeds or params.max_new_tokens < 0:
+            raise ValueError("a request needs at least one prompt token, one seed and max_new_tokens >= 0.")
+        if params.max_new_tokens == 0 and (request.num_given < 1 or params.temperature != 1 or request.routes_dir):
+            raise ValueError(SCORED)
         total, room = num_prompt + params.max_new_tokens, min(self.model.max_positions, self.max_num_batched_tokens)
         if total > room:
             name = "max_position_embeddings" if room == self.model.max_positions else "max_num_batched_tokens"
@@ -53,12 +56,15 @@ class Generator:
             )
         if min(request.seeds) < 0 or max(request.seeds) >= 1 << 63:
             raise ValueError("seeds must lie in [0, 2^63).")
+        if request.routes_dir and not self.model.num_expert_layers:
+            raise ValueError("routes_dir asks which experts tokens meet, and the model has none.")
         check_params(params, self.model.vocab_size)
 
     def add(self, request: GenerateRequest) -> list[Member]:
         """Queue a group. Each member is handed out by `step` when it has finished."""
         self.check(request)
-        members = [Member(request.prompt_ids, seed, request.params, request.num_given) for seed in request.seeds]
+        shared = (request.params, request.num_given, request.routes_dir)
+        members = [Member(request.prompt_ids, seed, *shared) for seed in request.seeds]
         self._waiting.append(Group(list(request.prompt_ids), deque(members)))
         return members
 
@@ -70,7 +76,7 @@ class Generator:
     def step(self) -> list[Member]:
         """Let waiting samples join, give each running one a token; returns those that finished."""
         assert not self.is_released, "the cache is released"
-        finished = self._admit()
+        finished = self._score() + self._admit()
         if self._rows:
             finished += self._decode()
         return finished
@@ -152,7 +158,7 @@ class Generator:
     def _admit(self) -> list[Member]:
         """Fill free rows from the queue. Returns those that finished at once (a first token that ends them)."""
         finished: list[Member] = []
-        while len(self._rows) < self.max_num_seqs and (self._prefilled or self._waiting):
+        while len(self._rows) < self.max_num_seqs and (self._prefilled or self._has_prompts):
             if not self._prefilled:
                 self._prefill()
             batch = self._prefilled[0]
@@ -166,11 +172,32 @@ class Generator:
             self._drop_empty_groups()
         return finished
 
+    def _score(self) -> list[Member]:
+        """Read what is next to be scored, as much as one pass may have; returns it, finished."""
+        finished: list[Member] = []
+        num_tokens = 0
+        while self._waiting and self._waiting[0].is_scored and num_tokens < _PREFILL_TOKENS:
+            group = self._waiting.popleft()
+            num_tokens += len(group.context)
+            first = group.waiting[0]
+            ids = torch.tensor(group.context, device=self.model.device)
+            log_probs = self.model.score(ids, first.num_given, _HEAD_TOKENS).tolist()
+            for member in group.waiting:
+                member.draws_from(self.policy_version, 0)
+                member.token_ids, member.log_probs = group.context[-first.num_given :], list(log_probs)
+                member.finish_reason = "length"
+                finished.append(member)
+        return finished
+
+    @property
+    def _has_prompts(self) -> bool:
+        return bool(self._waiting) and not self._waiting[0].is_scored
+
     def _prefill(self) -> None:
         free = self.max_num_seqs - len(self._rows)
         chosen: list[Group] = []
         longest = num_samples = num_tokens = 0
-        while self._waiting and len(chosen) < self.max_num_seqs:
+        while self._has_prompts and len(chosen) < self.max_num_seqs:
             group = self._waiting[0]
             length = len(group.context)
             is_lookahead = num_samples >= free
@@ -184,8 +211,8 @@ class Generator:
         device = self.model.device
         padded = [group.context + [0] * (longest - len(group.context)) for group in chosen]
         lengths = torch.tensor([len(group.context) for group in chosen], device=device)
-        logits, keys_values = self.model.prefill(torch.tensor(padded, device=device), lengths)
-        self._prefilled.append(Prefilled(deque(enumerate(chosen)), keys_values, logits))
+        logits, keys_values, routes = self.model.prefill(torch.tensor(padded, device=device), lengths)
+        self._prefilled.append(Prefilled(deque(enumerate(chosen)), keys_values, logits, routes))
 
     def _pick(self, batch: Prefilled) -> list[tuple[int, Member]]:
         num_running = len(self._rows)
@@ -210,6 +237,7 @@ class Generator:
         self._slots.join(
             first,
             batch.keys_values,
+            batch.routes,
             sources=[source for source, _ in picked],
             ages=[age - 1 for age in ages],  # `_record` counts the last context token in
             prompt_lengths=[len(member.prompt_ids) - member.num_given for member in members],
@@ -251,7 +279,7 @@ class Generator:
         mask = torch.zeros(num_rows, 1, 1, columns, dtype=self.model.dtype, device=self.model.device)
         mask.masked_fill_(is_hidden.view(mask.shape), float("-inf"))
         state = Decode(slots.cache[:, :, :num_rows, :columns], rows, ages, mask)
-        logits = self.model.decode(slots.tokens[rows, ages], state)
+        logits, slots.routes[rows, ages] = self.model.decode(slots.tokens[rows, ages], state)
         return self._record(0, logits)
 
     def _record(self, first: int, logits: Tensor) -> list[Member]:
@@ -288,6 +316,7 @@ class Generator:
             member.token_ids += tokens[k][new]
             member.log_probs += log_probs[k][new]
             member.finish_reason = reason
+            member.met(slots.routes[row, : int(slots.host_ages[row])])
         gone = set(rows)
         num_left = len(self._rows) - len(rows)
         sources = [row for row in range(num_left, len(self._rows)) if row not in gone]

@@ -112,6 +112,8 @@ class LocalModel:
         head_size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)  # the first: latent
         self.head_size: int = head_size or config.hidden_size // config.num_attention_heads
         self._body = module.base_model
+        self._picked: list[Tensor] = []  # of a forward pass: the experts of its tokens in each layer that has any
+        self.num_expert_layers, self.top_k = self._watch_experts(), int(getattr(config, "num_experts_per_tok", 0) or 0)
         self._head = module.get_output_embeddings()
         first = next(module.parameters())
         self.device, self.dtype = first.device, first.dtype
@@ -124,21 +126,52 @@ class LocalModel:
         shape = (2, self.num_layers, num_rows, num_columns, self.num_key_heads, self.head_size)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def prefill(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Right-padded prompts [N, P] of `lengths` [N] -> logits of each last position [N, V], keys and values."""
+    def new_routes(self, num_rows: int, num_columns: int) -> Tensor:
+        """[rows, columns, layers with experts, experts of a token]: which experts the tokens in the cache met."""
+        shape = (num_rows, num_columns, self.num_expert_layers, self.top_k if self.num_expert_layers else 0)
+        return torch.zeros(shape, dtype=torch.int16, device=self.device)
+
+    def prefill(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Right-padded prompts [N, P] of `lengths` [N] -> logits of each last position [N, V], keys and values,
+        routes."""
         num_rows, num_columns = token_ids.shape
         state = Prefill(self.new_cache(num_rows, num_columns))
         positions = torch.arange(num_columns, device=self.device).expand(num_rows, -1)
         hidden = self._forward(token_ids, positions, state)
         rows = torch.arange(num_rows, device=self.device)
-        return self._head(hidden[rows, lengths - 1]), state.keys_values
+        return self._head(hidden[rows, lengths - 1]), state.keys_values, self._routes(num_rows, num_columns)
 
-    def decode(self, token_ids: Tensor, state: Decode) -> Tensor:
-        """One more token a row: [N] ids at `state.positions` -> logits [N, V]."""
+    def score(self, token_ids: Tensor, num_given: int, num_at_once: int) -> Tensor:
+        """Log-probs [num_given] float32 of the last of these tokens [T]; logits of `num_at_once` are kept at a time."""
+        num_tokens = len(token_ids)
+        state = Prefill(self.new_cache(1, num_tokens))
+        positions = torch.arange(num_tokens, device=self.device)[None]
+        hidden = self._forward(token_ids[None], positions, state)[0, num_tokens - num_given - 1 : -1]
+        found = []
+        for part, wanted in zip(hidden.split(num_at_once), token_ids[-num_given:].split(num_at_once), strict=True):
+            found.append(self._head(part).float().log_softmax(-1).gather(1, wanted[:, None])[:, 0])
+        return torch.cat(found)
+
+    def decode(self, token_ids: Tensor, state: Decode) -> tuple[Tensor, Tensor]:
+        """One more token a row: [N] ids at `state.positions` -> logits [N, V], routes [N, layers, experts]."""
         hidden = self._forward(token_ids.unsqueeze(1), state.positions.unsqueeze(1), state)
-        return self._head(hidden.squeeze(1))
+        return self._head(hidden.squeeze(1)), self._routes(len(token_ids), 1)[:, 0]
+
+    def _watch_experts(self) -> int:
+        """Have every layer with experts tell what its router picked; their number."""
+        layers = [module for name, module in self._body.named_modules() if name.endswith(".experts")]
+        for experts in layers:  # called with (hidden states, experts of each token, their weights)
+            experts.register_forward_pre_hook(lambda module, given: self._picked.append(given[1]))
+        return len(layers)
+
+    def _routes(self, num_rows: int, num_columns: int) -> Tensor:
+        """What the last forward pass picked."""
+        if not self.num_expert_layers:
+            return self.new_routes(num_rows, num_columns)
+        return torch.stack(self._picked, 1).to(torch.int16).unflatten(0, (num_rows, num_columns))
 
     def _forward(self, token_ids: Tensor, positions: Tensor, state: Prefill | Decode) -> Tensor:
+        self._picked.clear()
         return self._body(token_ids, position_ids=positions, use_cache=False, rollout=state).last_hidden_state
 
     @torch.inference_mode()
@@ -149,7 +182,7 @@ class LocalModel:
     def _check_against(self, expected: Tensor) -> None:
         """Refuse a family whose head is more than a matrix (soft-capped or scaled logits) before it samples a token."""
         ids = self._probe_ids()
-        logits, _ = self.prefill(ids, torch.tensor([ids.shape[1]], device=self.device))
+        logits, *_ = self.prefill(ids, torch.tensor([ids.shape[1]], device=self.device))
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = expected.abs().max().clamp(min=1.0)
         difference = ((logits.float() - expected).abs().max() / scale).item()

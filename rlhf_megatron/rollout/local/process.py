@@ -56,11 +56,12 @@ def start_local_engines(
     arguments = ["--model", str(model_path), "--dtype", dtype, "--device", device]
     arguments += ["--load-weights", str(load_weights).lower(), "--max-num-seqs", str(max_num_seqs)]
     arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
+    transfer_dir = None if transfer_dir is None else Path(transfer_dir)
     arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
     arguments += ["--deterministic"] if deterministic else []
     arguments += [word for plugin in loaded() for word in ("--plugin", plugin)]
     launches = [
-        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}))
+        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}, transfer_dir or folder))
         for index, extra in zip(range(num_engines), envs, strict=True)
     ]
     return EngineServers(launches, startup_timeout_s, progress)
@@ -72,6 +73,8 @@ class _LocalLaunch:
     folder: Path
     arguments: Sequence[str]
     env: Mapping[str, str]
+    transfer_dir: Path
+    host: str = LOOPBACK
     process: ServerProcess | None = None
     token: str = ""
 
@@ -80,12 +83,12 @@ class _LocalLaunch:
         return self.folder / f"{self.name}.log"
 
     def take(self, seat: Seat) -> None:
-        if seat.address != LOOPBACK:
+        if seat.address != LOOPBACK and not self.transfer_dir.is_dir():
             raise EngineError(
-                f"rollout.engine (local) runs on the trainer's machine only, but {self.name} was given a place on"
-                f" {seat.address}; use sglang, or make room for {self.name} beside the trainer."
+                f"{self.name} was given a place on {seat.address}, where the run's transfer directory"
+                f" ({self.transfer_dir}) is not; set rollout.transfer_dir to a directory that all machines see."
             )
-        self.env = {**self.env, **seat.env}
+        self.host, self.env = seat.address, {**self.env, **seat.env}
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -94,13 +97,14 @@ class _LocalLaunch:
         self.token = write_token(token_file)
         command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
         command += ["--ready-file", str(self._ready), "--parent-pid", str(os.getpid()), *self.arguments]
+        command += ["--host", self.host, "--allow-remote"]
         self.process = ServerProcess(self.name, command, self.log, self.env)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         assert self.process is not None, "wait comes after start"
         await_ready(self.process, self._ready.is_file, deadline, progress)
         port = json.loads(self._ready.read_text())["port"]
-        address = EngineAddress(self.name, "local", f"http://{LOOPBACK}:{port}", self.token)
+        address = EngineAddress(self.name, "local", f"http://{self.host}:{port}", self.token)
         LocalEngine(address).health(max(1.0, deadline - time.monotonic()))
         return address
 

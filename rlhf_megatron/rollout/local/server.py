@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rlhf_megatron.parallel.device import device_ids, memory, resident_bytes
+from rlhf_megatron.parallel.device import device_ids, make_deterministic, memory, resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, PauseMode
 from rlhf_megatron.rollout.local import wire
@@ -237,8 +237,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
-    import torch
-
     from rlhf_megatron.plugins import load_plugins
     from rlhf_megatron.rollout.local.generator import Generator
     from rlhf_megatron.rollout.local.model import load_model
@@ -248,7 +246,7 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
     if args.deterministic:
         # On CUDA torch lists no deterministic cumsum and would raise. Ours sum rows of at most a few hundred numbers,
         # each in one thread block, in the same order every time.
-        torch.use_deterministic_algorithms(True, warn_only=args.device != "cpu")
+        make_deterministic(warn_only=args.device != "cpu")
     is_loaded = args.load_weights == "true"
     model = load_model(args.model, args.dtype, args.device, is_loaded)
     generator = Generator(model, args.max_num_seqs, args.max_num_batched_tokens)

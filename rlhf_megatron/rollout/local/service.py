@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf_megatron.parallel.device import SharedMemory
+from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, GeneratedSample, GenerateRequest, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local.generator import Generator
@@ -169,7 +169,7 @@ class DecodeService:
         self.weights.begin(version, full_resync)
         self._leave_cache()
 
-    def update_weights(self, manifest: BucketManifest, memory: SharedMemory | None = None) -> None:
+    def update_weights(self, manifest: BucketManifest, memory: Sequence[Segment] | None = None) -> None:
         """`memory`: where the bucket lies; None: in its file."""
         with self._fails_waiting():
             self.weights.load(manifest, memory)
@@ -237,7 +237,7 @@ class DecodeService:
             if job.unfinished == 0:
                 try:
                     job.future.set_result([[m.result() for m in group] for group in job.groups])
-                except FloatingPointError as error:
+                except (FloatingPointError, OSError) as error:  # the second: no room for files of routes
                     job.future.set_exception(error)
 
     def _run(self) -> None:

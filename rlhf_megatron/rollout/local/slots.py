@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_megatron.data.routes import write_routes
 from rlhf_megatron.rollout.engine import UNSYNCED, FinishReason, GeneratedSample, SamplingParams, VersionSpan
 from rlhf_megatron.rollout.local.model import LocalModel
 
@@ -31,6 +32,7 @@ class Slots:
         device = model.device
         self.model = model
         self.cache = model.new_cache(num_rows, num_columns)
+        self.routes = model.new_routes(num_rows, num_columns)
         self.tokens = torch.zeros(num_rows, num_columns + 1, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(num_rows, num_columns + 1, dtype=torch.float32, device=device)
         self.integers = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
@@ -61,6 +63,7 @@ class Slots:
         columns = min(self.num_columns, num_columns)
         used = slice(num_used)
         new.cache[:, :, used, :columns] = self.cache[:, :, used, :columns]
+        new.routes[used, :columns] = self.routes[used, :columns]
         new.tokens[used, : columns + 1] = self.tokens[used, : columns + 1]
         new.log_probs[used, : columns + 1] = self.log_probs[used, : columns + 1]
         new.integers[:, used] = self.integers[:, used]
@@ -74,6 +77,7 @@ class Slots:
         self,
         first: int,
         keys_values: Tensor,
+        routes: Tensor,
         sources: Sequence[int],
         ages: Sequence[int],
         prompt_lengths: Sequence[int],
@@ -81,12 +85,14 @@ class Slots:
         seeds: Sequence[int],
         stop_ids: Sequence[tuple[int, ...]],
     ) -> None:
-        """Fill rows `first` and on. Row k gets row `sources[k]` of `keys_values` [2, layers, N, P, Hk, D]."""
+        """Fill rows `first` and on. Row k gets row `sources[k]` of `keys_values` [2, layers, N, P, Hk, D] and of
+        `routes` [N, P, layers, experts]."""
         device = self.model.device
         rows = slice(first, first + len(sources))
         columns = min(keys_values.shape[3], self.num_columns)
         index = torch.tensor(sources, device=device)
         self.cache[:, :, rows, :columns] = keys_values[:, :, :, :columns].index_select(2, index)
+        self.routes[rows, :columns] = routes[:, :columns].index_select(0, index)
         self.integers[:, rows] = torch.tensor([ages, prompt_lengths, seeds], device=device)
         padded = [[*ids, *[-1] * (self.num_stop_ids - len(ids))] for ids in stop_ids]
         self.stop_ids[rows] = torch.tensor(padded, device=device)
@@ -99,6 +105,7 @@ class Slots:
         device = self.model.device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         self.cache[:, :, target, :num_columns] = self.cache[:, :, source, :num_columns]
+        self.routes[target, :num_columns] = self.routes[source, :num_columns]
         self.tokens[target, : num_columns + 1] = self.tokens[source, : num_columns + 1]
         self.log_probs[target, : num_columns + 1] = self.log_probs[source, : num_columns + 1]
         self.integers[:, target] = self.integers[:, source]
@@ -115,6 +122,8 @@ class Member:
     seed: int
     params: SamplingParams
     num_given: int = 0  # of `prompt_ids`: tokens of the response, for which seeds have drawn before
+    routes_dir: str = ""  # "": nobody asks which experts its tokens met
+    routes: list[Tensor] = field(default_factory=list)  # in order: [tokens, layers, experts], as each was first read
     token_ids: list[int] = field(default_factory=list)  # response; brought up to date when it leaves its row
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None: not finished
@@ -144,6 +153,7 @@ class Member:
         if not all(value > float("-inf") for value in self.log_probs):
             raise FloatingPointError("the model's logits are not finite: a sampled token has no finite log-prob.")
         spans = self._spans()
+        routes = torch.cat(self.routes).numpy() if self.routes else None
         return GeneratedSample(
             tuple(self.token_ids),
             tuple(self.log_probs),
@@ -152,7 +162,14 @@ class Member:
             spans,
             self.num_cached_tokens,
             self.num_retractions,
+            "" if routes is None else write_routes(self.routes_dir, routes),
         )
+
+    def met(self, routes: Tensor) -> None:
+        """What the tokens that were read so far met: [tokens, layers, experts]. Those that were read anew, after new
+        weights came, keep what they met when the response was drawn."""
+        if self.routes_dir:
+            self.routes.append(routes[sum(map(len, self.routes)) :].to("cpu", copy=True))
 
     def _spans(self) -> tuple[VersionSpan, ...]:
         if len(self._versions) == 1 and self.token_ids:  # by far the most
@@ -170,6 +187,11 @@ class Group:
     waiting: deque[Member]
     is_used: bool = False  # a sample has joined with the context as it was read last
 
+    @property
+    def is_scored(self) -> bool:
+        """Nothing is drawn: the last tokens of the context get their log-probs."""
+        return self.waiting[0].params.max_new_tokens == 0
+
     def next(self) -> Member:
         """Take the next sample, which joins with the context that was read."""
         member = self.waiting.popleft()
@@ -186,6 +208,7 @@ class Prefilled:
     groups: deque[tuple[int, Group]]  # (row of the tensors below, group)
     keys_values: Tensor  # [2, layers, rows, columns, heads, head size]
     logits: Tensor  # [rows, V], of the last position
+    routes: Tensor  # [rows, columns, layers with experts, experts]
 
     @property
     def num_tokens(self) -> int:

@@ -1,24 +1,27 @@
 """The receiving side of a weight sync: a transaction over the parameters of the served model.
 
-A bucket is checked as a whole (file, names, shapes, dtypes, digests as received) before a single byte is written. From
-`begin` until a `commit` that saw every parameter the engine is STALE, and it stays so after any failure.
+A bucket is checked as a whole (file, names, shapes, dtypes) before a single byte is written, and after that its digests
+are compared with those of what stands in the parameters. From `begin` until a `commit` that saw all of every parameter
+the engine is STALE, and it stays so after any failure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import SharedMemory, open_shared, synchronize
-from rlhf_megatron.resharding.buffers import map_bucket
-from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.models.table import Span
+from rlhf_megatron.parallel.device import synchronize
+from rlhf_megatron.resharding.buffers import Segment, map_bucket, open_segments, views
+from rlhf_megatron.resharding.digest import as_hex, digest, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.resharding.shards import is_whole
 from rlhf_megatron.rollout.local.model import storage_bytes
 
 
@@ -58,12 +61,6 @@ def named_parts(module: Any) -> Iterator[tuple[str, Part]]:
                 yield f"{found[1]}{block}.experts.{expert}.{matrix}.weight", Part(parameter, expert, start, stop)
 
 
-def _opened(manifest: BucketManifest, memory: SharedMemory) -> Tensor:
-    if memory.num_bytes < manifest.num_bytes:
-        raise ValueError(f"{manifest.place}: the memory has {memory.num_bytes} bytes, not {manifest.num_bytes}.")
-    return open_shared(memory)
-
-
 class WeightReceiver:
     """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and their version.
 
@@ -78,7 +75,7 @@ class WeightReceiver:
         self._shapes = {name: tuple(part.tensor.shape) for name, part in self._parts.items()}
         self._parameters = [(parameter, parameter.shape) for parameter in module.parameters()]
         self._open_version: int | None = None  # of the transaction
-        self._received: dict[str, str] = {}  # name -> digest
+        self._standing: dict[str, dict[Span, int]] = {}  # name -> digests of its parts, taken when they were written
         self.is_released = False
 
     def begin(self, version: int, full_resync: bool) -> None:
@@ -92,25 +89,26 @@ class WeightReceiver:
         if self.is_released:
             raise ValueError("the weights' memory is released; resume_memory must come before a weight sync.")
         self._open_version = version
-        self._received = {}
+        self._standing = {}
         self.stale_reason = f"a weight sync to version {version} is under way"
 
-    def load(self, manifest: BucketManifest, memory: SharedMemory | None = None) -> None:
+    def load(self, manifest: BucketManifest, memory: Sequence[Segment] | None = None) -> None:
         """Check a bucket, in its file or in `memory`, and copy it into the parameters. It may be overwritten then.
 
-        Raises ValueError (nothing was written then). The sync has failed, but for a bucket of another sync, which
-        changes nothing.
+        Raises ValueError. The sync has failed then, but for a bucket of another sync, which changes nothing.
         """
         if manifest.version != self._open_version:
             raise ValueError(f"bucket of version {manifest.version}, but the open sync is {self._open_version}.")
         try:
-            bucket = self._mapped(manifest) if memory is None else _opened(manifest, memory)
-            tensors = [(entry, self._checked(manifest, entry, bucket)) for entry in manifest.tensors]
+            pieces = [(0, self._mapped(manifest))] if memory is None else open_segments(memory)
+            given = views(manifest, *pieces)
+            targets = [self._checked(manifest, entry) for entry in manifest.tensors]
             with torch.no_grad():
-                for entry, tensor in tensors:
-                    self._parts[entry.name].tensor.copy_(tensor)
-                    self._received[entry.name] = entry.digest
-            synchronize(bucket.device)  # the copies are under way
+                for entry, target in zip(manifest.tensors, targets, strict=True):
+                    target.copy_(given[entry.key])
+                    self._require_as_sent(manifest, entry, target)
+            for _, piece in pieces:
+                synchronize(piece.device)  # the copies are under way
         except Exception as error:
             self._fail(str(error))
             raise
@@ -124,25 +122,31 @@ class WeightReceiver:
             words = f"{error.strerror}; the sender must write a plain file there first."
             raise ValueError(f"{manifest.place}, file {manifest.file!r}: {words}") from error
 
-    def _checked(self, manifest: BucketManifest, entry: TensorEntry, bucket: Tensor) -> Tensor:
+    def _checked(self, manifest: BucketManifest, entry: TensorEntry) -> Tensor:
+        """Where an entry belongs in the model."""
         where = f"{manifest.place}, tensor {entry.name!r}"
         if entry.name not in self._parts:
             raise ValueError(f"{where}: the engine's model has no parameter of that name (a tied head is not sent).")
-        parameter = self._parts[entry.name].parameter
-        if entry.shape != self._shapes[entry.name] or getattr(torch, entry.dtype) != parameter.dtype:
+        part = self._parts[entry.name]
+        if entry.shape != self._shapes[entry.name] or getattr(torch, entry.dtype) != part.parameter.dtype:
             raise ValueError(
                 f"{where}: sent as {entry.dtype} {entry.shape}, but the engine holds"
-                f" {str(parameter.dtype).removeprefix('torch.')} {self._shapes[entry.name]}."
+                f" {str(part.parameter.dtype).removeprefix('torch.')} {self._shapes[entry.name]}."
             )
         if entry.offset % DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"{where}: offset {entry.offset} is not a multiple of {DTYPE_BYTES[entry.dtype]} bytes.")
-        part = entry.view(bucket)
-        found = as_hex(digest(part))
-        if found != entry.digest:
-            raise ValueError(f"{where}: digest {found} of the bytes received, {entry.digest} in the manifest.")
-        if self._received.get(entry.name, entry.digest) != entry.digest:
-            raise ValueError(f"{where}: came before in this sync with digest {self._received[entry.name]}.")
-        return part
+        return part.tensor.narrow(*astuple(entry.span))
+
+    def _require_as_sent(self, manifest: BucketManifest, entry: TensorEntry, target: Tensor) -> None:
+        where, span = f"{manifest.place}, tensor {entry.name!r}", entry.span
+        found = digest_part(target, entry.shape, span.axis, span.start)
+        if as_hex(found) != entry.digest:
+            raise ValueError(
+                f"{where}: digest {as_hex(found)} of what stands after loading, {entry.digest} in the manifest."
+            )
+        before = self._standing.setdefault(entry.name, {}).setdefault(span, found)
+        if before != found:
+            raise ValueError(f"{where}: came before in this sync with digest {as_hex(before)}.")
 
     def commit(self, version: int) -> None:
         """Raises ValueError when `version` is not the open one, or a parameter never came (the sync failed)."""
@@ -150,23 +154,31 @@ class WeightReceiver:
             return  # the answer to the first call was lost
         if version != self._open_version:
             raise ValueError(f"commit of version {version}, but the open sync is {self._open_version}.")
-        missing = sorted(self._parts.keys() - self._received.keys())
+        missing = sorted(name for name in self._parts if not self._has_come(name))
         if missing:
             names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            problem = f"{len(missing)} of {len(self._parts)} tensors never came: {names}."
+            problem = f"{len(missing)} of {len(self._parts)} tensors never came whole: {names}."
             self._fail(problem)
             raise ValueError(f"commit of version {version}: {problem}")
         self.version, self._open_version, self.stale_reason = version, None, None
 
+    def _has_come(self, name: str) -> bool:
+        spans = self._standing.get(name, {})
+        return bool(spans) and is_whole(spans, self._shapes[name])
+
     def _fail(self, reason: str) -> None:
         self.stale_reason = f"the weight sync to version {self._open_version} failed ({reason.rstrip('.')})"
-        self._open_version = None
+        self._open_version, self._standing = None, {}
 
     def digests(self) -> dict[str, str]:
-        """Digests of what stands in the model. Raises ValueError while memory is released."""
+        """Digests of what stands in the model: those that were taken in the last sync, when it was written; else they
+        are taken now. Raises ValueError while memory is released."""
         if self.is_released:
             raise ValueError("the weights' memory is released; there is nothing to digest.")
-        return {name: as_hex(digest(part.tensor)) for name, part in self._parts.items()}
+        return {
+            name: as_hex(sum(self._standing[name].values()) if self._has_come(name) else digest(part.tensor))
+            for name, part in self._parts.items()
+        }
 
     @property
     def is_open(self) -> bool:
@@ -182,7 +194,7 @@ class WeightReceiver:
         """Free the parameters' memory."""
         for parameter, _ in self._parameters:
             parameter.data = parameter.data.new_empty(0)
-        self._open_version = None
+        self._open_version, self._standing = None, {}
         self.is_released = True
         self.stale_reason = "its memory is released (weights); resume_memory and a full weight sync must come first"
 

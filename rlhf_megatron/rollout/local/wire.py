@@ -4,15 +4,17 @@ in words, for messages."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields, replace
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import msgspec
+import numpy as np
 
-from rlhf_megatron.parallel.device import SharedMemory
+from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
+    Column,
     GeneratedSample,
     GenerateRequest,
     MemoryPart,
@@ -47,7 +49,10 @@ class Generate(Body):
     def read(self) -> list[GenerateRequest]:
         """The requests as what they are."""
         as_dict, given = msgspec.structs.asdict, cast("list[Any]", self.requests)
-        return [GenerateRequest(r.prompt_ids, r.seeds, SamplingParams(**as_dict(r.params)), r.num_given) for r in given]
+        return [
+            GenerateRequest(r.prompt_ids, r.seeds, SamplingParams(**as_dict(r.params)), r.num_given, r.routes_dir)
+            for r in given
+        ]
 
 
 class Abort(Body):
@@ -69,10 +74,10 @@ class Begin(Commit):
 
 
 class Bucket(Body):
-    """{"manifest": {...}, "memory": {"device": "...", "handle": "...", ...}}"""
+    """{"manifest": {...}, "memory": [{"start": N, "memory": {"device": "...", "handle": "...", ...}}]}"""
 
     manifest: msgspec.Raw
-    memory: SharedMemory
+    memory: tuple[Segment, ...]
 
     def read(self) -> BucketManifest:
         """Raises ValueError as `BucketManifest.from_json` does."""
@@ -101,15 +106,21 @@ def read(data: bytes, kind: type[T]) -> T:
         raise ValueError("the body is nested too deep.") from None
 
 
-def requests_to_json(requests: Sequence[GenerateRequest], name: str = "") -> dict[str, Any]:
+def requests_to_json(requests: Sequence[GenerateRequest], name: str = "") -> bytes:
     """`name`: of the call, for an abort."""
-    return {"requests": [asdict(request) for request in requests]} | ({"name": name} if name else {})
+    return msgspec.json.encode({"requests": requests} | ({"name": name} if name else {}))
 
 
 def samples_to_json(groups: Sequence[Sequence[GeneratedSample]]) -> bytes:
-    return msgspec.json.encode({"groups": groups})
+    return msgspec.json.encode({"groups": groups}, enc_hook=list)
 
 
-def samples_from_json(body: Any) -> list[list[GeneratedSample]]:
-    """Raises ValueError or KeyError when the body is not what `samples_to_json` makes."""
-    return msgspec.convert(body, dict[str, list[list[GeneratedSample]]])["groups"]
+def samples_from_json(data: bytes) -> list[list[GeneratedSample]]:
+    """Raises ValueError or KeyError when it is not what `samples_to_json` makes."""
+    groups = msgspec.json.decode(data, type=dict[str, list[list[GeneratedSample]]])["groups"]
+    return [[_as_columns(sample) for sample in group] for group in groups]
+
+
+def _as_columns(sample: GeneratedSample) -> GeneratedSample:
+    ids, log_probs = np.array(sample.token_ids, np.int32), np.array(sample.log_probs, np.float64)
+    return replace(sample, token_ids=Column(ids), log_probs=Column(log_probs))

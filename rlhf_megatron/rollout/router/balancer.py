@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +28,8 @@ from rlhf_megatron.rollout.engine import (
 from rlhf_megatron.rollout.fleet.balancer import Chunk, Load, Sent, samples_in_flight
 from rlhf_megatron.rollout.fleet.calls import EngineCalls, sample_names
 from rlhf_megatron.rollout.fleet.supervisor import HealthWatch, Member
-from rlhf_megatron.rollout.http import HttpClient, run, start
+from rlhf_megatron.rollout.gate import Gate
+from rlhf_megatron.rollout.http import HttpClient, aside, run
 from rlhf_megatron.rollout.router.process import WORKER_STARTUP_S, RouterProcess
 from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, limits_of
 
@@ -39,7 +39,6 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 SAMPLES_IN_FLIGHT = 512  # per engine, at most (a group is never cut)
 _REFUSED = (400, 413, 422)  # the request itself; other 4xx are between the router and its engines
 _ADMIN_S = 10.0
-_GRACE_S = 5.0
 _CHANGE_S = 30.0  # to have its workers changed
 _MAX_FAILED_CHANGES = 3  # in a row
 _POLL_S = 0.02
@@ -52,7 +51,7 @@ class RouterError(EngineError):
 
 
 class RouterClient:
-    """`generate` through sglang-router, and who its workers are. Thread-safe.
+    """`generate_async` through sglang-router, and who its workers are. Thread-safe.
 
     A sample is a request of its own: the router reads one set of sampling parameters a request, and a group's samples
     need a seed each. A routing key, the same for all of a group, keeps them on one worker.
@@ -60,30 +59,29 @@ class RouterClient:
 
     def __init__(self, address: EngineAddress) -> None:
         self.address = address
-        self.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._admin = HttpClient(address)
         self._serving = HttpClient(address, address.api_key)
-        self._running: set[Future[Groups]] = set()
+        self._gate = Gate()
+        self._running: set[asyncio.Task[Groups]] = set()  # of the loop
         self._is_closed = False
 
-    def generate(
+    async def generate_async(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "", *, version: int | None
     ) -> Groups:
-        """Generates as `Engine.generate` does: all samples or an EngineError. `version`: that the engines serve."""
+        """Generates as `Engine.generate_async` does: all samples or an EngineError. `version`: that the engines
+        serve."""
         where = f"router ({self.address.url}/generate)"
         if self._is_closed:
             raise RouterError(f"{where}: the client is closed.")
-        future = start(self._groups(requests, timeout_s, version, name))
-        self._running.add(future)
+        task = asyncio.ensure_future(self._groups(requests, timeout_s, version, name))
+        self._running.add(task)
         try:
-            return future.result(timeout_s + _GRACE_S)
-        except TimeoutError:
-            raise EngineTimeoutError(f"{where}: no answer within {timeout_s:g} s.") from None
-        except CancelledError as error:
+            return await task
+        except asyncio.CancelledError as error:
             raise RouterError(f"{where}: given up.") from error
         finally:
-            future.cancel()
-            self._running.discard(future)
+            task.cancel()
+            self._running.discard(task)
 
     def workers(self) -> dict[str, str]:
         """URL -> the name that the router has given it. Raises EngineError."""
@@ -103,8 +101,12 @@ class RouterClient:
     def close(self) -> None:
         """End what is under way. Safe to call twice."""
         self._is_closed = True
-        for future in list(self._running):
-            future.cancel()
+
+        async def end() -> None:
+            for task in self._running:
+                task.cancel()
+
+        run(end(), _ADMIN_S)
 
     async def _groups(
         self, requests: Sequence[GenerateRequest], timeout_s: float, version: int | None, name: str
@@ -130,15 +132,20 @@ class RouterClient:
         self, request: GenerateRequest, key: str, timeout_s: float, version: int | None, name: str
     ) -> GeneratedSample:
         body = json.dumps(single_body(request, version) | ({"rid": name} if name else {}))
+        deadline = time.monotonic() + timeout_s
         try:
-            answer = await self._serving.send("POST", "/generate", body, timeout_s, {ROUTING_KEY: key})
+            async with self._gate.passing(timeout_s):
+                left = max(0.0, deadline - time.monotonic())
+                answer = await self._serving.send("POST", "/generate", body, timeout_s, {ROUTING_KEY: key}, left)
+        except TimeoutError as error:
+            raise EngineTimeoutError(f"router: no connection within {timeout_s:g} s.") from error
         except EngineTimeoutError:
             raise
         except EngineError as error:
             raise RouterError(str(error)) from error
-        found = answer.parsed(refused=_REFUSED)
+        found = answer.good_data(refused=_REFUSED)
         try:
-            return groups_of([found], [request])[0][0]
+            return (await aside(len(found), groups_of, b"[%b]" % found, [request]))[0][0]
         except ValueError as error:
             raise EngineError(f"{answer.who}: {error}") from error
 
@@ -150,8 +157,8 @@ class RouterClient:
 def single_body(request: GenerateRequest, version: int | None) -> dict[str, Any]:
     """Returns the body of a request for one sample: the router takes no lists of sampling parameters."""
     body = generate_body([request], version)
-    (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
-    return {**body, "input_ids": prompt, "sampling_params": sampling}
+    lists = [name for name in ("input_ids", "sampling_params", "logprob_start_len") if name in body]
+    return body | {name: body[name][0] for name in lists}
 
 
 class SGLangRouter:
@@ -207,10 +214,9 @@ class SGLangRouter:
         self._limits.check(chunk.requests, "router")
         num_running = load.samples(None, chunk.is_open)
         most = sum(map(samples_in_flight, serving)) if chunk.is_open else SAMPLES_IN_FLIGHT * len(serving)
-        most = min(most, self._client.max_connections // 2)  # half of them for each kind of work
         if num_running and num_running + chunk.num_samples > most:
             return None
-        return Sent(chunk, "router", partial(self._client.generate, version=version), None, None)
+        return Sent(chunk, "router", partial(self._client.generate_async, version=version), None, None)
 
     def blames_itself(self, error: EngineError) -> bool:
         return isinstance(error, RouterError)

@@ -306,7 +306,8 @@ def _take(address: EngineAddress, facts: Found, expected: Expected, transfer_dir
         raise EngineError("\n".join(_say(address, problem) for problem in problems))
     if model is None:
         logger.warning("%s", _say(address, _without_loader(facts, transfer_dir)))
-    return replace(address, has_loader=model is not None)
+    takes_parts = model is not None and not model.get("is_quantised", True)
+    return replace(address, has_loader=model is not None, takes_parts=takes_parts)
 
 
 def _say(address: EngineAddress, problem: str) -> str:

@@ -6,12 +6,14 @@ that the server's loader confirmed as complete, the engine is STALE, stays pause
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import msgspec
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
@@ -28,7 +30,8 @@ from rlhf_megatron.rollout.engine import (
     MemoryPart,
     PauseMode,
 )
-from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.gate import Gate
+from rlhf_megatron.rollout.http import HttpClient, aside, run
 from rlhf_megatron.rollout.sglang.samples import (
     Limits,
     generate_body,
@@ -38,55 +41,6 @@ from rlhf_megatron.rollout.sglang.samples import (
     version_name,
 )
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs, read_all, standing_of
-
-
-class Gate:
-    """Stock SGLang holds what comes during a pause where its own abort does not reach it; here an abort does.
-    Thread-safe."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._is_open = True
-        self._num_aborts = 0
-        self._num_inside = 0
-
-    def open(self) -> None:
-        with self._condition:
-            self._is_open = True
-            self._condition.notify_all()
-
-    def close(self) -> None:
-        """Make calls wait that come from now on."""
-        with self._condition:
-            self._is_open = False
-
-    def abort(self) -> None:
-        """End the calls that wait."""
-        with self._condition:
-            self._num_aborts += 1
-            self._condition.notify_all()
-
-    @contextmanager
-    def passing(self, timeout_s: float) -> Iterator[bool]:
-        """True: inside of the block the call runs. False: it was aborted as it waited. Raises TimeoutError."""
-        with self._condition:
-            before = self._num_aborts
-            if not self._condition.wait_for(lambda: self._is_open or self._num_aborts != before, timeout_s):
-                raise TimeoutError
-            is_running = self._num_aborts == before
-            self._num_inside += is_running
-        try:
-            yield is_running
-        finally:
-            with self._condition:
-                self._num_inside -= is_running
-                self._condition.notify_all()
-
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """False: something still ran then."""
-        with self._condition:
-            return self._condition.wait_for(lambda: self._num_inside == 0, timeout_s)
-
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +81,7 @@ class SGLangEngine:
         self._released: set[MemoryPart] = set()
         self._digests: dict[str, str] | None = {}  # of the last commit
         self._gate = Gate()
-        self._waiting: set[str] = set()  # names of generate calls that the server has not got
+        self._asks = asyncio.Lock()
         self._paused: PauseMode | None = None  # by `pause`, until `resume`
         self._halted: PauseMode | None = None  # what the server was told last, whatever the reason
         self._limits: Limits | None = None  # asked for once
@@ -145,39 +99,36 @@ class SGLangEngine:
             )
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        return run(self.generate_async(requests, timeout_s, name), timeout_s)
+
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
         self._require_fit()
         if not any(request.seeds for request in requests):
             return [[] for _ in requests]
-        if name:
-            self._waiting.add(name)
         deadline = time.monotonic() + timeout_s
         try:
-            with self._gate.passing(timeout_s) as is_running:
-                if not is_running or (name and name not in self._waiting):
+            async with self._gate.passing(timeout_s, name) as is_running:
+                if not is_running:
                     aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
                     return [[aborted for _ in request.seeds] for request in requests]
-                if self._limits is None:  # the server answers the question only while it decodes
-                    self._limits = limits_of(self._serving, max(0.0, deadline - time.monotonic()))
-                self._limits.check(requests, self.address.name)
+                limits = await self._learn_limits(max(0.0, deadline - time.monotonic()))
+                limits.check(requests, self.address.name)
                 left = max(0.0, deadline - time.monotonic())
-                self._waiting.discard(name)
-                answers = self._serving.post("/generate", generate_body(requests, self._version, name), left)
+                body = msgspec.json.encode(generate_body(requests, self._version, name))
+                answers = (await self._serving.send("POST", "/generate", body, timeout_s, left_s=left)).good_data()
         except TimeoutError as error:
             raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.") from error
-        finally:
-            self._waiting.discard(name)
         try:
-            return groups_of(answers, requests)
+            return await aside(len(answers), groups_of, answers, requests)
         except ValueError as error:
             raise EngineError(f"{self.address.name} ({self.address.url}/generate): {error}") from error
 
     def abort(self, names: Collection[str] = ()) -> None:
+        self._gate.abort(names)
         if names:
-            self._waiting.difference_update(names)
             self._verbs.abort_calls(names)
-            return
-        self._gate.abort()
-        self._abort_all()
+        else:
+            self._abort_all()
 
     def max_running(self) -> int | None:
         return max_running_of(self._serving, ADMIN_TIMEOUT_S)
@@ -281,6 +232,13 @@ class SGLangEngine:
     def close(self) -> None:
         pass
 
+    async def _learn_limits(self, timeout_s: float) -> Limits:
+        """The server answers the question only while it decodes. One call asks, others wait for it."""
+        async with self._asks:
+            if self._limits is None:
+                self._limits = await asyncio.to_thread(limits_of, self._serving, timeout_s)
+            return self._limits
+
     def _require_fit(self) -> None:
         if self._stale_reason is not None:
             raise EngineStaleError(f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it.")
@@ -347,7 +305,7 @@ class SGLangEngine:
                 *(self.address.name, name, why),
             )
             return None
-        return found.digests | found.faults
+        return found.by_name()
 
     def _remove_receipts(self) -> None:
         for path in self.transfer_dir.glob(f"{self._verbs.receipt_prefix}*"):

@@ -3,19 +3,26 @@ server, or bring other log-probs than asked for; an answer is checked field by f
 
 from __future__ import annotations
 
-import math
+import base64
+import json
 import os
 import re
 import secrets
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
+from rlhf_megatron.data.routes import write_routes
 from rlhf_megatron.rollout.engine import (
+    SCORED,
     UNSYNCED,
+    Column,
     EngineRequestError,
     FinishReason,
     GeneratedSample,
@@ -33,13 +40,22 @@ _NOT_A_NUMBER = "NaN happened"  # SGLang's words; it ends such a sample with a s
 def generate_body(requests: Sequence[GenerateRequest], version: int | None, name: str = "") -> dict[str, Any]:
     """One entry a sample: SGLang's own `n` would give all samples of a group one seed. `version`: of the weights; the
     prefix cache is looked up under it, so that no keys of other weights are found. `name`: of the call."""
+    is_scored = any(request.params.max_new_tokens == 0 for request in requests)
     return {
         **({"rid": sample_names(name)} if name else {}),
-        "input_ids": [list(request.prompt_ids) for request in requests for _ in request.seeds],
+        "input_ids": [request.prompt_ids for request in requests for _ in request.seeds],
         "sampling_params": [_sampling(request.params, seed) for request in requests for seed in request.seeds],
         "return_logprob": True,
+        **({"logprob_start_len": [_first_scored(r) for r in requests for _ in r.seeds]} if is_scored else {}),
+        **({"return_routed_experts": True} if any(request.routes_dir for request in requests) else {}),
         "extra_key": f"version {version}",
     }
+
+
+def _first_scored(request: GenerateRequest) -> int:
+    """The first token for which the server tells "the log-prob of what was read", which lacks that one's own; -1: it
+    tells none."""
+    return len(request.prompt_ids) - request.num_given - 1 if request.params.max_new_tokens == 0 else -1
 
 
 def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -60,16 +76,22 @@ def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
     }
 
 
-def groups_of(answers: Any, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
-    """The samples of each request. Raises ValueError naming the sample, the field and what stands there."""
+def groups_of(data: bytes, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
+    """The samples of each request, of the JSON that a server sent. Raises ValueError naming the sample, the field and
+    what stands there."""
     num_samples = sum(len(request.seeds) for request in requests)
+    try:
+        answers = _ANSWERS.decode(data)
+    except msgspec.MsgspecError:
+        answers = json.loads(data)  # in Python's way, to say what is wrong, and of which sample
     if not isinstance(answers, list) or len(answers) != num_samples:
         found = f"{len(answers)} samples" if isinstance(answers, list) else repr(answers)[:200]
         raise ValueError(f"{found} for {num_samples} asked for.")
     samples = []
-    for index, answer in enumerate(answers):
+    asked = [request for request in requests for _ in request.seeds]
+    for index, (answer, request) in enumerate(zip(answers, asked, strict=True)):
         try:
-            samples.append(_sample(answer))
+            samples.append(_sample(answer, request))
         except ValueError as error:
             raise ValueError(f"sample {index} of {num_samples}: {error}") from error
     rest = iter(samples)
@@ -83,7 +105,7 @@ class _Reason(msgspec.Struct):
 
 class _Token(msgspec.Struct, array_like=True):
     log_prob: float
-    token_id: int
+    token_id: Annotated[int, msgspec.Meta(lt=1 << 31)]
 
 
 class _Span(msgspec.Struct):
@@ -95,56 +117,112 @@ class _Span(msgspec.Struct):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Meta(msgspec.Struct):
+Rows = TypeVar("Rows")  # [[log-prob, token id, null], ...]: bytes of JSON, or read
+
+
+class _Meta(msgspec.Struct, Generic[Rows]):
     """Some answers to aborted requests lack the counts, and the list of tokens where there is none."""
 
     finish_reason: _Reason
-    output_token_logprobs: list[_Token] | None = None
+    output_token_logprobs: Rows = None  # type: ignore[assignment]
+    input_token_logprobs: list[tuple[float | None, int, Any]] | None = None  # where the request is to be scored
     completion_tokens: int | None = None
     cached_tokens: _Count = 0
     num_retractions: _Count = 0
     weight_version: str | int = ""
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None  # base64 of int32 [tokens - 1, layers, experts], prompt first
 
 
-class _Answer(msgspec.Struct):
-    meta_info: _Meta
+class _Answer(msgspec.Struct, Generic[Rows]):
+    meta_info: _Meta[Rows]
     output_ids: list[int] | None = None
 
 
-def _sample(raw: Any) -> GeneratedSample:
-    answer = msgspec.convert(raw, _Answer)
+_ANSWERS = msgspec.json.Decoder(list[_Answer[msgspec.Raw]])
+
+
+def _columns(rows: msgspec.Raw | list[_Token] | None) -> tuple[list[int], array[int], array[float]] | None:
+    """Token ids, as a list too, and log-probs; None where the server sent nothing. Rows are read as one flat list:
+    those of a long response cost more as lists of their own than their numbers do."""
+    if isinstance(rows, msgspec.Raw):
+        flat = msgspec.json.decode(b"[%b]" % bytes(rows).translate(None, b"[]"))
+        log_probs, ids, texts = flat[::3], flat[1::3], flat[2::3]
+        if len(log_probs) == texts.count(None):
+            with suppress(TypeError, OverflowError):
+                return ids, array("i", ids), array("d", log_probs)
+        try:
+            rows = msgspec.json.decode(rows, type=list[_Token] | None)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error).replace("`$", "`$.meta_info.output_token_logprobs")) from None
+    if rows is None:
+        return None
+    ids = [row.token_id for row in rows]
+    return ids, array("i", ids), array("d", (row.log_prob for row in rows))
+
+
+def _given(meta: _Meta[Any], request: GenerateRequest) -> tuple[list[int], array[int], array[float]]:
+    """Token ids, as a list too, and log-probs of the tokens that were given."""
+    rows, wanted = (meta.input_token_logprobs or [])[-request.num_given :], request.prompt_ids[-request.num_given :]
+    ids, values = [token for _, token, _ in rows], [value for value, _, _ in rows if value is not None]
+    if tuple(ids) != tuple(wanted) or len(values) != len(ids):
+        raise ValueError(f"meta_info.input_token_logprobs tells of {len(values)} of {len(wanted)} tokens to score.")
+    return ids, array("i", ids), array("d", values)
+
+
+def _sample(raw: Any, request: GenerateRequest) -> GeneratedSample:
+    answer = raw if isinstance(raw, _Answer) else msgspec.convert(raw, _Answer[list[_Token] | None])
     meta = answer.meta_info
     reason = meta.finish_reason.type
     if meta.finish_reason.matched == _NOT_A_NUMBER:
         raise ValueError(f"meta_info.finish_reason.matched is {_NOT_A_NUMBER!r}: the model's output is not a number.")
-    tokens = meta.output_token_logprobs or []
-    if meta.output_token_logprobs is None and reason != "abort":
+    is_scored = request.params.max_new_tokens == 0 and reason != "abort"
+    found = _given(meta, request) if is_scored else _columns(meta.output_token_logprobs)
+    if found is None and reason != "abort":
         raise ValueError("meta_info.output_token_logprobs is missing.")
-    for index, token in enumerate(tokens):
-        if not math.isfinite(token.log_prob):
-            raise ValueError(
-                f"meta_info.output_token_logprobs[{index}]: the log-prob of token {token.token_id} is"
-                f" {token.log_prob!r}, not a finite number."
-            )
-    if reason != "abort" and meta.completion_tokens != len(tokens):
+    ids, token_ids, values = found or ([], array("i"), array("d"))
+    log_probs = np.asarray(values)
+    if not np.isfinite(log_probs).all():
+        index = int(np.isfinite(log_probs).argmin())
         raise ValueError(
-            f"meta_info.output_token_logprobs has {len(tokens)} entries, completion_tokens is"
-            f" {meta.completion_tokens!r}."
+            f"meta_info.output_token_logprobs[{index}]: the log-prob of token {ids[index]} is"
+            f" {values[index]!r}, not a finite number."
         )
-    token_ids = tuple(token.token_id for token in tokens)
-    if answer.output_ids is not None and tuple(answer.output_ids[: len(tokens)]) != token_ids:
+    if reason != "abort" and not is_scored and meta.completion_tokens != len(ids):
+        raise ValueError(
+            f"meta_info.output_token_logprobs has {len(ids)} entries, completion_tokens is {meta.completion_tokens!r}."
+        )
+    if answer.output_ids is not None and not is_scored and answer.output_ids[: len(ids)] != ids:
         raise ValueError("output_ids and meta_info.output_token_logprobs name different tokens.")
-    spans = _spans(meta.weight_versions or [], len(tokens))
+    spans = () if is_scored else _spans(meta.weight_versions or [], len(ids))
     return GeneratedSample(
-        token_ids=token_ids,
-        log_probs=tuple(token.log_prob for token in tokens),
+        token_ids=Column(np.asarray(token_ids)),
+        log_probs=Column(log_probs),
         finish_reason=reason,
         policy_version=spans[0].version if spans else _version(meta.weight_version),
         version_spans=spans,
         num_cached_tokens=meta.cached_tokens,
         num_retractions=meta.num_retractions,
+        routes=_routes(meta, request, len(token_ids)),
     )
+
+
+def _routes(meta: _Meta[Any], request: GenerateRequest, num_tokens: int) -> str:
+    """The file with the experts that the tokens met. Layers without experts are zeros, and rows of tokens that SGLang
+    lost sight of: both are no routes to whoever reads the file. Aborted samples have none: they are asked for again,
+    and what the server says of them may be of other tokens than it sends."""
+    if not request.routes_dir or meta.finish_reason.type == "abort":
+        return ""
+    if meta.routed_experts is None:
+        raise ValueError(
+            "meta_info.routed_experts is missing; start the server with --enable-return-routed-experts"
+            " (rollout.sglang.args.enable_return_routed_experts)."
+        )
+    ids = np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), dtype="<i4")
+    num_read = len(request.prompt_ids) + num_tokens - 1
+    if num_read == 0 or ids.size % num_read:
+        raise ValueError(f"meta_info.routed_experts has {ids.size} ids for {num_read} tokens.")
+    return write_routes(request.routes_dir, ids.reshape(num_read, -1)) if ids.size else ""
 
 
 def version_name(version: int) -> str:
@@ -211,8 +289,10 @@ class Limits:
                         f"token {token} of the prompt is not in the vocabulary of the engine's model (0 .."
                         f" {self.vocab_size - 1}); prompts must be made with its tokenizer."
                     )
-        if params.max_new_tokens < 1:
-            return f"max_new_tokens is {params.max_new_tokens}; it must be at least 1."
+        if params.max_new_tokens < 0:
+            return f"max_new_tokens is {params.max_new_tokens}; it must be at least 0."
+        if params.max_new_tokens == 0 and (request.num_given < 1 or params.temperature != 1 or request.routes_dir):
+            return SCORED
         if params.min_new_tokens > 0:
             return (
                 f"min_new_tokens is {params.min_new_tokens}: SGLang bars stop tokens with the tokenizer, which a server"

@@ -17,10 +17,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import pickle_shared
+from rlhf_megatron.models.table import Span
+from rlhf_megatron.resharding.buffers import Lent
 from rlhf_megatron.resharding.digest import as_hex
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
@@ -49,28 +51,41 @@ class Part:
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of some tensors in an engine, by Hugging Face name."""
+    """The state of some tensors in an engine, by `TensorEntry.key`: of each, or of each part that was sent."""
 
-    digests: dict[str, str] = field(default_factory=dict)  # of those that stand whole
+    digests: dict[str, str] = field(default_factory=dict)  # of those that stand
     faults: dict[str, str] = field(default_factory=dict)  # of those that do not: why, in words
     unlike: dict[str, str] = field(default_factory=dict)  # of those that cannot be compared (quantised): why
 
     def __or__(self, other: Standing) -> Standing:
         return Standing(self.digests | other.digests, self.faults | other.faults, self.unlike | other.unlike)
 
+    def by_name(self) -> dict[str, str]:
+        """Of each tensor the digest of what stands, or words where something does not stand as it was sent."""
+        found: dict[str, int] = {}
+        for key, digest in self.digests.items():
+            found[_name(key)] = found.get(_name(key), 0) + int(digest, 16)
+        return {name: as_hex(value) for name, value in found.items()} | {
+            _name(key): words for key, words in self.faults.items()
+        }
+
+
+def _name(key: str) -> str:
+    return key.partition("[")[0]
+
 
 def put_together(receipts: Sequence[Receipt]) -> Standing:
     """Joins the receipts that all ranks of the server wrote of one bucket."""
     found = Standing()
-    for name, (shape, _, _) in receipts[0]["tensors"].items():
-        unlike, misfits = ([r[kind][name] for r in receipts if name in r[kind]] for kind in ("unlike", "misfits"))
-        parts = [Part(r["rank"], *part) for r in receipts for part in r["parts"].get(name, ())]
+    for key, (shape, span, _) in receipts[0]["tensors"].items():
+        unlike, misfits = ([r[kind][key] for r in receipts if key in r[kind]] for kind in ("unlike", "misfits"))
+        parts = [Part(r["rank"], *part) for r in receipts for part in r["parts"].get(key, ())]
         if unlike:
-            found.unlike[name] = unlike[0]
-        elif fault := misfits[0] if misfits else _fault(parts, tuple(shape)):
-            found.faults[name] = f"{fault} ({receipts[0]['bucket']})"
+            found.unlike[key] = unlike[0]
+        elif fault := misfits[0] if misfits else _fault(parts, tuple(shape), Span(*span)):
+            found.faults[key] = f"{fault} ({receipts[0]['bucket']})"
         else:
-            found.digests[name] = as_hex(sum(int(d, 16) for d in {part.place: part.digest for part in parts}.values()))
+            found.digests[key] = as_hex(sum(int(d, 16) for d in {part.place: part.digest for part in parts}.values()))
     return found
 
 
@@ -89,19 +104,18 @@ def check(
     found = put_together(receipts)
     wrong: dict[str, str] = {}
     for entry in manifest.tensors:
-        digest = found.digests.get(entry.name)
-        if digest == entry.digest or entry.name in found.unlike:
+        key = entry.key
+        digest = found.digests.get(key)
+        if digest == entry.digest or key in found.unlike:
             continue
-        fault = found.faults.get(
-            entry.name, "nothing of it came" if digest is None else f"digest {digest} of what stands"
-        )
-        wrong[entry.name] = f"{fault}, {entry.digest} in the manifest{_other_type(receipts, entry.name)}"
+        fault = found.faults.get(key, "nothing of it came" if digest is None else f"digest {digest} of what stands")
+        wrong[key] = f"{fault}, {entry.digest} in the manifest{_other_type(receipts, key)}"
     if not wrong:
         return found
-    for name, ranks in _ranks_that_differ(compare).items():
-        if name in wrong:
-            wrong[name] += f"; {_ranks(ranks)} hold{'s' * (len(ranks) == 1)} other values than the bucket"
-    shown = "; ".join(f"tensor {name!r}: {words}" for name, words in list(wrong.items())[:_TENSORS_SHOWN])
+    for key, ranks in _ranks_that_differ(compare).items():
+        if key in wrong:
+            wrong[key] += f"; {_ranks(ranks)} hold{'s' * (len(ranks) == 1)} other values than the bucket"
+    shown = "; ".join(f"tensor {key!r}: {words}" for key, words in list(wrong.items())[:_TENSORS_SHOWN])
     more = f"; and {len(wrong) - _TENSORS_SHOWN} more" if len(wrong) > _TENSORS_SHOWN else ""
     raise EngineError(
         f"{engine}, {manifest.place}: {len(wrong)} of {len(manifest.tensors)} tensors do"
@@ -131,8 +145,8 @@ def standing_of(buckets: Iterable[Sequence[Receipt]]) -> Standing:
     return found
 
 
-def _fault(parts: Sequence[Part], shape: tuple[int, ...]) -> str | None:
-    """Says why these parts are not one whole tensor; None: they are."""
+def _fault(parts: Sequence[Part], shape: tuple[int, ...], sent: Span) -> str | None:
+    """Says why these parts are not `sent`, each entry once; None: they are."""
     if not parts:
         return "not found in the engine"
     by_place: dict[tuple[int, int, int], list[Part]] = {}
@@ -142,7 +156,7 @@ def _fault(parts: Sequence[Part], shape: tuple[int, ...]) -> str | None:
     for place, same in by_place.items():
         if fault := _disagreement(same, place, shape):
             return fault
-    return _gap(sorted(by_place), shape)
+    return _gap(sorted(by_place), shape, sent)
 
 
 def _disagreement(parts: Sequence[Part], place: tuple[int, int, int], shape: tuple[int, ...]) -> str | None:
@@ -157,13 +171,14 @@ def _disagreement(parts: Sequence[Part], place: tuple[int, int, int], shape: tup
     return f"{_ranks(odd)} hold{'s' * (len(odd) == 1)} other values for {where} than the ranks that hold it as well"
 
 
-def _gap(places: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> str | None:
+def _gap(places: Sequence[tuple[int, int, int]], shape: tuple[int, ...], sent: Span) -> str | None:
     if not places:
         return "not found in the engine"
     axes = {axis for axis, _, _ in places}
     if len(axes) > 1:
         return f"its ranks hold parts of it along several axes, {sorted(axes)}"
-    (axis,), reached = axes, 0
+    (axis,) = axes
+    reached, end = (sent.start, sent.start + sent.count) if axis == sent.axis else (0, shape[axis])
     for _, start, count in places:
         if start > reached:
             break
@@ -172,9 +187,9 @@ def _gap(places: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> str 
             return f"{_part_words(twice, shape)} stands in it twice, in different parts"
         reached = start + count
     else:
-        if reached == shape[axis]:
+        if reached == end:
             return None
-        start = shape[axis]
+        start = end
     return f"{_part_words((axis, reached, start - reached), shape)} stands in none of its ranks"
 
 
@@ -193,11 +208,11 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"tp ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def _other_type(receipts: Sequence[Receipt], name: str) -> str:
-    found = {receipt["stands_as"][name] for receipt in receipts if name in receipt["stands_as"]}
+def _other_type(receipts: Sequence[Receipt], key: str) -> str:
+    found = {receipt["stands_as"][key] for receipt in receipts if key in receipt["stands_as"]}
     if not found:
         return ""
-    sent = receipts[0]["tensors"][name][1]
+    *_, sent = receipts[0]["tensors"][key]
     return f" (it stands as {found.pop()} and was sent as {sent}: rollout.dtype must be the engine's dtype)"
 
 
@@ -231,12 +246,15 @@ class SGLangVerbs:
         self._transfer_dir = transfer_dir
         self._http = HttpClient(address)
 
-    def load(self, manifest: BucketManifest, bucket: Tensor | None = None) -> list[Receipt]:
-        """Have every rank read a bucket, from its file or from `bucket`, device memory, and load it. Raises EngineError
-        too where it does not stand as it was sent."""
+    def load(
+        self, manifest: BucketManifest, lend: Callable[[], Lent] = lambda: (), is_lent_once: bool = False
+    ) -> list[Receipt]:
+        """Have every rank read a bucket and load it: from its file, or from the device memory that `lend` tells, each
+        time anew unless it `is_lent_once`. Raises EngineError too where it does not stand as it was sent."""
         order, what = manifest.to_json(), manifest.place
-        receipts = self.order({"manifest": order}, what, bucket)
-        check(self.address.name, manifest, receipts, lambda: self.order({"compare": order}, what, bucket))
+        receipts = self.order({"manifest": order}, what, lend())
+        compare = None if is_lent_once else lambda: self.order({"compare": order}, what, lend())
+        check(self.address.name, manifest, receipts, compare)
         return receipts
 
     def digest(self, manifest: BucketManifest) -> list[Receipt]:
@@ -245,18 +263,17 @@ class SGLangVerbs:
         check(self.address.name, manifest, receipts)
         return receipts
 
-    def order(self, order: dict[str, Any], what: str, bucket: Tensor | None = None) -> list[Receipt]:
+    def order(self, order: dict[str, Any], what: str, lent: Lent = ()) -> list[Receipt]:
         """Have the run's loader carry out an order in every rank; returns the ranks' receipts.
 
-        `bucket`: device memory that goes with it.
+        `lent`: by rank, the device memory that goes with it.
         """
         name = self.receipt_prefix + uuid.uuid4().hex
-        text = json.dumps({**order, "receipt": name, "directory": self._transfer_dir.name}).encode()
-        tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
-        if bucket is not None:
-            tensors.append(("bucket", bucket))
-        # The server's own wire format is a pickle of (name, tensor) pairs. Each rank opens device memory by itself.
-        payloads = [base64.b64encode(pickle_shared(tensors)).decode() for _ in range(self.address.tp_size)]
+        own = {"receipt": name, "directory": self._transfer_dir.name} | ({"memory": lent} if lent else {})
+        text = torch.frombuffer(bytearray(msgspec.json.encode({**order, **own})), dtype=torch.uint8)
+        # The server's own wire format is a pickle of (name, tensor) pairs.
+        payload = base64.b64encode(pickle.dumps([("order", text)])).decode()
+        payloads = [payload] * self.address.tp_size
         body = {"serialized_named_tensors": payloads, "load_format": LOAD_FORMAT, "flush_cache": False}
         self._post(_TENSOR, body, what)
         return [self._receipt(name, rank, what) for rank in range(self.address.tp_size)]

@@ -3,12 +3,13 @@ rollout.weight_transport."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from rlhf_megatron.resharding.buffers import Lent
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.sglang.weights import Receipt
 
@@ -31,12 +32,18 @@ class Transport:
 
     name: str  # of the engine
     memory: BucketMemory  # where buckets must lie; known once it is open
+    num_readers: int = 1  # ranks of the engine that open device memory
 
-    def open(self) -> None:
-        """Once, before the first bucket of a sync."""
+    def open(self, devices: Collection[str] = ("",)) -> None:
+        """Once, before the first bucket of a sync. `devices`: what `parallel.device.shareable_id` says of those whose
+        memory would be opened."""
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         """Returns when the engine has loaded the bucket, whose bytes may be overwritten then."""
+        raise NotImplementedError
+
+    def lend(self, manifest: BucketManifest, bucket: Tensor, others: Lent) -> Traffic:
+        """As `deliver`, where parts of the bucket lie in memory of other ranks' devices: `others`, by reader."""
         raise NotImplementedError
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,16 +15,19 @@ from torch import Tensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.models.table import Rule
-from rlhf_megatron.resharding.buffers import Buffers, in_memory
+from rlhf_megatron.parallel.device import decline, shareable_id
+from rlhf_megatron.resharding.buffers import Buffers, Lent, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.plan import ALIGNMENT
-from rlhf_megatron.resharding.sender import Place, SendReport, send_weights
+from rlhf_megatron.resharding.sender import Order, Place, SendReport, send_weights
+from rlhf_megatron.resharding.shard_sender import send_shards
+from rlhf_megatron.resharding.shards import copy_of, num_copies
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, WeightTransport
 from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.rollout.transports.disk import FileBuffers
 from rlhf_megatron.rollout.transports.process_group import Groups
-from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
+from rlhf_megatron.rollout.transports.tensor import SharedFiles, SharedMemoryBuffers, attach_buffers
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,32 +41,63 @@ class Delivery:
     """
 
     def __init__(
-        self, transports: Sequence[Transport], kind: WeightTransport, transfer_dir: Path, place: Place
+        self,
+        transports: Sequence[Transport],
+        kind: WeightTransport,
+        transfer_dir: Path,
+        place: Place,
+        files: SharedFiles | None = None,
     ) -> None:
-        """`transports`: one an engine. `place`: of the sender."""
+        """`transports`: one an engine. `place`: of the sender. `files`: those that it keeps between syncs."""
         self.alignment = ALIGNMENT if kind == "tensor" else 1  # a broadcast and a safetensors file have no gaps
         self.failures: dict[str, str] = {}  # engine name -> what it said first; it has not got everything
         self.traffic = Traffic()
         self._kind = kind
         self._transfer_dir = transfer_dir
         self._place = place
+        self._files = files
         self._transports = tuple(transports)
         self._threads = ThreadPoolExecutor(max(1, len(self._transports)), thread_name_prefix="deliver")
 
+    @property
+    def num_readers(self) -> int:
+        """Ranks of engines that open device memory."""
+        return sum(transport.num_readers for transport in self._transports)
+
     def open_buffers(self, capacity: int, num_buckets: int) -> Buffers:
         """Buffers that all transports can take buckets from; opens the transports, since some know where only then."""
-        self._each(lambda transport: transport.open(), "before its first bucket")
-        if self._kind != "disk" and {transport.memory for transport in self._transports} == {"device_memory"}:
-            return in_memory(self._place.device, capacity, num_buckets, self)
-        in_files = FileBuffers if self._kind == "disk" else SharedMemoryBuffers
-        buffers = in_files(self._transfer_dir, str(self._place.coordinates), capacity, num_buckets, self)
+        return self.open_shards([capacity], num_buckets, [shareable_id(self._place.device)])
+
+    def open_shards(self, sizes: Sequence[int], num_buckets: int, devices: Sequence[str]) -> Buffers:
+        """As `open_buffers`, where buckets have a part of each rank: see `shard_sender.OpenShardBuffers`."""
+        self._each(lambda transport: transport.open(devices), "before its first bucket")
+        standing = {transport.memory for transport in self._transports if transport.name not in self.failures}
+        if self._kind != "disk" and standing == {"device_memory"}:
+            return in_memory(self._place.device, sizes[0], num_buckets, self)
+        how = (self._transfer_dir, str(self._place.coordinates), sum(sizes), num_buckets, self)
+        buffers = FileBuffers(*how) if self._kind == "disk" else SharedMemoryBuffers(*how, self._files)
         buffers.lock_pages(self._place.device)
         return buffers
 
-    def __call__(self, manifest: BucketManifest, bucket: Tensor) -> None:
-        for traffic in self._each(lambda one: one.deliver(manifest, bucket), f"while it was given {manifest}"):
+    def __call__(self, manifest: BucketManifest, bucket: Tensor, lent: Lent = ()) -> None:
+        def deliver(transport: Transport) -> Traffic:
+            if not lent:
+                return transport.deliver(manifest, bucket)
+            return transport.lend(manifest, bucket, lent[self._readers(transport)])
+
+        if lent:
+            for transport in self._transports:
+                if transport.name in self.failures:
+                    _decline(lent[self._readers(transport)])
+        for traffic in self._each(deliver, f"while it was given {manifest}"):
             self.traffic += traffic
         faults.reach("sync.after_bucket")
+
+    def _readers(self, transport: Transport) -> slice:
+        """The place of an engine's ranks among all readers."""
+        before = self._transports[: self._transports.index(transport)]
+        first = sum(one.num_readers for one in before)
+        return slice(first, first + transport.num_readers)
 
     def _each(self, act: Callable[[Transport], T], when: str) -> list[T]:
         """Act on all that have not failed, at once; return what `act` returned for those that do not fail now."""
@@ -70,11 +105,12 @@ class Delivery:
         futures = [(transport, self._threads.submit(act, transport)) for transport in standing]
         results = []
         for transport, future in futures:
-            try:
-                results.append(future.result())  # has the deadline of the transport
-            except EngineError as error:
+            error = future.exception()  # has the deadline of the transport; raised, it would keep the bucket's memory
+            if isinstance(error, EngineError):
                 self.failures[transport.name] = f"{str(error).rstrip('.')}, {when}."
                 logger.warning("%s is left out of this weight sync: %s", transport.name, error)
+            else:
+                results.append(future.result())
         return results
 
     def __enter__(self) -> Delivery:
@@ -82,6 +118,13 @@ class Delivery:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True)
+
+
+def _decline(lent: Lent) -> None:
+    """An engine that has failed opens no more memory: give it back for it."""
+    for segments in lent:
+        for segment in segments:
+            decline(segment.memory)
 
 
 def deliver_weights(
@@ -95,21 +138,59 @@ def deliver_weights(
     bucket_bytes: int,
     dtype: str,
     transport: WeightTransport,
+    ranks_per_machine: int | None = None,
 ) -> SendReport:
-    """Send what `export` yields to all engines, as `resharding.sender.send_weights` says, which every rank calls.
+    """Send what `export` yields to all engines, shard to shard where all of them take parts of tensors from memory of
+    this machine, else as whole tensors. Every rank calls it.
 
-    `groups`: this process's groups with engines, kept between calls. An engine that fails stands in the report.
+    `groups`: this process's groups with engines, kept between calls. `ranks_per_machine`: None where all ranks and
+    engines are on one. An engine that fails stands in the report.
     """
-    transports = [engine_kind(a.kind).transport(a, transport, transfer_dir, place, groups) for a in engines]
-    with Delivery(transports, transport, transfer_dir, place) as delivery:
-        report = send_weights(
-            export,
-            place,
-            version=version,
-            dtype=getattr(torch, dtype),
-            bucket_bytes=bucket_bytes,
-            open_buffers=delivery.open_buffers,
-            alignment=delivery.alignment,
-        )
+    order = Order(version, getattr(torch, dtype), bucket_bytes)
+    by_copy = served_by_copies(place, transport, engines, ranks_per_machine)
+    own = copy_of(place.layout, place.rank)
+    served = by_copy.get(own, ()) if by_copy else engines[: 0 if own else None]
+    if own and not served:
+        return SendReport(0, 0.0, {})
+    transports = [engine_kind(a.kind).transport(a, transport, transfer_dir, place, groups) for a in served]
+    with Delivery(transports, transport, transfer_dir, place, groups.files) as delivery:
+        if by_copy:
+            attach = partial(attach_buffers, transfer_dir)
+            report = send_shards(export, place, order, delivery.open_shards, attach, delivery.num_readers)
+        else:
+            report = send_weights(export, place, order, delivery.open_buffers, delivery.alignment)
     moved, needed = delivery.traffic.moved, delivery.traffic.needed
     return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
+
+
+def served_by_copies(
+    place: Place, transport: WeightTransport, engines: Sequence[EngineAddress], ranks_per_machine: int | None
+) -> dict[int, Sequence[EngineAddress]]:
+    """By number of a copy the engines that it serves shard to shard, in turns those of its machine; {}: the first copy
+    must send whole tensors to all.
+
+    All ranks find the same."""
+    layout = place.layout
+    if (
+        transport != "tensor"
+        or place.is_in_pieces
+        or not all(engine.has_loader and engine.takes_parts for engine in engines)
+    ):
+        return {}
+    copies = range(num_copies(layout))
+    if ranks_per_machine is None:
+        return {copy: engines[copy :: len(copies)] for copy in copies}
+    first_of_last_stage = layout.world_size - layout.stage_size
+    found: dict[int, Sequence[EngineAddress]] = {}
+    for machine in {engine.machine for engine in engines}:
+        ranks = range(machine * ranks_per_machine, (machine + 1) * ranks_per_machine)
+        here = [
+            copy
+            for copy in copies
+            if copy * layout.copy_size in ranks and first_of_last_stage + (copy + 1) * layout.copy_size - 1 in ranks
+        ]
+        if not here:
+            return {}
+        mine = [engine for engine in engines if engine.machine == machine]
+        found |= {copy: mine[turn :: len(here)] for turn, copy in enumerate(here)}
+    return found

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -32,6 +32,7 @@ from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeo
 from rlhf_megatron.rollout.fleet.calls import EngineCalls
 from rlhf_megatron.rollout.sglang.weights import TIMEOUT_S, SGLangVerbs
 from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, Transport, traffic_of, unseen_traffic
+from rlhf_megatron.rollout.transports.tensor import SharedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +144,10 @@ _OTHER_SIDE_S = 2.0  # for the side that has not failed to say its part
 
 
 class Groups:
-    """The process groups of this rank by engine, kept from sync to sync. Thread-safe."""
+    """The process groups of this rank by engine, kept from sync to sync; and its mapped files. Thread-safe."""
 
     def __init__(self) -> None:
+        self.files = SharedFiles()
         self.turns = threading.BoundedSemaphore(MAX_AT_ONCE)
         self._groups: dict[str, tuple[EngineAddress, UpdateGroup]] = {}
         self._lock = threading.Lock()
@@ -173,7 +175,8 @@ class Groups:
             group.abort()
 
     def close(self) -> None:
-        """Leave all groups, on both sides."""
+        """Leave all groups, on both sides; remove the files."""
+        self.files.close()
         with self._lock:
             kept, self._groups = list(self._groups.values()), {}
         for address, group in kept:
@@ -207,7 +210,7 @@ class ProcessGroupTransport(Transport):
         self._timeout_s = timeout_s
         self._verbs = SGLangVerbs(address, transfer_dir, timeout_s)
 
-    def open(self) -> None:
+    def open(self, devices: Collection[str] = ("",)) -> None:
         """A group with this server, unless there is one."""
         if self._groups.find(self._address) is not None:
             return

@@ -6,13 +6,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import can_share, device_id, share
-from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
+from rlhf_megatron.parallel.device import share
+from rlhf_megatron.resharding.buffers import Buffers, Deliver, Lent, Segment, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import Engine, EngineAddress
 from rlhf_megatron.rollout.local.client import LocalEngine
@@ -28,18 +29,52 @@ from rlhf_megatron.rollout.transports.base import (
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
-class SharedMemoryBuffers(Buffers):
-    """Buffers in memory-mapped files, which disappear with `close`."""
+class SharedFiles:
+    """Memory-mapped files of one rank, kept from sync to sync: fresh pages cost several times what a copy does."""
 
-    def __init__(self, directory: Path, sender: str, capacity: int, num_buckets: int, deliver: Deliver) -> None:
-        """`sender` names the files; `capacity`: bytes of the largest bucket. Raises ValueError when the directory has
-        no room."""
-        stem = sender.replace(" ", "-")
-        self._paths = [directory / f"{stem}-{i}.bin" for i in range(num_buffers(num_buckets))]
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Tensor] = {}
+
+    def take(self, paths: Sequence[Path], num_bytes: int) -> list[Tensor]:
+        """One for each path, [num_bytes] uint8; all others go. Raises ValueError when the directory has no room."""
+        for path in set(self._mapped) - set(paths):
+            self._drop(path)
+        for path in paths:
+            kept = self._mapped.get(path)
+            if kept is None or kept.numel() < num_bytes or not path.exists():
+                self._drop(path)
+                self._mapped[path] = _map_new_file(path, num_bytes)
+        return [self._mapped[path][:num_bytes] for path in paths]
+
+    def close(self) -> None:
+        for path in list(self._mapped):
+            self._drop(path)
+
+    def _drop(self, path: Path) -> None:
+        if self._mapped.pop(path, None) is not None:
+            path.unlink(missing_ok=True)
+
+
+class SharedMemoryBuffers(Buffers):
+    """Buffers in memory-mapped files."""
+
+    def __init__(
+        self,
+        directory: Path,
+        sender: str,
+        capacity: int,
+        num_buckets: int,
+        deliver: Deliver,
+        kept: SharedFiles | None = None,
+    ) -> None:
+        """`sender` names the files; `capacity`: bytes of the largest bucket. `kept`: where the files stay afterwards;
+        None: they disappear with `close`. Raises ValueError when the directory has no room."""
+        self._paths = _paths_of(directory, sender, num_buckets)
+        self._files, self._is_kept = kept or SharedFiles(), kept is not None
         try:
-            super().__init__([_map_new_file(path, max(capacity, 1)) for path in self._paths], deliver)
+            super().__init__(self._files.take(self._paths, max(capacity, 1)), deliver)
         except BaseException:
-            self._remove()
+            self._files.close()
             raise
 
     def file(self, bucket: int) -> str:
@@ -47,11 +82,25 @@ class SharedMemoryBuffers(Buffers):
 
     def close(self) -> None:
         super().close()
-        self._remove()
+        if not self._is_kept:
+            self._files.close()
 
-    def _remove(self) -> None:
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+
+def _paths_of(directory: Path, sender: str, num_buckets: int) -> list[Path]:
+    return [directory / f"{sender.replace(' ', '-')}-{i}.bin" for i in range(num_buffers(num_buckets))]
+
+
+def attach_buffers(directory: Path, sender: str, start: int, num_bytes: int, num_buckets: int) -> list[Tensor]:
+    """Bytes start .. start + num_bytes - 1 of each buffer that another rank has opened as SharedMemoryBuffers."""
+    parts = []
+    for path in _paths_of(directory, sender, num_buckets):
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            mapped = mmap.mmap(descriptor, num_bytes, offset=start) if num_bytes else bytearray()
+            parts.append(torch.frombuffer(mapped, dtype=torch.uint8) if num_bytes else torch.empty(0))
+        finally:
+            os.close(descriptor)
+    return parts
 
 
 class FileTransport(Transport):
@@ -69,51 +118,54 @@ class FileTransport(Transport):
 
 
 class LocalTensorTransport(FileTransport):
-    """Gives the bundled server each bucket as device memory, where it sees the sender's device, or as a file."""
+    """Gives the bundled server each bucket as device memory, where it sees the senders' devices, or as a file."""
 
-    def __init__(self, engine: LocalEngine, device: torch.device) -> None:
-        """`device`: of the sender."""
+    def __init__(self, engine: LocalEngine) -> None:
         super().__init__(engine, "shared_memory")
         self._client = engine
-        self._device = device
 
-    def open(self) -> None:
-        if can_share(self._device) and device_id(self._device) in self._client.info()["devices"]:
+    def open(self, devices: Collection[str] = ("",)) -> None:
+        if all(devices) and set(devices) <= set(self._client.info()["devices"]):
             self.memory = "device_memory"
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
-        if bucket.device.type == "cpu":
-            return super().deliver(manifest, bucket)
-        self._client.open_weights(manifest, share(bucket))
+        return super().deliver(manifest, bucket) if bucket.device.type == "cpu" else self.lend(manifest, bucket, [()])
+
+    def lend(self, manifest: BucketManifest, bucket: Tensor, others: Lent) -> Traffic:
+        self._client.open_weights(manifest, [Segment(0, share(bucket)), *others[0]])
         return Traffic(manifest.tensor_bytes, manifest.tensor_bytes)
 
 
 class SGLangTensorTransport(Transport):
     """Gives stock SGLang each bucket as device memory, as a file to read, or inside the request."""
 
-    def __init__(self, address: EngineAddress, transfer_dir: Path, device: torch.device) -> None:
-        """`device`: of the sender."""
+    def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
         self.name = address.name
         self.memory = "shared_memory" if address.has_loader else "device_memory"
+        self.num_readers = address.tp_size
         self._address = address
-        self._device = device
         self._verbs = SGLangVerbs(address, transfer_dir)
 
-    def open(self) -> None:
-        """Ask each rank whether it sees the sender's device; otherwise it gets mapped files. A rank that does not see
-        it would end its server when it is told to open memory there."""
-        if self._address.has_loader and can_share(self._device):
+    def open(self, devices: Collection[str] = ("",)) -> None:
+        """Ask each rank whether it sees the senders' devices; otherwise it gets mapped files."""
+        if self._address.has_loader and all(devices):
             receipts = self._verbs.order({"describe": True}, "question for its devices")
-            mine = device_id(self._device)
-            if all(mine in receipt["devices"] for receipt in receipts):
+            if all(set(devices) <= set(receipt["devices"]) for receipt in receipts):
                 self.memory = "device_memory"
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         if not self._address.has_loader:
             self._verbs.load_by_value(manifest, bucket)
             return unseen_traffic(manifest, self._address.tp_size)
-        shared = bucket if bucket.device.type != "cpu" else None
-        return traffic_of(self._verbs.load(manifest, shared))
+        if bucket.device.type == "cpu":
+            return traffic_of(self._verbs.load(manifest))
+        return self.lend(manifest, bucket, [()] * self.num_readers)
+
+    def lend(self, manifest: BucketManifest, bucket: Tensor, others: Lent) -> Traffic:
+        def lend() -> Lent:
+            return [[Segment(0, share(bucket)), *segments] for segments in others]
+
+        return traffic_of(self._verbs.load(manifest, lend, is_lent_once=any(others)))
 
 
 def _map_new_file(path: Path, num_bytes: int) -> Tensor:

@@ -28,6 +28,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_megatron.runtime.keepers import LateAnswerError, ProcessLostError
 from rlhf_megatron.runtime.processes import Child, children_of, machine_id
 from rlhf_megatron.runtime.ray.environment import local_rank
 from rlhf_megatron.runtime.ray.places import Bundle, shortage
@@ -41,14 +42,6 @@ CLOSE_S = 10.0
 POLL_S = 0.1
 KNOCK_S = 10.0
 GPU = "GPU"
-
-
-class ProcessLostError(RuntimeError):
-    """A process of the cluster ended, could not be started, or its machine became unreachable."""
-
-
-class LateAnswerError(TimeoutError):
-    """A call to a process of the cluster was not answered in time."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from rlhf_megatron import faults
+from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.bound_store import BoundStore
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
@@ -252,7 +253,7 @@ def _run_on(
 def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOrder, secret: bytes) -> list[Task]:
     """By rank. Each is at its task until the run ends."""
     config = job.config
-    megatrons = [config.actor.megatron, *([config.critic.megatron] if config.critic.megatron is not None else [])]
+    megatrons = [megatron for _, megatron, _ in megatron_sections(config)]
     environment = ray_environment.of_ranks(
         os.environ,
         config.trainer,

@@ -92,13 +92,15 @@ def run_host(
     backend: str = "gloo",
     settings: Sequence[str] = (),
     controller_descriptors: Sequence[int] = (),
+    keeper_machines: Sequence[int] = (),
 ) -> int:
     """The life of a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
 
     Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
     this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `settings`: "key: value" lines
-    that all ranks must have alike. `controller_descriptors`: open files that the controller inherits. Call it before
-    CUDA is used.
+    that all ranks must have alike. `controller_descriptors`: open files that the controller inherits.
+    `keeper_machines`: with engines and without the controller; the first rank of such a one starts its keeper, with the
+    controller's arguments. Call it before CUDA is used.
 
     Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
     """
@@ -110,26 +112,33 @@ def run_host(
         )
     agent = os.environ.pop(AGENT_ENV, None)  # another launcher has none
     die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL, None if agent is None else int(agent))
-    store = _rendezvous_store("control", deadlines.startup_s)
+    store = rendezvous_store("control", deadlines.startup_s)
     _agree(store, rank, settings)
     secret = channel.given_secret(os.environ)
     os.environ.pop(channel.SECRET_ENV, None)
     if rank == 0:
-        process, exit_code = _start_controller(store, secret, controller_arguments, controller_descriptors)
+        is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1" and not keeper_machines
+        process, exit_code = _start_controller(store, secret, controller_arguments, controller_descriptors, is_alone)
         stopping = HostStop(deadlines.stop_s, process)
     else:
         exit_code = _exit_code_from(store)
         stopping = HostStop(deadlines.stop_s)
     on_signals(SIGNALS, stopping.on_signal)
     place = RankPlace(rank, pool_of_rank(pools, rank))
-    host, _, port = store.get(_ADDRESS).decode().rpartition(":")  # rank 0 has made the run directory when this is set
+    controller = store.get(_ADDRESS).decode()  # rank 0 has made the run directory when this is set
     secret = secret or bytes(store.get(_SECRET))
+    machine = int(os.environ.get("GROUP_RANK", "0"))
+    if machine in keeper_machines and os.environ["LOCAL_RANK"] == "0":
+        from rlhf_megatron.runtime.torchrun.engines import start_keeper
+
+        start_keeper(machine, controller, secret, controller_arguments, _outside_of_pools())
+    host, _, port = controller.rpartition(":")
     is_served = run_rank(
         place,
         (host, int(port)),
         secret,
         build_roles,
-        lambda: _rendezvous_store(f"pool/{place.pool.name}", deadlines.startup_s),
+        lambda: rendezvous_store(f"pool/{place.pool.name}", deadlines.startup_s),
         log_dir,
         deadlines,
         backend,
@@ -159,11 +168,25 @@ def run_controller(
         return control(run, listener, secret, pools, deadlines, stopping, is_stoppable=stop is not None)
 
 
-def _rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
+def rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
     """A connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
+
+
+def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes]:
+    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at MASTER_ADDR."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # nobody counts the connections
+    os.environ |= {**place, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "engines"}
+    store = rendezvous_store("control", timeout_s)
+    controller = store.get(_ADDRESS).decode()
+    return controller, secret or bytes(store.get(_SECRET))
+
+
+def _outside_of_pools() -> dict[str, str]:
+    """The environment of this rank for a process that is none."""
+    return {name: value for name, value in os.environ.items() if not name.startswith((*_RANK_ENV, "TORCHELASTIC_"))}
 
 
 def _agree(store: dist.Store, rank: int, settings: Sequence[str]) -> None:
@@ -185,18 +208,15 @@ def _agree(store: dist.Store, rank: int, settings: Sequence[str]) -> None:
 
 
 def _start_controller(
-    store: dist.Store, secret: bytes | None, arguments: Sequence[str], descriptors: Sequence[int]
+    store: dist.Store, secret: bytes | None, arguments: Sequence[str], descriptors: Sequence[int], is_single_node: bool
 ) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
     """Start it and publish where it listens. Returns it, and a function that waits for its exit code."""
-    is_single_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
     listener = registration.listen(address)
     if secret is None:
         secret = channel.new_secret().encode()
         store.set(_SECRET, secret.decode())
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith((*_RANK_ENV, "TORCHELASTIC_"))
-    }
+    environment = _outside_of_pools()
     environment[channel.SECRET_ENV] = secret.decode()
     environment[_LISTENER_ENV] = str(listener.fileno())
     environment[_PARENT_ENV] = str(os.getpid())

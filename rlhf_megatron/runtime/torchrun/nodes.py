@@ -1,8 +1,8 @@
 """Several nodes under torchrun: the interface that leads to node 0, and how each agent learns that another has ended.
 
-torchrun's static rendezvous tells no node of another's end. A rank that is connected to the controller is missed at
-once; before that its node would be waited for until the deadline of the start. So an agent that fails leaves a word in
-node 0's store, and all look there; that the store itself is gone means that node 0 has ended.
+torchrun's static rendezvous tells no node of another's end, nor that a machine is lost. A rank that is connected to the
+controller is missed at once; before that its node would be waited for until the deadline of the start. So an agent that
+fails leaves a word in node 0's store, and all look there; that the store itself is gone means that node 0 has ended.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from rlhf_megatron.runtime.channel import VANISHED_S, detect_dead_peers, is_vanished
+
 POLL_S = 1.0
 GRACE_S = 10.0  # for the ranks to end by themselves: the controller says more than an agent can
 LIMIT_S = 40.0  # for the agent to end after it was told to
+VANISHED_LIMIT_S = 5.0  # the same where node 0 has vanished: nobody there has anything to say
 _CONNECT_S = 600.0
 _ENDED = "rlhf_megatron/ended"  # key in the store: "<node> <exit code>"
 _SIOCGIFADDR = 0x8915
@@ -47,7 +50,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def told(reason: str) -> str:
-    """`reason`: which node has ended."""
+    """`reason`: which node has ended, or is lost."""
     return f"{reason} before this run was over; the output there says why.\n"
 
 
@@ -79,6 +82,8 @@ class OtherNodes:
             self._store = TCPStore(
                 *self._place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
             )
+            if self._node:
+                threading.Thread(target=self._watch_machine, name="node 0", daemon=True).start()
             ended = self._first_to_end(self._store)
             if not self._is_over.wait(GRACE_S):
                 self.ended = ended
@@ -87,6 +92,24 @@ class OtherNodes:
                     self._kill()
                     sys.stderr.write(told(ended[0]))
                     os._exit(ended[1])
+
+    def _watch_machine(self) -> None:
+        """A call to a store whose machine has lost its power or its network waits for a quarter of an hour. This
+        connection says nothing and waits for nothing."""
+        with contextlib.suppress(OSError), socket.create_connection(self._place, timeout=_CONNECT_S) as node_0:
+            node_0.settimeout(None)
+            detect_dead_peers(node_0)
+            try:
+                node_0.recv(1)  # returns when the store has ended, which the other thread finds out
+            except OSError as error:
+                if not is_vanished(error) or self._is_over.is_set():
+                    return
+                reason = f"node 0 ({self._place[0]}) was lost, with no sign for {VANISHED_S} s,"
+                self.ended = (reason, 1)
+                self._kill()
+                if not self._is_over.wait(VANISHED_LIMIT_S):
+                    sys.stderr.write(told(reason))
+                    os._exit(1)
 
     def _first_to_end(self, store: TCPStore) -> tuple[str, int]:
         try:

@@ -112,6 +112,7 @@ class Background:
     few: FewGroups | None = None  # of `algorithm.filter_groups`
     journal: GroupJournal | None = None  # keeps finished groups
     found: Found = Found(0)  # what to go on with
+    leave_out: Callable[[int, Sequence[str]], None] = lambda step, routes: None  # told of files that train nothing
     report: Callable[[str], None] = lambda text: None  # told what is waited for
     on_events: Callable[[Sequence[Event]], None] = lambda events: None  # gets the lines of the Flow, in order
 
@@ -153,6 +154,7 @@ class Background:
         seconds += time.monotonic() - began
         assert taken.step == step, f"the supply made step {taken.step}, the loop is at {step}"
         batch = concat(alike([group.batch for group in taken.groups]))
+        self.leave_out(step, taken.left_out)
         self._metrics = self._metrics_of(taken, batch, seconds)
         missing = self._early.missing(taken.groups)
         if len(missing) < len(taken.groups):

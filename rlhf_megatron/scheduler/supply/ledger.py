@@ -68,6 +68,11 @@ class Finished:
     samples: Samples
 
     @property
+    def routes(self) -> list[str]:
+        """Files with the experts that its tokens met."""
+        return [sample.routes for samples in self.samples for sample in samples if sample.routes]
+
+    @property
     def versions(self) -> set[int]:
         """Of all tokens that may train: those of the first request."""
         versions = {sample.policy_version for sample in self.samples[0]}
@@ -113,6 +118,7 @@ class Taken:
     num_scored: int
     num_with_signal: int
     counts: Counter[str] = field(default_factory=Counter)  # groups dropped, by reason, and "again"
+    left_out: tuple[str, ...] = ()  # files of routes of samples that train nothing
 
     @property
     def has_signal(self) -> bool:
@@ -149,6 +155,7 @@ class Ledger:
         self._num_drawn = 0
         self._spare: list[Scored] = []  # the first without signal since the last batch
         self._counts: Counter[str] = Counter()  # since the last batch
+        self._left_out: list[str] = []  # likewise
         self._num_scored = self._num_with_signal = 0
 
     def __str__(self) -> str:
@@ -182,6 +189,7 @@ class Ledger:
         """Nothing where that attempt is not awaited any more."""
         with self.changed:
             if self._attempts.get(finished.number) != attempt:
+                self._left_out += finished.routes
                 return
             self.flow.generated(finished.number, min(finished.versions))
             self._finished[finished.number] = finished
@@ -261,6 +269,8 @@ class Ledger:
         self._num_with_signal += scored.has_signal
         if not scored.has_signal:
             self._spare.append(scored)
+            for late in self._spare[self.flow.batch_size :]:
+                self._leave_out(late)
             del self._spare[self.flow.batch_size :]
             self._drop(scored.number, "no signal")
         self._settle()
@@ -318,6 +328,8 @@ class Ledger:
     def _take(self, numbers: Sequence[int]) -> None:
         flow = self.flow
         groups = [self._scored.pop(number) for number in numbers] or self._spare
+        for spare in self._spare if numbers else ():
+            self._leave_out(spare)
         for number in numbers:
             del self._attempts[number]
         version = flow.version
@@ -328,26 +340,36 @@ class Ledger:
         if not flow.num_steps_left:
             for number in list(flow.in_flight):
                 self._drop(number, "end")
-        self.batch = Taken(
-            step, tuple(groups), version, flow.num_running, self._num_scored, self._num_with_signal, self._counts
-        )
-        self._spare, self._counts = [], Counter()
+        scored = (self._num_scored, self._num_with_signal)
+        left_out = tuple(self._left_out)
+        self.batch = Taken(step, tuple(groups), version, flow.num_running, *scored, self._counts, left_out)
+        self._spare, self._counts, self._left_out = [], Counter(), []
         self._num_scored = self._num_with_signal = 0
 
     def _drop(self, number: int, reason: DropReason) -> None:
         self._abort(number)
         self.flow.dropped(number, reason)
         self._counts[reason] += 1
-        for of_groups in (self._attempts, self._finished, self._scored):
-            of_groups.pop(number, None)
+        self._forget(number, keeps_routes=reason == "no signal")
+        del self._attempts[number]
 
     def _start_again(self, number: int) -> None:
         self._abort(number)
         self.flow.started_again(number)
-        self._finished.pop(number, None)
-        self._scored.pop(number, None)
+        self._forget(number)
         self._attempts[number] += 1
         self._orders.append(Order("submit", number, self._attempts[number], self.flow.version))
+
+    def _forget(self, number: int, keeps_routes: bool = False) -> None:
+        """`keeps_routes`: the group may train all the same, where no other does."""
+        finished, scored = self._finished.pop(number, None), self._scored.pop(number, None)
+        if finished is not None:
+            self._left_out += finished.routes
+        if scored is not None and not keeps_routes:
+            self._leave_out(scored)
+
+    def _leave_out(self, scored: Scored) -> None:
+        self._left_out += [name for name in scored.batch.routes or () if name]
 
     def _abort(self, number: int) -> None:
         if self.flow.in_flight[number].stage is GroupStage.RUNNING:

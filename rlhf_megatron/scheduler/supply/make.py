@@ -66,6 +66,7 @@ def make_supply(
         few=FewGroups(filter_groups, config.data.train_batch_size) if filter_groups.enable else None,
         journal=journal,
         found=found,
+        leave_out=stages.route_files.trained,
         report=report,
     )
 
@@ -74,8 +75,8 @@ def make_requests(stages: Stages, prompts: PromptBatch, version: int) -> list[li
     """Of each prompt: its samples, and a greedy one where the estimator needs it. Seeds follow from the version of the
     weights that it is started with."""
     rollout, seed = stages.config.rollout, stages.config.trainer.seed
-    sampled = stages.sampling(SamplingConfig(rollout.temperature))
-    requests = [[request] for request in build_requests(prompts, rollout.n, sampled, seed, version)]
+    sampled, directory = stages.sampling(SamplingConfig(rollout.temperature)), stages.route_files.directory
+    requests = [[request] for request in build_requests(prompts, rollout.n, sampled, seed, version, directory)]
     if stages.parts.needs_greedy_rewards:
         greedy = build_requests(prompts, 1, stages.sampling(SamplingConfig(temperature=0.0)), seed, version)
         for of_prompt, one in zip(requests, greedy, strict=True):

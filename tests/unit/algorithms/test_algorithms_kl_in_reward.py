@@ -27,6 +27,15 @@ def test_score_on_the_last_response_token_and_kl_on_each() -> None:
     assert found.tolist() == [0, -0.25, 3.125, 0, 0, 0, 0, -3.0]
 
 
+def test_rewards_of_steps_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
+    """Sample 0 is paid 3: 2 at its first response token, and so 1 at its last, whatever the column says of that."""
+    process = torch.tensor([9.0, 2.0, 0.5, 9.0, NAN, NAN, 0.0, -1.0])
+    found = token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.0, process)
+    assert found.tolist() == [0, 2, 1, 0, 0, 0, 0, -1]
+    found = token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5, process)
+    assert found.tolist() == [0, 1.75, 1.125, 0, 0, 0, 0, -3]
+
+
 def test_blocks_of_any_size_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 3, 8):
         monkeypatch.setattr(kl_in_reward, "BLOCK", size)

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_megatron.algorithms import mismatch
 from rlhf_megatron.algorithms.metric_names import METRICS
-from rlhf_megatron.algorithms.mismatch import mismatch_statistics, percentile, percentiles, worst_tokens
+from rlhf_megatron.algorithms.mismatch import BLOCK, mismatch_statistics, percentile, percentiles, worst_tokens
 
 NAME = "training/rollout_log_probs_diff"
 
@@ -62,6 +62,15 @@ def test_what_is_not_a_number_is_infinitely_wrong(bad: float) -> None:
     assert worst_tokens(torch.full((3,), -1.0), trainer, torch.ones(3, dtype=torch.bool), 1).tolist() == [1]
 
 
+@pytest.mark.parametrize(("bad", "largest"), [(math.nan, math.nan), (math.inf, math.inf), (500.0, math.exp(500.0))])
+def test_a_probability_that_is_none_shows_whichever_block_it_is_in(bad: float, largest: float) -> None:
+    for place in (0, BLOCK + 1):
+        trainer = torch.full((2 * BLOCK,), -1.0)
+        trainer[place] = bad
+        found = mismatch_statistics(torch.full_like(trainer, -1.0), trainer, torch.ones(2 * BLOCK, dtype=torch.bool))
+        assert found["training/rollout_probs_diff_max"] == pytest.approx(largest, nan_ok=True)
+
+
 def test_no_tokens() -> None:
     found = mismatch_statistics(torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.bool))
     assert set(found.values()) == {0.0}
@@ -85,7 +94,7 @@ def test_percentiles_without_sorting_are_those_of_the_sorted_column(count: int) 
     assert percentiles(column, shares) == [percentile(column.sort().values, share) for share in shares]
 
 
-def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against whole columns, as the docstring has the formulas."""
     generator = torch.Generator().manual_seed(1)
     engine = -torch.rand(1000, generator=generator)
@@ -96,7 +105,7 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     log_ratio = trainer[mask].double() - engine[mask].double()
     probs = (trainer[mask].double().exp() - engine[mask].double().exp()).abs()
     ordered = log_ratio.abs().sort().values
-    assert found == {
+    exact = {
         f"{NAME}_max": ordered[-1].item(),
         f"{NAME}_p50": ordered[math.ceil(0.5 * len(ordered)) - 1].item(),
         f"{NAME}_p99": ordered[math.ceil(0.99 * len(ordered)) - 1].item(),
@@ -107,3 +116,6 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         "training/rollout_probs_diff_mean": probs.mean().item(),
         "training/rollout_probs_diff_std": probs.std().item(),
     }
+    assert found == pytest.approx(exact, rel=1e-12, abs=0.0)
+    apart_T = (trainer.double() - engine.double()).abs().masked_fill(~mask, -1.0)
+    assert worst_tokens(engine, trainer, mask, 70).tolist() == apart_T.topk(70).indices.tolist()

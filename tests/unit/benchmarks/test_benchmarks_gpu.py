@@ -83,11 +83,11 @@ def test_the_median_is_of_the_parts_of_all_turns() -> None:
 
     def sleep() -> None:
         seen.append("slow")
-        time.sleep(2e-3)
+        time.sleep(2e-2)
 
     fast, slow = time_parts([lambda: seen.append("fast"), sleep], CPU, 0.0, before=lambda: seen.append("before"))
     assert seen == ["before", "fast", "slow"] * 10  # three warm-ups, seven timed
-    assert fast.num_runs == slow.num_runs == 7 and fast.median < 2e-3 <= slow.fastest
+    assert fast.num_runs == slow.num_runs == 7 and fast.median < 2e-2 <= slow.fastest
 
 
 def test_a_state_of_nvidia_smi_is_read() -> None:
@@ -311,13 +311,15 @@ def test_what_a_case_had_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_process_and_what_it_started_end_with_its_time(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time, pathlib\n"
-        "child = subprocess.Popen(['sleep', '60'])\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
-    assert children.run_group([sys.executable, "-c", code], 2.0) is None
+    limits_s = iter((1.0, 10.0, 100.0))  # on a busy machine it takes a while to begin
+    while not (tmp_path / "pid").exists():
+        assert children.run_group([sys.executable, "-c", code], next(limits_s)) is None
     pid = (tmp_path / "pid").read_text()
-    for _ in range(100):
+    for _ in range(1200):
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().split()[2] == "Z":
             break

@@ -88,7 +88,7 @@ def test_children_answer_or_are_told_of() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="did not answer within 0 s"):
         in_child(fail, 0.2, what="hang")
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
 
 
 @pytest.mark.parametrize(("scheme", "with_entropy"), [(token_chunks, True), (gradients_first, False)])

@@ -17,6 +17,7 @@ from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
 from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, join, rules_of_stage, split
+from rlhf_megatron.parallel.layout import Layout
 
 CONFIG = {**SMALL_QWEN3, "initializer_range": 0.5}
 TIED = {**CONFIG, "tie_word_embeddings": True}
@@ -62,7 +63,7 @@ class Stage(nn.Module):
 
 def make_stage(config: dict, tp_size: int, pp_size: int, stage: int) -> Stage:
     table = table_for(config, tp_size)
-    rules = list(rules_of_stage(table, stage, pp_size))
+    rules = list(rules_of_stage(table, stage, Layout(pp_size, pp=pp_size)))
     embedding = torch.Size((table[0].megatron_shape[0] // tp_size, config["hidden_size"]))
     has_copy = config["tie_word_embeddings"] and pp_size > 1 and stage == pp_size - 1
     return Stage(rules, tp_size, embedding if has_copy else None)

@@ -79,6 +79,13 @@ def test_an_unknown_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) ->
     code, out, err = run(["ppo_clp"], capsys)
     assert code == 1 and out == ""
     assert "no part is called 'ppo_clp'; near to it: ppo_clip" in err
+    code, out, err = run(["nosuch"], capsys)
+    assert (code, out) == (1, "")
+    assert err == "error: no part is called 'nosuch'; `rlhf-megatron algorithms` lists all.\n"
+
+
+def test_a_name_of_verl_gives_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [part["name"] for part in listed(["vanilla"], capsys)] == ["ppo_clip"]
 
 
 def test_the_table_names_all_and_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,21 @@ def test_a_starter_for_a_cpu_passes_every_check(kind: str, tmp_path: Path, monke
     assert main(["config", "check", "new/run/run.yaml"]) == 0
 
 
+def test_options_may_stand_between_the_words(tmp_path: Path) -> None:
+    assert main(["init", "ppo", "--gpus", "8", str(tmp_path)]) == 0
+    assert "adv_estimator: gae" in (tmp_path / "run.yaml").read_text()
+
+
+@pytest.mark.parametrize("words", [("grpo",), ("gpro", "my_run"), ("grpo", "my_run", "more")])
+def test_a_folder_and_one_kind_are_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", *words]) == 1
+    expected = f"`init {' '.join(words)}` must name a folder, and before it one of quickstart, grpo, ppo, async"
+    assert expected in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("kind", "gpus", "ranks"), [("grpo", 1, 1), ("ppo", 8, 8), ("async", 2, 1), ("async", 8, 6)])
 def test_a_starter_for_gpus(kind: str, gpus: int, ranks: int, tmp_path: Path) -> None:
     """An asynchronous run leaves a quarter of the GPUs to its engines."""

@@ -41,6 +41,29 @@ def test_valid_runs_have_no_problem(problems: Problems) -> None:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["reward_model.num_ranks=3"], "reward_model.num_ranks (3) must be a multiple of reward_model.megatron.tensor_model_parallel_size"),
+        (["reward_model.num_ranks=2", "critic.num_ranks=4"], "critic.num_ranks + reward_model.num_ranks (4 + 2) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the actor"),
+        (["reward_model.max_token_len_per_gpu=10"], "reward_model.max_token_len_per_gpu (10) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10, and 1 place behind it); use 11"),
+        (["reward_model.granularity=step", "reward_model.step_separator=''"], "reward_model.step_separator ('') must be the text that ends a step"),
+        (["reward_model.step_separator=x"], "reward_model.step_separator (x) would be ignored because reward_model.granularity is response"),
+        (["algorithm.filter_groups.enable=true"], "algorithm.filter_groups.metric (reward) is read before the model of reward_model.path scores; name the reward of `reward` that decides, such as exact_match"),
+        (["algorithm.adv_estimator=remax"], "algorithm.adv_estimator (remax) compares with greedy samples, which the model of reward_model.path does not score"),
+        (["rollout.colocated=true"], "reward_model.param_offload (false) must be true with rollout.colocated"),
+        (["reward_model.path=null", "reward_model.weight=0.25"], "reward_model.weight (0.25) would be ignored because reward_model.path is null; remove it, or name a model there."),
+    ],
+)  # fmt: skip
+def test_rules_of_a_reward_model(wrong: list[str], expected: str, problems: Problems) -> None:
+    text = VALID + "\nreward_model: {path: judge, weight: 0.5}\n"
+    own = ["reward_model.num_ranks=4", "reward_model.megatron.tensor_model_parallel_size=2"]
+    assert problems(text) == problems(text, *own) == []
+    changes = [*own, *wrong] if "num_ranks" in wrong[0] else wrong
+    found = problems(text, *changes, *(["algorithm.adv_estimator=gae"] if "critic.num_ranks=4" in wrong else []))
+    assert len([problem for problem in found if expected in problem]) == 1, found
+
+
+@pytest.mark.parametrize(
     ("wrong", "expected", "right"),
     [
         (["critic.num_ranks=3"], "critic.num_ranks (3) must be a multiple of critic.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (2 x 1 x 1 = 2); use 2 or 4 ranks or another layout.", ["critic.num_ranks=4"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -159,15 +158,12 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], None], int]] = {
 def mutate(kind: str, directory: Path, count: int) -> None:
     run = KINDS[kind][0]
     for seed in range(count):
-        start = time.process_time()
         try:
             run(random.Random(f"{kind}/{seed}"), directory)
         except ValueError as error:
             str(error).encode(errors="backslashreplace")
         except Exception as error:
             raise AssertionError(f"{kind} {seed} raises {type(error).__name__}") from error
-        seconds = time.process_time() - start
-        assert seconds < 1, f"{kind} {seed} takes {seconds:.1f} s"
 
 
 @pytest.mark.parametrize("kind", KINDS)

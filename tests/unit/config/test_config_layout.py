@@ -72,8 +72,8 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
         (CP2 | SP | {BUDGET: 7}, "(6 + 4 = 10, padded to a multiple of 8: 16); use 8 or more.", CP2 | SP | {BUDGET: 8}),
         (SP | {"tensor_model_parallel_size": 4, BUDGET: 11}, "(6 + 4 = 10, padded to a multiple of 4: 12); use 12 or more.", SP | {"tensor_model_parallel_size": 4, BUDGET: 12}),
         (CP2 | {"actor.use_kl_loss": "true", REFERENCE: 5}, "reference.max_token_len_per_gpu (5 x context_parallel_size 2 = 10) must hold the longest sample", CP2 | {"actor.use_kl_loss": "true", REFERENCE: 6}),
-        # The engines' machine has the first 8 of 16 ranks; the second stage starts at rank 8, whatever cp is.
-        (CP2 | {"trainer.nnodes": 2}, "actor.megatron.pipeline_model_parallel_size (2) over trainer.nnodes (2) puts stages on machines", CP2 | {"trainer.nnodes": 2, "pipeline_model_parallel_size": 1}),
+        # A machine has 8 of 16 ranks; the second stage starts at rank 8, whatever cp is.
+        (CP2 | {"trainer.nnodes": 2}, "rollout.weight_transport (tensor) does not reach engines on machines [0] of 2 with ranks (trainer.nnodes): 2 pipeline stages lie on several machines", CP2 | {"trainer.nnodes": 2, "pipeline_model_parallel_size": 1}),
     ],
 )  # fmt: skip
 def test_each_rule_on_both_sides(problems, wrong: dict[str, Any], expected: str, right: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
@@ -206,3 +206,65 @@ def test_names_of_verl(tmp_path: Path, key: str, hint: str) -> None:
             read_run_config(source, words)
         (problem,) = caught.value.problems
         assert hint in problem, problem
+
+
+EXPERTS = {
+    **HF_CONFIG,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+}
+MIXTRAL = {**HF_CONFIG, "num_local_experts": 8, "num_experts_per_tok": 2, "model_type": "mixtral"}
+SGLANG = ["rollout.engine=sglang"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "model", "expected"),
+    [
+        ("r2", SGLANG, MIXTRAL, None),
+        ("r3", [], MIXTRAL, None),
+        ("r3", [*SGLANG, "rollout.sglang.args.enable_return_routed_experts=true"], EXPERTS, None),
+        ("r2", [], HF_CONFIG, "actor.router_replay (r2) is of experts, and the model has none; remove it."),
+        ("r3", [], {**EXPERTS, "num_experts_per_tok": 1}, "actor.router_replay (r3) needs tokens that meet two experts or more"),
+        ("r3", SGLANG, EXPERTS, "actor.router_replay (r3) needs servers that tell which experts tokens met; set rollout.sglang.args"),
+        ("r3", SGLANG, MIXTRAL, "actor.router_replay (r3) ends the server of a Mixtral"),
+    ],
+)  # fmt: skip
+def test_routing_is_replayed_where_there_is_one_to_replay(
+    tmp_path: Path, mode: str, more: list[str], model: dict[str, Any], expected: str | None
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID)
+    loaded = read_run_config(path, [f"actor.router_replay={mode}", "actor.megatron.sequence_parallel=true", *more])
+    found = [problem for problem in validate_model(loaded, model) if "router_replay" in problem]
+    assert len(found) == (expected is not None) and all(expected in problem for problem in found), found
+
+
+def test_the_backend_fsdp_replays_no_routing(problems) -> None:  # type: ignore[no-untyped-def]
+    assert any(
+        "actor.router_replay (r2) is not for actor.backend fsdp" in text
+        for text in problems({"actor.backend": "fsdp", "actor.router_replay": "r2"})
+    )
+
+
+FSDP, TAUGHT = "actor.backend=fsdp", ("job=sft", "sft.loss_mode=forward_kl")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("actor.lora.rank=8",), "set it to fsdp"),
+        ((FSDP, "actor.lora.alpha=32"), "set it to 16"),
+        ((FSDP, "actor.lora.rank=8", "actor.lora.target_modules=[]"), "target_modules is empty: nothing would train"),
+        ((FSDP, "actor.lora.rank=8", "job=reward-model"), "is not for job: reward-model, whose head has no adapter"),
+        ((*TAUGHT, "reference.path=teacher"), "sft.loss_mode (forward_kl) is for actor.backend fsdp"),
+        ((*TAUGHT, FSDP), "learns from a teacher; name its directory as reference.path"),
+        ((*TAUGHT, FSDP, "reference.path=t", "sft.params={top_k: 0}"), "top_k (0) must be at least 1"),
+    ],
+)  # fmt: skip
+def test_adapters_and_teachers_are_of_the_backend_fsdp(tmp_path: Path, settings: tuple[str, ...], told: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID)
+    found = validate(read_run_config(path, settings))
+    assert any(told in text for text in found), found

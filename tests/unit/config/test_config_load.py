@@ -271,3 +271,19 @@ def test_importing_the_configuration_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_relative_paths_of_a_run_of_an_older_version_count_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "old"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("model: {path: models/a/tiny}\ndata: {train_files: [data/a.jsonl]}\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_run_config(run / "config.yaml").config.model.path == str(run / "models" / "a" / "tiny")
+    (run / "run.lock").touch()
+    config = read_run_config(run / "config.yaml").config
+    assert (config.model.path, config.data.train_files) == (
+        str(tmp_path / "models" / "a" / "tiny"),
+        (str(tmp_path / "data" / "a.jsonl"),),
+    )

@@ -52,6 +52,10 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
             [f"reward.by_source={{ad: {FORMAT}}}"],
             "reward.by_source has a reward for 'ad', but the data sources of this run are 'add', 'mul'; did you mean 'add'?",
         ),
+        (
+            ["reward.name=code", "reward.timeout_s=2"],
+            "reward.timeout_s (2) ends a sample before code ends a test of 6 s; raise it to what all tests of a sample may take, 60 for instance.",
+        ),
         ([f"reward.by_source={{other: {FORMAT}}}"], "are 'add', 'mul'; rename or remove it."),
         (
             [f"reward.by_source={{add: {FORMAT}, mul: {FORMAT}}}", "reward.name=math_verify"],

@@ -14,7 +14,7 @@ from rlhf_megatron.data.chat_template import ChatFormat, Sandbox, make_chat_form
 from rlhf_megatron.data.rows import ChatMessage
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
-BOUND_S = 10.0  # on a loaded machine; unbounded, each of these takes hours or all memory
+BOUND_S = 60.0  # on a slow machine; unbounded, each of these takes hours or all memory
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
@@ -46,10 +46,10 @@ def test_evil_yaml_is_an_error_and_runs_nothing(tmp_path: Path, kind: str) -> No
     text, message = EVIL_YAML[kind]
     path, marker = tmp_path / "run.yaml", tmp_path / "marker"
     path.write_text(text if kind == "laughs" else text.format(marker=marker))
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=message):
         read_run_config(path)
-    assert time.monotonic() - start < BOUND_S and not marker.exists()
+    assert time.process_time() - start < BOUND_S and not marker.exists()
     (tmp_path / "child.yaml").write_text("extends: run.yaml\n")
     with pytest.raises(ConfigError, match=message):
         read_run_config(tmp_path / "child.yaml")

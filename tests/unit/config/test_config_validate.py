@@ -3,7 +3,6 @@
 # ruff: noqa: E501  (tables of messages)
 
 import json
-import time
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,9 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0: the trainer's"),
         (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}", "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"], "rollout.val_kwargs.min_p (0.1) is a draw that SGLang has not where seeds count (rollout.sglang.args.enable_deterministic_inference); use top_p and set min_p to 0, or give up the seeds."),
         (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
-        (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "actor.megatron.pipeline_model_parallel_size (2) over trainer.nnodes (2) puts stages on machines"),
+        (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "rollout.weight_transport (tensor) does not reach engines on machines [0] of 2 with ranks (trainer.nnodes): 2 pipeline stages lie on several machines"),
+        (["actor.megatron.pipeline_model_parallel_layout=Et|tt"], "actor.megatron.pipeline_model_parallel_layout ('Et|tt') must be E, then layers t"),
+        (["actor.megatron.pipeline_model_parallel_layout=Et|t|tL"], "actor.megatron.pipeline_model_parallel_layout ('Et|t|tL') has 3 chunks; pipeline_model_parallel_size x virtual_pipeline_model_parallel_size must be as many, and is 2."),
         (["rollout.stop=[a,a]"], "rollout.stop (['a', 'a']) must be distinct, non-empty strings."),
         (["rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator grpo"),
         (["rollout.engine=sglang", "rollout.sglang.args={--tp-size: 2}"], "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size."),
@@ -78,7 +79,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["actor.optim.weight_decay_end=0.001"], "actor.optim.weight_decay_end (0.001) must be at least actor.optim.weight_decay (0.01)"),
         (["trainer.experiment_name=../x"], "trainer.experiment_name ('../x') must be one plain directory name"),
         (["trainer.logger=[jsonl,jsonl]"], "trainer.logger (['jsonl', 'jsonl']) must differ"),
-        (["trainer.logger=[jsonl,nosuch]"], "trainer.logger: unknown logger 'nosuch'. Known: console, jsonl, mlflow, tensorboard, wandb."),
+        (["trainer.logger=[jsonl,nosuch]"], "trainer.logger: unknown logger 'nosuch'. Known: console, jsonl, mlflow, swanlab, tensorboard, wandb."),
         (["actor.optim.lr=-1"], "actor.optim.lr (-1.0) must be at least 0 and below 1; the default is 1e-06."),
         (["actor.optim.betas=[0.9,1]"], "actor.optim.betas (1.0) must be at least 0 and below 1; the default is [0.9, 0.95]."),
         (["actor.optim.eps=0"], "actor.optim.eps (0.0) must be at least 1e-30: it is 0 in float32"),
@@ -140,6 +141,7 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
         ({}, ["actor.megatron.tensor_model_parallel_size=4"], "num_key_value_heads (2) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2."),
         ({"num_key_value_heads": None, "intermediate_size": 383}, [], "intermediate_size (383) must be a multiple of actor.megatron.tensor_model_parallel_size (2); use 1."),
         ({"num_hidden_layers": 5}, [], "num_hidden_layers (5) must be a multiple of actor.megatron.pipeline_model_parallel_size (2); use 1."),
+        ({"num_hidden_layers": 5}, ["actor.megatron.pipeline_model_parallel_layout=Ett|ttL"], "num_hidden_layers (5) must be the 4 layers t of actor.megatron.pipeline_model_parallel_layout."),
         ({"num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96}, [], "num_attention_heads (6) must be a multiple of num_key_value_heads (4)."),
         ({"max_position_embeddings": 9}, [], "max_position_embeddings (9) must cover data.max_prompt_length + max_response_length (6 + 4 = 10); shorten one by 1."),
         ({"hidden_size": 130}, [], "hidden_size (130) must be a multiple of num_attention_heads (4)."),
@@ -168,7 +170,11 @@ def test_world_size(run_file: Path) -> None:
     config = read_run_config(run_file, ["trainer.nnodes=2"]).config
     assert check_world_size(config, 16) == []
     (problem,) = check_world_size(config, 4)
-    assert "4 processes" in problem and "2 x 8 = 16" in problem and "--nnodes=2 --nproc-per-node=8" in problem
+    assert (
+        "4 processes" in problem
+        and "2 x 8 = 16" in problem
+        and "NNODES=2 NPROC_PER_NODE=8 launch/torchrun.sh" in problem
+    )
 
 
 def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +257,6 @@ def test_every_setting_is_described_and_can_be_overridden() -> None:
     ],
 )
 def test_an_absurd_value_is_refused_with_the_reason(run_file: Path, override: str, expected: str) -> None:
-    start = time.monotonic()
     override = override.replace("'a\\nb'", '"a\\nb"')
     found = validate(read_run_config(run_file, [override]))
     assert len(found) == 1 and expected in found[0] and override.partition("=")[0] in found[0], found
-    assert time.monotonic() - start < 1.0

@@ -4,7 +4,7 @@ import torch
 from data_samples import scored
 
 from rlhf_megatron.data.batch import (
-    LogProbs,
+    MiniBatch,
     PromptBatch,
     RolloutBatch,
     ScoredBatch,
@@ -56,16 +56,18 @@ def test_concat_undoes_a_cut() -> None:
 
 
 def test_optional_columns_stay_absent() -> None:
-    batch = LogProbs(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([0.0, -1.0]))
-    assert concat([batch, batch]).entropies is None
-    assert select(batch, [0]).entropies is None
+    weights = torch.tensor([0.0, 1.0])
+    batch = MiniBatch(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]), weights, weights)
+    assert concat([batch, batch]).advantages is None
+    assert select(batch, [0]).advantages is None
 
 
 def test_gain_keeps_what_was_there() -> None:
     tokens = TokenBatch(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]))
-    result = gain(LogProbs, tokens, log_probs=torch.tensor([0.0, -3.0]))
-    assert type(result) is LogProbs
-    assert result.token_ids is tokens.token_ids and result.log_probs.tolist() == [0.0, -3.0]
+    weights = torch.tensor([0.0, 1.0])
+    result = gain(MiniBatch, tokens, loss_weights=weights, metric_weights=weights)
+    assert type(result) is MiniBatch
+    assert result.token_ids is tokens.token_ids and result.loss_weights.tolist() == [0.0, 1.0]
 
 
 def test_lengths() -> None:

@@ -12,7 +12,7 @@ from chat_templates import write_family
 
 from rlhf_megatron.cli.data import lines
 from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
-from rlhf_megatron.data.documents import Document, Documents, Sample, drawn, load_documents
+from rlhf_megatron.data.documents import Document, Documents, Sample, drawn, load_documents, load_held_out
 from rlhf_megatron.data.stream import Stream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer
 
@@ -60,6 +60,26 @@ def test_prompt_and_answer(digits: Tokenizer, sums: DataConfig) -> None:
     batch = items.batch([1, 0])
     assert batch.tokens.offsets.tolist() == [0, 5, 11] and batch.weights.tolist() == [1, 1]
     assert batch.tokens.response_mask.int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
+
+
+def test_documents_to_be_scored_are_what_the_first_row_of_their_file_says(tmp_path: Path, digits: Tokenizer) -> None:
+    texts = [{"text": "1+1=2"}, {"text": "9"}, {"text": "23", "data_source": "other"}]
+    data = DataConfig(val_files=(write(tmp_path / "texts.jsonl", texts),))
+    first, second = load_held_out(data, SFTConfig(), digits)
+    assert first == Sample((Document((3, 12, 3, 15, 4), ((1, 5),)),), "texts"), "nothing predicts the first token"
+    assert second.source == "other" and second.documents[0].trained == ((1, 2),), "a single token has no loss"
+    sums = write(tmp_path / "sums.jsonl", SUMS)
+    (sample, _) = load_held_out(DataConfig(train_files=(sums,), val_files=(sums,)), SFTConfig(), digits)
+    assert sample.documents == (Document((3, 12, 3, 15, 4, 1), ((4, 6),)),)
+    chats = write(tmp_path / "chats.jsonl", CHATS)
+    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    found = load_held_out(DataConfig(train_files=(chats,), val_files=(chats,)), SFTConfig(), tokenizer)
+    assert [tokenizer.decode(s.documents[0].token_ids[slice(*s.documents[0].trained[0])]) for s in found] == [
+        "Hello!",
+        "See you",
+    ]
+    with pytest.raises(ValueError, match="'text' must be a text, not int"):
+        load_held_out(DataConfig(val_files=(write(tmp_path / "bad.jsonl", [{"text": 3}]),)), SFTConfig(), digits)
 
 
 def test_conversations(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files: what is read, what is refused, and how it is told."""
+"""Rows of JSONL, parquet and saved datasets: what is read, what is refused, and how it is told."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from data_samples import written
 from pyarrow import parquet
 
 from rlhf_megatron.data import rows as rows_module
-from rlhf_megatron.data.rows import ChatMessage, PromptRow, RowCounts, read_rows
+from rlhf_megatron.data.rows import ChatMessage, PromptRow, RowCounts, raw_rows, read_rows
 
 KEYS = ("prompt", "answer")
 
@@ -157,6 +157,40 @@ def test_parquet_and_jsonl_of_the_same_rows_are_the_same(tmp_path: Path) -> None
     for line, row in zip(lines[0], table[0], strict=True):
         assert (row.prompt, row.label, row.source, row.extra) == (line.prompt, line.label, line.source, line.extra)
     assert table[0][2047].origin == f"{tmp_path / 'a.parquet'}:2048"
+
+
+def saved_dataset(path: Path, *parts: Sequence[dict[str, Any]]) -> Path:
+    """As `save_to_disk` of datasets 5.2 writes it: Arrow streams, and their names in order."""
+    path.mkdir()
+    names = [f"data-{number:05}-of-{len(parts):05}.arrow" for number in range(len(parts))]
+    for name, rows in zip(names, parts, strict=True):
+        table = pyarrow.Table.from_pylist(list(rows))
+        with pyarrow.ipc.new_stream(path / name, table.schema) as stream:
+            stream.write_table(table)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return path
+
+
+def test_a_saved_dataset_and_jsonl_of_the_same_rows_are_the_same(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n % 3 or None} for n in range(2500)]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
+    folder = saved_dataset(tmp_path / "a", rows[:1500], rows[1500:])
+    assert [row for _, row in raw_rows(folder)] == [row for _, row in raw_rows(lines)]
+    assert [number for number, _ in raw_rows(folder)] == list(range(1, 2501))
+    (folder / "data-00001-of-00002.arrow").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"is not a saved dataset that pyarrow can read \(.*\); write it again"):
+        list(raw_rows(folder))
+    with pytest.raises(ValueError, match=r"has no state.json: .*; of several splits name the folder of one"):
+        list(raw_rows(tmp_path))
+
+
+def test_what_datasets_itself_saves(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
+    datasets.Dataset.from_list(rows).shuffle(seed=1).select(range(20)).save_to_disk(tmp_path / "a", num_shards=3)
+    wanted = list(datasets.load_from_disk(tmp_path / "a"))
+    assert [row for _, row in raw_rows(tmp_path / "a")] == wanted and len(wanted) == 20
 
 
 def test_the_layout_of_verl(tmp_path: Path) -> None:

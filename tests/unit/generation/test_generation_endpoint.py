@@ -28,6 +28,8 @@ class Stub:
         self.asked: Counter[tuple[str, int]] = Counter()
         self.answered: Counter[str] = Counter()
         self.url = ""
+        self.num_before_stop = 0  # answers that it gives until it may go on; 0: all
+        self.may_go_on = threading.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -45,6 +47,8 @@ class Stub:
             if number % 4 == 2 and request.transport is not None:
                 request.transport.abort()
             return web.json_response({"choices": []})
+        while 0 < self.num_before_stop <= self.answered.total() and not self.may_go_on.is_set():
+            await asyncio.sleep(0.01)
         self.answered[message["content"]] += 1
         choice = {"message": {"content": f"{message['content']} {body['seed']}"}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": number}})
@@ -78,7 +82,7 @@ def job(stub: Stub, directory: Path, numbers: range, name: str = "answers.parque
     rows = [{"prompt": f"question {number}", "answer": str(number), "level": number % 3} for number in numbers]
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = config_of(None, [str(path)], ["rollout.val_kwargs.n=2", "rollout.request_timeout_s=20", *words])
+    config = config_of(None, [str(path)], ["rollout.val_kwargs.n=2", "rollout.request_timeout_s=120", *words])
     return EndpointJob.of(config, stub.url, "stub", None, directory / name, 8, True, False)
 
 
@@ -92,9 +96,11 @@ def test_every_prompt_has_its_answers_once_whatever_fails(stub: Stub, tmp_path: 
             threading.Event().wait(0.01)
         stop.request("SIGTERM")
 
+    stub.num_before_stop = NUM_PROMPTS
     threading.Thread(target=stop_soon).start()
     with pytest.raises(RunStopped, match="SIGTERM"):
         first.run(stop, lambda line: None)
+    stub.may_go_on.set()
     kept = [row["prompt"] for row in read_answers(lines)]
     assert 10 <= len(kept) < NUM_PROMPTS and not (tmp_path / "answers.parquet").exists()
     said: list[str] = []

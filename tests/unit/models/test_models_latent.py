@@ -18,7 +18,7 @@ from rlhf_megatron.config.schema import ActorConfig, DataConfig, MegatronConfig,
 from rlhf_megatron.models.families.base import family_for, table_for
 from rlhf_megatron.observe.metrics.rates import FORWARD, model_flops
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.workers.activations import Trained, num_parameters
+from rlhf_megatron.workers.activations import Sizes, Trained
 
 KIMI_K2 = {
     **DEEPSEEK_V3,
@@ -54,7 +54,7 @@ def test_deepseek_v3_has_671_billion_weights() -> None:
 def test_weights_of_a_rank_of_deepseek_v3() -> None:
     """pp4 with 13 layers in the last stage, tp8, ep32 etp1 on 256 ranks: the second stage has 16 layers."""
     layout = Layout(256, tp=8, pp=4, sequence_parallel=True, ep=32, etp=1, last_layers=13)
-    of_experts, others = num_parameters(Trained(DEEPSEEK_V3, torch.bfloat16, 4096), layout, 1)
+    of_experts, others = Sizes.of(Trained(DEEPSEEK_V3, torch.bfloat16, 4096)).of_stage(layout, 1)
     whole = 1536 * 7168 + 576 * 7168 + NORMS + 256 * 7168 + 256  # on each tp rank
     split = (128 * 192 * 1536 + 128 * 256 * 512 + 7168 * 128 * 128 + EXPERT) // 8
     assert (of_experts, others) == (16 * 256 // 32 * EXPERT, 16 * (whole + split))
@@ -81,6 +81,26 @@ def test_down_projections_are_whole_and_go_together() -> None:
     plain = {rule.megatron_name for rule in table_for(EXPERT_FAMILIES["moonlight"]) if rule.layer == 1}
     assert "decoder.layers.1.self_attention.linear_q_proj.weight" in plain
     assert not any("q_down" in name or "q_layernorm" in name for name in plain)
+
+
+def test_transformer_engine_has_the_norms_of_narrow_vectors_in_the_matrices_behind_them() -> None:
+    """Those in front of attention and of experts stay apart: several matrices read them."""
+    for layer, of_mlp in ((0, "mlp.linear_fc1.layer_norm_weight"), (1, "pre_mlp_layernorm.weight")):
+        found = {
+            rule.hf[0].name.partition(f"layers.{layer}.")[2]: rule.megatron_name.partition(f"layers.{layer}.")[2]
+            for rule in table_for(TINY, impl="transformer_engine")
+            if rule.layer == layer and "norm" in rule.hf[0].name
+        }
+        assert found == {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+            "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+            "post_attention_layernorm.weight": of_mlp,
+        }
+    plain = {rule.megatron_name for rule in table_for(EXPERT_FAMILIES["qwen3_moe"], impl="transformer_engine")}
+    attention = "decoder.layers.1.self_attention"
+    assert {f"{attention}.linear_qkv.layer_norm_weight", f"{attention}.q_layernorm.weight"} <= plain
+    assert {"decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"} <= plain
 
 
 def test_rope_of_latent_attention() -> None:

@@ -10,6 +10,7 @@ from table_samples import BIASED_LLAMA, FAMILIES, SMALL_QWEN2, SMALL_QWEN3, THRE
 from rlhf_megatron.config.rope import Rotary
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size, table_for
 from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, split
+from rlhf_megatron.parallel.layout import Layout
 
 QWEN3 = {**SMALL_QWEN3, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
 LLAMA = {**QWEN3, "model_type": "llama", "head_dim": None, "tie_word_embeddings": True}
@@ -125,12 +126,12 @@ def test_tied_model_has_no_head_rule_and_stages_cover_the_table() -> None:
     names = [rule.megatron_name for rule in table_for(LLAMA)]
     assert "output_layer.weight" not in names and len(set(names)) == len(names)
     table = table_for(QWEN3)
-    stages = [rules_of_stage(table, stage, 2) for stage in range(2)]
+    stages = [rules_of_stage(table, stage, Layout(2, pp=2)) for stage in range(2)]
     assert stages[0] + stages[1] == table
     assert stages[0][-1].layer == 1 and stages[1][0].layer == 2
     assert stages[1][-1].megatron_name == "output_layer.weight"
     with pytest.raises(ValueError, match=r"number of layers \(4\) must be a multiple .* \(3\)"):
-        rules_of_stage(table, 0, 3)
+        rules_of_stage(table, 0, Layout(3, pp=3))
 
 
 @pytest.mark.parametrize("hf_config", [QWEN3, LLAMA])

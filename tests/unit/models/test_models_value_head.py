@@ -48,7 +48,7 @@ def test_the_head_takes_the_place_of_the_output_layer() -> None:
         table = table_for(config, head="value")
         assert [rule.megatron_name for rule in table] == [*policy, "output_layer.weight", "output_layer.bias"]
         assert {rule.split for rule in table[-2:]} == {"replicated"}
-        assert [rule.megatron_name for rule in rules_of_stage(table, 1, 2)[-3:]] == [
+        assert [rule.megatron_name for rule in rules_of_stage(table, 1, Layout(2, pp=2))[-3:]] == [
             "decoder.final_layernorm.weight",
             "output_layer.weight",
             "output_layer.bias",

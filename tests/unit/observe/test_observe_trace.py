@@ -108,7 +108,8 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
 
 
 class SlowPools:
-    """A WorkerGroup of two pools, each a thread that sleeps through its calls one after the other."""
+    """A WorkerGroup of two pools, each a thread that sleeps through its calls one after the other, once it `may_begin`.
+    The critic's ends after the actor's."""
 
     layout = Layout(world_size=1)
 
@@ -116,6 +117,7 @@ class SlowPools:
         self.layouts = {"actor": self.layout, "critic": self.layout}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.last: dict[str, threading.Thread | None] = dict.fromkeys(self.layouts)
+        self.may_begin = threading.Event()
         self.is_closed = False
 
     def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
@@ -130,6 +132,9 @@ class SlowPools:
         def run() -> None:
             if before is not None:
                 before.join()
+            self.may_begin.wait()
+            if pool == "critic" and (other := self.last["actor"]) is not None:
+                other.join()
             time.sleep(seconds)
             future.set_result(method)
 
@@ -149,17 +154,14 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
     trace.step = 3
     start = time.monotonic()
     futures = [
-        workers.actor.log_probs(BATCH, 99, seconds=0.1),
-        workers.critic.values(BATCH, 99, seconds=0.4),
-        workers.reference.log_probs(BATCH, 99, seconds=0.1, with_entropy=False),
-        workers.host.send_weights(seconds=0.05, version=7),
+        workers.actor.log_probs(BATCH, 99, seconds=0.02),
+        workers.critic.values(BATCH, 99, seconds=0.02),
+        workers.reference.log_probs(BATCH, 99, seconds=0.02, with_entropy=False),
+        workers.host.send_weights(seconds=0.02, version=7),
     ]
-    assert [f.result() for f in futures] == [
-        "actor.log_probs",
-        "critic.values",
-        "reference.log_probs",
-        "host.send_weights",
-    ]
+    pools.may_begin.set()
+    names = ["actor.log_probs", "critic.values", "reference.log_probs", "host.send_weights"]
+    assert [f.result() for f in futures] == names
     pools.close()
     took = time.monotonic() - start
     trace.close()
@@ -179,8 +181,8 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
     first, second, other = found["actor.log_probs"], found["reference.log_probs"], found["critic.values"]
     assert second["ts"] >= first["ts"] + first["dur"], "a call waits for the one before it in its pool"
     last = found["host.send_weights"]
-    for event, seconds in ((first, 0.1), (other, 0.4), (second, 0.1), (last, 0.05)):
-        assert event["dur"] >= seconds * 1e6
+    for event in (first, other, second, last):
+        assert event["dur"] >= 20_000
     assert first["dur"] + second["dur"] + last["dur"] <= took * 1e6, "time that a call waited is not its own"
     assert other["ts"] < first["ts"] + first["dur"] and other["ts"] + other["dur"] > second["ts"], "pools overlap"
 

@@ -4,10 +4,8 @@ import importlib.util
 import json
 import logging
 import os
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from places import SUPPORT
 from scheduler_samples import train_batch
+from service_files import records
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.observe.loggers import check_loggers
@@ -51,33 +50,15 @@ def in_a_process_of_its_own(run_dir: Path, **environment: str) -> subprocess.Com
     )
 
 
-def records(path: Path) -> Iterator[Any]:
-    """Of a .wandb file: a header of 7 bytes, and LevelDB's blocks of 32 KiB with chunks (checksum, length, kind)."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, position, pending = path.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:
-            position += room
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        pending += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(pending)
-            yield record
-            pending = b""
-
-
 @needs_wandb
 def test_an_offline_run_has_everything(tmp_path: Path) -> None:
     result = in_a_process_of_its_own(tmp_path, WANDB_MODE="offline")
     assert result.returncode == 0, result.stderr
     assert result.stderr == "" and result.stdout == "", "the terminal belongs to the console"
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    found = list(records(path))
+    from wandb.proto import wandb_internal_pb2
+
+    found = [wandb_internal_pb2.Record.FromString(data) for data in records(path)]
     run = next(r.run for r in found if r.HasField("run"))
     assert (run.project, run.display_name) == ("a project", "a run")
     config = {item.key: json.loads(item.value_json) for r in found for item in r.run.config.update}

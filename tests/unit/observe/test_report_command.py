@@ -40,6 +40,29 @@ def test_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(p.name for p in (path / "report").iterdir()) == sorted([*pictures, "index.html"])
 
 
+def test_a_watched_report_follows_the_run_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, pages = write_run_dir(tmp_path / "run"), []
+
+    def sleep(seconds: float) -> None:
+        """What the run does meanwhile: a step, then its end."""
+        pages.append((path / "report" / "index.html").read_text())
+        assert seconds == 7
+        if len(pages) == 1:
+            write_lines(path / "metrics.jsonl", [step_row(step, 0.5) for step in (1, 2, 3)])
+        else:
+            (path / "summary.json").write_text('{"steps": 3, "seconds": 9.0}')
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["report", str(path), "--open", "no", "--watch", "7"]) == 0
+    said = capsys.readouterr().out
+    assert "step 2 of 4 was written less than" in said and said.endswith("run: finished at step 3 of 4\n")
+    reload = '<meta http-equiv="refresh" content="7">'
+    assert [reload in page for page in pages] == [True, True] and pages[0] != pages[1]
+    assert reload not in (path / "report" / "index.html").read_text()
+
+
 def test_it_can_be_made_again_and_elsewhere(tmp_path: Path) -> None:
     path, out = write_run_dir(tmp_path / "run"), tmp_path / "a" / "b"
     for _ in range(2):

@@ -33,7 +33,12 @@ def found(given: dict[str, str]) -> dict[str, str]:
     ],
 )
 def test_every_process_sets_it_before_anything_else(
-    runtime: str, given: dict[str, str], becomes: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    runtime: str,
+    given: dict[str, str],
+    becomes: str,
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     seen: list[dict[str, str]] = []
 
@@ -46,7 +51,7 @@ def test_every_process_sets_it_before_anything_else(
     monkeypatch.setattr(*((launcher, becomes) if becomes == "launch_single_node" else (job.TrainJob, becomes)), note)
     ranks = 1 if runtime == "inline" else 2
     sizes = [f"trainer.n_gpus_per_node={ranks}", f"actor.megatron.tensor_model_parallel_size={ranks}"]
-    sizes += ["actor.megatron.pipeline_model_parallel_size=1"]
+    sizes += ["actor.megatron.pipeline_model_parallel_size=1", f"trainer.default_local_dir={tmp_path}"]
     with pytest.raises(SystemExit):
         job.TrainJob(QUICKSTART, (f"trainer.runtime={runtime}", *sizes)).start()
     assert seen == [expected]

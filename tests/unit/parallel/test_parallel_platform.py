@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from dist_pool import DistPool
 
 from rlhf_megatron.parallel import cpu_platform, device, mcore_fixes
 from rlhf_megatron.parallel.device import moved
+from rlhf_megatron.parallel.gloo_device import share_gloo_device
 from rlhf_megatron.parallel.mcore_patch import (
     Patch,
     apply_all,
@@ -111,8 +115,9 @@ def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
 
 
 @needs_no_cuda
-def test_what_a_process_need_not_import_is_not_imported() -> None:
-    """The controller has no use for megatron, and a rank on a CPU compiles nothing."""
+def test_what_a_process_need_not_import_is_not_imported_and_the_start_is_quiet() -> None:
+    """The controller has no use for megatron, and a rank on a CPU compiles nothing. Nothing is printed but torch's own
+    word on a CUDA toolkit that it finds on a machine without a device."""
     code = """if True:
         import sys
         import rlhf_megatron.scheduler.run
@@ -122,8 +127,9 @@ def test_what_a_process_need_not_import_is_not_imported() -> None:
         import rlhf_megatron.runtime.roles
         assert "megatron.core.models.gpt" in sys.modules and "torch._inductor" not in sys.modules
     """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line] == []
 
 
 @needs_no_cuda
@@ -138,6 +144,28 @@ def test_torch_itself_is_left_alone() -> None:
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros([], device="cuda")
     importlib.import_module("torch._dynamo")  # breaks where functions of torch are replaced in place
+
+
+def test_gloo_groups_share_one_network_thread() -> None:
+    """torch alone starts one a group, and each wakes 100 times a second."""
+
+    def num_threads() -> int:
+        names = (Path("/proc/self/task") / thread / "comm" for thread in os.listdir("/proc/self/task"))
+        return sum(name.read_text().startswith("gloo_tcp_loop") for name in names)
+
+    share_gloo_device()
+    before = num_threads()
+    groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=seconds)) for seconds in (7, 8, 9)]
+    assert num_threads() - before <= 1
+    assert [group.options._timeout.seconds for group in groups] == [7, 8, 9]
+    other = os.fork()
+    if other == 0:  # a child has none of its parent's threads and starts its own
+        alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=7))
+        deadline = time.monotonic() + 10
+        while num_threads() == 0 and time.monotonic() < deadline:  # a thread takes its name when it first runs
+            time.sleep(0.01)
+        os._exit(num_threads() != 1 or alone.size() != 1)
+    assert os.waitpid(other, 0)[1] == 0
 
 
 @needs_no_cuda
@@ -191,20 +219,15 @@ def test_host_memory_is_page_locked_for_a_gpu_and_unlocked_before_it_goes(monkey
             calls.append(("unlock", address))
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    memory = [torch.empty(size, dtype=torch.uint8) for size in (16, 4)]
+    monkeypatch.setattr(device, "_forget_error", lambda where: calls.append(("forget", where.index)))
+    memory = [torch.empty(size, dtype=torch.uint8) for size in (16, 4, 0)]
     buffers = Buffers(memory, lambda manifest, raw: None)
     buffers.lock_pages(torch.device("cpu"))
     assert calls == []
     buffers.lock_pages(torch.device("cuda", 0))
     buffers.close()
-    assert calls == [("lock", 16), ("lock", 4), ("unlock", memory[0].data_ptr())], "what could not be is left alone"
-
-
-def test_start_is_quiet() -> None:
-    code = "import rlhf_megatron; from rlhf_megatron.parallel.prepare import prepare_megatron; prepare_megatron()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    unlocked = ("unlock", memory[0].data_ptr())
+    assert calls == [("lock", 16), ("lock", 4), ("forget", 0), unlocked], "what could not be is left alone"
 
 
 def uneven(world: World) -> tuple[list[list[int]], list[int]]:

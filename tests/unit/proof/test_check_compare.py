@@ -149,6 +149,8 @@ def test_tensors_that_did_not_move_and_missing_ones() -> None:
 def test_an_agreement_that_means_nothing_is_said() -> None:
     weights = compare_weights(moved(0.1), moved(0.1), START.__getitem__)
     assert list(trains_nothing([STEP], weights)) == []
+    unasked = Row("update", "model.layers.1.mlp.gate.e_score_correction_bias", 0.0, 0.0, 0.0, weights[0].bar)
+    assert list(trains_nothing([STEP], [*weights, unasked])) == [], "a rate that is 0 unless set moves it"
     idle = {**STEP, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0, "actor/grad_norm": 0.0}
     still = compare_weights(moved(0.0), moved(0.0), START.__getitem__)
     assert list(trains_nothing([idle], still)) == [

@@ -273,7 +273,8 @@ def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
             assert replace(loaded, actor=alone.actor, trainer=alone.trainer) == alone, "only the layouts differ"
             for name in ("policy_loss", "loss_agg_mode", "entropy_coeff", "use_kl_loss", "kl_loss_type", "shuffle"):
                 assert getattr(loaded.actor, name) == getattr(config.actor, name)
-            assert loaded.algorithm == config.algorithm and loaded.rollout.temperature == config.rollout.temperature
+            kept = replace(config.algorithm, filter_groups=loaded.algorithm.filter_groups)  # nothing is generated again
+            assert loaded.algorithm == kept and loaded.rollout.temperature == config.rollout.temperature
             assert (critic_ranks(loaded) > 0) == (critic_ranks(config) > 0 and processes > 1)
 
 

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from data_samples import scored
@@ -13,8 +14,10 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
-from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.data.routes import write_routes
+from rlhf_megatron.recovery.journal import GroupJournal, Journal, routes_in
 from rlhf_megatron.recovery.recorder import Recorder
+from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 
 
@@ -115,6 +118,28 @@ def test_batches_come_back_with_what_belongs_to_them(journal: Journal, batch: Sc
     assert found is not None and equal(found.batch, batch)
     assert found.metrics["a/b"] == 0.1 and found.metrics["c/d"] != found.metrics["c/d"]
     assert found.kl == {"coef": 1 / 3} and found.seconds == 2.5
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_samples_without_their_files_of_routes_are_made_again(journal: Journal, is_empty: bool) -> None:
+    names = [write_routes(str(journal.directory / "routes"), np.ones((3, 2), np.int64)) for _ in range(2)]
+    routed = [[replace(group(10 * i)[0], routes=name)] for i, name in enumerate(names)]
+    journal.append(3, 0, routed)
+    journal.write(5, replace(scored_batch(), routes=(*names, *[""] * (len(scored_batch()) - 2))), {}, {}, 0.0)
+    background = GroupJournal(journal.directory, "these")
+    background.append(7, [routed[1]])
+    assert set(journal.groups(3)) == {0, 1} and journal.batch(5) is not None and set(background.groups()) == {7}
+    stray = write_routes(str(journal.directory / "routes"), np.ones((3, 2), np.int64))
+    (journal.directory / "routes" / "half.part").touch()
+    files = RouteFiles(journal.directory / "routes", is_kept=True)
+    RouteFiles(journal.directory / "routes", is_recorded=True).sweep(())
+    assert Path(stray).exists() and routes_in(journal.directory) == {*names}
+    files.sweep(routes_in(journal.directory))
+    assert sorted(map(str, (journal.directory / "routes").iterdir())) == sorted(names)
+    Path(names[1]).unlink()
+    if is_empty:
+        Path(names[1]).touch()
+    assert journal.groups(3) == {0: routed[0]} and journal.batch(5) is None and background.groups() == {}
 
 
 OLD_FILES = SUPPORT / "old_files"  # as 0.1.0 wrote them before engines told more than text

@@ -33,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def wait_for_a_reward() -> None:
-    threading.Event().wait(30)
+    threading.Event().wait(600)
 
 
 def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(HostTimeoutError) as caught, watchdog("score"):
             wait_for_a_reward()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 300
         message = str(caught.value)
         head, middle = message.split("The controller:\n")
         assert head == (
@@ -61,12 +61,12 @@ def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
 
 def test_stages_in_time_leave_nothing(tmp_path: Path) -> None:
     hosts = Hosts()
-    with StageWatchdog(0.2, {}, tmp_path) as watchdog:
+    with StageWatchdog(1.0, {}, tmp_path) as watchdog:
         watchdog.look_at(hosts, list)
         for _ in range(3):
             with watchdog("generate"):
-                time.sleep(0.1)
-        time.sleep(0.4)  # no stage runs
+                time.sleep(0.01)
+        time.sleep(1.2)  # no stage runs
     assert hosts.ended == [] and not (tmp_path / HANG_REPORT).exists()
 
 
@@ -94,10 +94,10 @@ def test_a_stage_over_its_deadline_names_the_stopped_rank(start: Start) -> None:
     assert report.partition("\n")[2] in run.console(), "the error has the whole report"
     assert run.console().count("The hosts:") == 1
     head = "The stage update was not finished within 1.5 s (trainer.stage_timeouts_s.update).\nThe hosts:\n"
-    assert head + "  [actor dp0 pp0 tp0] toy.hang: running for 1." in report
+    assert head + "  [actor dp0 pp0 tp0] toy.hang: running for " in report
     assert re.search(r"\[actor dp0 pp0 tp0\] .* s, in barrier\n", report)
     assert re.search(
-        r"\[actor dp0 pp0 tp1\] toy.hang: running for \d.\d s\n(      .*\n)*      .*/runtime_toy.py:", report
+        r"\[actor dp0 pp0 tp1\] toy.hang: running for \d+\.\d s\n(      .*\n)*      .*/runtime_toy.py:", report
     )
     assert f"[actor dp0 pp0 tp2] does not answer: process {run.pids()['host2']} is stopped (SIGSTOP, or" in report
     assert "Look first at [actor dp0 pp0 tp2]: is not where the others are.\nThe controller:\n" in report

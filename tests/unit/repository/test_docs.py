@@ -9,6 +9,8 @@ import pytest
 from docs_tools import BLOCK, is_said
 from places import ROOT
 
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import load_run_config
 from tools.file_map import file_map
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,6 +53,41 @@ def test_the_index_leads_to_every_document() -> None:
     named = set(re.findall(r"\]\(([^)#\s]+\.md)", (ROOT / "docs" / "index.md").read_text()))
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert not pages - named, f"docs/index.md does not name {sorted(pages - named)}"
+
+
+YAML = [
+    (document.name, text)
+    for document in DOCUMENTS
+    for language, text in BLOCK.findall(document.read_text())
+    if language == "yaml"
+]
+LONG = """\
+data: {task: null, max_response_length: 4096%s}
+actor: {use_kl_loss: true, ppo_max_token_len_per_gpu: 8192, megatron: {pipeline_model_parallel_size: 1}}
+"""
+AROUND = (LONG % ", train_files: [a.jsonl], val_files: [b.jsonl]", "", LONG % "", "algorithm: {adv_estimator: gae}")
+"""What a reader has beside the settings that a page prints: files of data, the quickstart, sources, or a critic."""
+
+
+@pytest.mark.parametrize(("name", "text"), YAML)
+def test_settings_that_a_page_prints_pass_all_rules(name: str, text: str, tmp_path: Path) -> None:
+    """In one of these surroundings: a page prints the settings that it is about."""
+    (tmp_path / "printed.yaml").write_text(text)
+    problems: list[list[str]] = []
+    for number, more in enumerate(AROUND):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {ROOT}/configs/quickstart.yaml\n{more}")
+        (tmp_path / "run.yaml").write_text(f"extends: [{number}.yaml, printed.yaml]\n")
+        try:
+            load_run_config(tmp_path / "run.yaml", with_files=False, with_plugins=False)
+        except ConfigError as error:
+            problems.append(error.problems)
+        else:
+            return
+    raise AssertionError(f"{name}: {problems}")
+
+
+def test_pages_print_settings() -> None:
+    assert len(YAML) > 15
 
 
 def test_quoted_messages_are_in_the_sources() -> None:

@@ -12,7 +12,7 @@ LAYERS = [
     ("parallel", "kernels"),
     ("models",),
     ("checkpoint", "workers"),
-    ("resharding",),
+    ("resharding", "conversion"),
     ("rollout", "rewards/service"),
     ("runtime",),
     ("sync", "scheduler", "recovery", "observe", "evaluation", "generation", "serving", "supervised"),

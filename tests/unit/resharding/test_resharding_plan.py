@@ -77,7 +77,7 @@ def test_stages_of_a_model_send_every_tensor_once(pp_size: int) -> None:
     table = table_for(QWEN3, 2)
     names = []
     for stage in range(pp_size):
-        rules = list(rules_of_stage(table, stage, pp_size))
+        rules = list(rules_of_stage(table, stage, Layout(pp_size, pp=pp_size)))
         buckets = plan_buckets(rules, "bfloat16", 8192)
         check(rules, buckets, 2, 8192)
         names += [slot.hf.name for bucket in buckets for slot in bucket.slots]

@@ -14,7 +14,7 @@ from rlhf_megatron.resharding.buffers import Buffers, Deliver, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.transports.disk import FileBuffers
-from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
+from rlhf_megatron.rollout.transports.tensor import SharedFiles, SharedMemoryBuffers, attach_buffers
 
 
 def manifest(transport: Buffers, bucket: int) -> BucketManifest:
@@ -133,3 +133,37 @@ def test_buffer_is_seen_by_a_reader_of_the_file(tmp_path: Path) -> None:
     raw = bytearray((tmp_path / transport.file(0)).read_bytes())
     assert torch.frombuffer(raw, dtype=torch.float32).tolist() == [1.0, -2.0, 3.5, 0.0]
     transport.close()
+
+
+def test_files_are_kept_from_sync_to_sync(tmp_path: Path) -> None:
+    """The same memory as long as it is large enough; what another sync does not use goes, and all at the end."""
+    kept = SharedFiles()
+    first = SharedMemoryBuffers(tmp_path, "s", 100, 2, lambda m, _: None, kept)
+    first.buffer(0).fill_(7)
+    places = [first.buffer(number).data_ptr() for number in (0, 1)]
+    first.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["s-0.bin", "s-1.bin"]
+    smaller = SharedMemoryBuffers(tmp_path, "s", 60, 1, lambda m, _: None, kept)
+    assert smaller.buffer(0).data_ptr() == places[0] and smaller.buffer(0).tolist() == [7] * 60
+    assert [path.name for path in tmp_path.iterdir()] == ["s-0.bin"]
+    smaller.close()
+    (tmp_path / "s-0.bin").unlink()
+    again = SharedMemoryBuffers(tmp_path, "s", 200, 2, lambda m, _: None, kept)
+    assert again.buffer(1).numel() == 200 and again.buffer(0).tolist() == [0] * 200
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    again.close()
+    kept.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_maps_its_own_part_of_a_buffer(tmp_path: Path) -> None:
+    owner = SharedMemoryBuffers(tmp_path, "dp0 pp0 tp0", 3 * 4096, 5, lambda m, _: None)
+    parts = attach_buffers(tmp_path, "dp0 pp0 tp0", 4096, 8192, 5)
+    assert [part.numel() for part in parts] == [8192, 8192]
+    parts[1].fill_(3)
+    assert owner.buffer(1)[4096:].tolist() == [3] * 8192
+    assert not owner.buffer(1)[:4096].any() and not owner.buffer(0).any()
+    owner.close()
+    with pytest.raises(FileNotFoundError):
+        attach_buffers(tmp_path, "dp0 pp0 tp0", 0, 4096, 1)

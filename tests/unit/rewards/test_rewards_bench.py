@@ -13,15 +13,16 @@ from rlhf_megatron.rewards.scorers.base import masked
 
 GOOD = RewardResult(0.5)
 OF_KIND = {"hanging": RewardResult(0.0, "timeout"), "raising": masked("KeyError"), "garbage": masked("bad_result")}
+OF_KIND["killing"] = masked("worker_died")
 
 
 def test_one_in_a_hundred_of_each_kind() -> None:
     workload = WORKLOADS["function"]
     samples = workload.make(300, 0)
     spoilt, where = spoil(samples, workload.bad, seed=1)
-    assert Counter(bad.kind for bad in where.values()) == {"hanging": 3, "raising": 3, "garbage": 3}
+    assert Counter(bad.kind for bad in where.values()) == {"hanging": 3, "raising": 3, "garbage": 3, "killing": 3}
     changed = {place for place in range(300) if spoilt[place] != samples[place]}
-    assert changed == set(where) and len({spoilt[place].response for place in changed}) == 9
+    assert changed == set(where) and len({spoilt[place].response for place in changed}) == 12
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))
@@ -35,8 +36,9 @@ def test_every_wrong_status_or_score_is_found() -> None:
     _, where = spoil(workload.make(300, 0), workload.bad, seed=1)
     results = [OF_KIND[where[place].kind] if place in where else GOOD for place in range(300)]
     counts = check([GOOD] * 300, results, where)
-    assert counts["good"] == {"ok": 291} and counts["hanging"] == {"timeout": 3}
+    assert counts["good"] == {"ok": 288} and counts["hanging"] == {"timeout": 3}
     assert counts["raising"] == {"masked:KeyError": 3} and counts["garbage"] == {"masked:bad_result": 3}
+    assert counts["killing"] == {"masked:worker_died": 3}
     bad, good = min(where), min(set(range(300)) - set(where))
     for place, wrong in ((bad, GOOD), (bad, masked("other")), (good, RewardResult(0.0)), (good, masked("KeyError"))):
         with pytest.raises(

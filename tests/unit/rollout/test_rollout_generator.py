@@ -186,7 +186,8 @@ def test_cache_stays_within_the_token_budget() -> None:
     [
         (request((), (1,), 4), "at least one prompt token"),
         (request((1,), (), 4), "one seed"),
-        (request((1,), (1,), 0), "max_new_tokens >= 1"),
+        (request((1,), (1,), -1), "max_new_tokens >= 0"),
+        (request((1, 2), (1,), 0), "it needs num_given >= 1"),
         (request((1, 32), (1,), 4), r"\[0, 32\)"),
         (request((1, 2), (1,), 255), "make 257, but max_position_embeddings is 256"),
         (request((1,), (-1,), 4), "seeds must lie"),

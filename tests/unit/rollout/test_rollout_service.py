@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +27,7 @@ from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, Memor
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import LocalModel
 from rlhf_megatron.rollout.local.service import DecodeService, ReleasedError, StaleError
+from rlhf_megatron.rollout.local.slots import Member
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 OLD, NEW = tiny_qwen3(1), tiny_qwen3(2)
@@ -303,3 +306,21 @@ def test_only_the_weights_released_keeps_a_cache_that_was_paused_in_place(engine
     engine.sync(1, OLD)
     got = engine.result(future)[0]
     assert got.token_ids == reference_greedy(OLD, PROMPT, LENGTH) and got.num_retractions == 0
+
+
+def test_a_full_disk_fails_the_call_and_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are handed out when files of routes are written."""
+
+    def no_room(member: Member) -> GeneratedSample:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Member, "result", no_room)
+        failed = engine.submit(request(PROMPT, (1,), 2))
+        engine.call(engine.service.resume)
+        with pytest.raises(OSError, match="No space left"):
+            failed.result(30)
+    engine.pause("in_place")
+    future = engine.submit(request(PROMPT, (1,), 2))
+    engine.call(engine.service.resume)
+    assert len(future.result(30)[0][0].token_ids) == 2

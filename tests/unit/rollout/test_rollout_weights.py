@@ -1,9 +1,11 @@
-"""The receiving side of a weight sync, without a server: nothing wrong is ever written, nothing stale is ever fit."""
+"""The receiving side of a weight sync, without a server: what stands is what was sent, nothing stale is ever fit."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import torch
 from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
 from safetensors.torch import load_file, save_file
 
-from rlhf_megatron.parallel.device import SharedMemory, resident_bytes
+from rlhf_megatron.parallel.device import SharedMemory
+from rlhf_megatron.resharding.buffers import Segment
+from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.local.model import give_back
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 SENT = weights_of(tiny_qwen3(11))
@@ -77,7 +80,7 @@ def damaged(kind: str, manifest: BucketManifest, directory: Path) -> BucketManif
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("flipped bit", "digest .* of the bytes received"),
+        ("flipped bit", "digest .* of what stands after loading"),
         ("truncated", "the manifest says"),
         ("symlink", "plain file"),
         ("missing file", "No such file"),
@@ -88,7 +91,7 @@ def damaged(kind: str, manifest: BucketManifest, directory: Path) -> BucketManif
         ("digest", "0000000000000000 in the manifest"),
     ],
 )
-def test_a_wrong_bucket_is_refused_and_nothing_is_written(
+def test_a_wrong_bucket_is_refused_and_the_next_sync_mends(
     receiver: WeightReceiver, tmp_path: Path, kind: str, words: str
 ) -> None:
     before = receiver.digests()
@@ -96,7 +99,8 @@ def test_a_wrong_bucket_is_refused_and_nothing_is_written(
     bad, good = write_buckets(SENT, tmp_path, 1)
     with pytest.raises(ValueError, match=words):
         receiver.load(damaged(kind, bad, tmp_path))
-    assert receiver.digests() == before
+    if kind not in ("flipped bit", "digest"):  # these are seen in what stands: all others before a byte is written
+        assert receiver.digests() == before
     assert "failed" in str(receiver.stale_reason)
     with pytest.raises(ValueError, match="open sync is None"):
         receiver.load(good)
@@ -112,21 +116,14 @@ def test_a_wrong_bucket_is_refused_and_nothing_is_written(
     assert receiver.stale_reason is None and receiver.digests() == digests_of(SENT)
 
 
-@pytest.mark.parametrize(
-    ("num_missing", "words"),
-    [(0, "memory lies on device some-gpu; this process sees"), (1, r"the memory has \d+ bytes, not \d+")],
-    ids=["unseen device", "too short"],
-)
-def test_device_memory_that_cannot_be_opened(
-    receiver: WeightReceiver, tmp_path: Path, num_missing: int, words: str
-) -> None:
+def test_device_memory_that_cannot_be_opened(receiver: WeightReceiver, tmp_path: Path) -> None:
     """What can be opened is for a device: tests/gpu/gpu_checks.py `check_sync`."""
     manifest, *_ = write_buckets(SENT, tmp_path, 3, num_buckets=3)
-    sizes = (manifest.num_bytes - num_missing, b"h", manifest.num_bytes, 0)
+    sizes = (manifest.num_bytes, b"h", manifest.num_bytes, 0)
     memory = SharedMemory("some-gpu", 0, *sizes, b"c", 0, b"e", False)
     receiver.begin(3, full_resync=False)
-    with pytest.raises(ValueError, match=words):
-        receiver.load(manifest, memory)
+    with pytest.raises(ValueError, match="memory lies on device some-gpu; this process sees"):
+        receiver.load(manifest, [Segment(0, memory)])
     assert "to version 3 failed" in str(receiver.stale_reason)
     assert receiver.digests() == digests_of(weights_of(tiny_qwen3(10)))
 
@@ -134,7 +131,7 @@ def test_device_memory_that_cannot_be_opened(
 def test_commit_needs_every_tensor(receiver: WeightReceiver, tmp_path: Path) -> None:
     receiver.begin(1, full_resync=False)
     receiver.load(write_buckets(SENT, tmp_path, 1)[0])
-    with pytest.raises(ValueError, match=r"\d+ of \d+ tensors never came: model\.layers\.1"):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ tensors never came whole: model\.layers\.1"):
         receiver.commit(1)
     assert "failed" in str(receiver.stale_reason)
 
@@ -184,6 +181,52 @@ def test_one_tensor_with_two_contents_is_refused(receiver: WeightReceiver, tmp_p
         receiver.load(replace(other, file="second"))
 
 
+def parts_of(name: str, axis: int, *starts: int) -> list[TensorEntry]:
+    """A tensor cut along an axis at these places, without offsets."""
+    tensor = SENT[name]
+    ends = (*starts[1:], tensor.shape[axis])
+    return [
+        TensorEntry(
+            name,
+            "float32",
+            tuple(tensor.shape),
+            0,
+            as_hex(digest_part(tensor.narrow(axis, start, end - start), tuple(tensor.shape), axis, start)),
+            (axis, start, end - start),
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def send_part(receiver: WeightReceiver, entry: TensorEntry, directory: Path) -> None:
+    span = entry.span
+    part = SENT[entry.name].narrow(span.axis, span.start, span.count).contiguous()
+    (directory / "part").write_bytes(part.view(-1).view(torch.uint8).numpy().tobytes())
+    receiver.load(BucketManifest(1, "actor dp0 pp0 tp0", 0, "part", part.nbytes, (entry,)))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_make_a_whole_tensor(receiver: WeightReceiver, tmp_path: Path, axis: int) -> None:
+    """Those of one tensor may come in any order and twice; without one of them nothing is committed."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    first, second, third = parts_of(name, axis, 0, 3, 5)
+    for is_whole in (False, True):
+        receiver.begin(1, full_resync=False)
+        for manifest in write_buckets({n: t for n, t in SENT.items() if n != name}, tmp_path, 1):
+            receiver.load(manifest)
+        for entry in (third, first, *((second, first) if is_whole else ())):
+            send_part(receiver, entry, tmp_path)
+        if not is_whole:
+            with pytest.raises(ValueError, match=rf"1 of \d+ tensors never came whole: {name}"):
+                receiver.commit(1)
+    receiver.commit(1)
+    assert receiver.digests() == digests_of(SENT)
+    receiver.begin(2, full_resync=False)
+    wrong = replace(first, digest="0" * 16)
+    with pytest.raises(ValueError, match="open sync is 2"):
+        send_part(receiver, wrong, tmp_path)
+
+
 def test_release_and_resume(receiver: WeightReceiver, tmp_path: Path) -> None:
     parameters = [parameter for parameter, _ in receiver._parameters]
     whole = sum(parameter.numel() * 4 for parameter in parameters)
@@ -216,16 +259,35 @@ def test_a_release_ends_the_open_sync(receiver: WeightReceiver, tmp_path: Path) 
         receiver.load(write_buckets(SENT, tmp_path, 1)[0])
 
 
+RELEASE = """
+import sys
+from pathlib import Path
+import torch
+from rlhf_megatron.parallel.device import resident_bytes
+from rlhf_megatron.rollout.local.model import give_back
+from rlhf_megatron.rollout.local.weights import WeightReceiver
+torch.empty(24 << 20, dtype=torch.uint8)  # freed at once: from now on glibc takes smaller pieces from its heap
+module = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(400))
+last = torch.ones(256, 256)  # what lies behind the freed ones in the heap, and stays
+receiver = WeightReceiver(module, Path(sys.argv[1]), is_loaded=True)
+give_back(torch.device("cpu"))
+before = resident_bytes()
+receiver.release()
+give_back(torch.device("cpu"))
+print(before - resident_bytes())
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel does not tell resident memory")
 def test_released_memory_goes_back_to_the_kernel(tmp_path: Path) -> None:
-    """Tensors of 256 KiB: a process keeps such pieces when they are freed, unless it is told to give them back."""
-    module = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(400))
-    receiver = WeightReceiver(module, tmp_path, is_loaded=True)
-    give_back(torch.device("cpu"))
-    before = resident_bytes()
-    receiver.release()
-    give_back(torch.device("cpu"))
-    assert before - resident_bytes() > 0.9 * 400 * 256 * 256 * 4
+    """Tensors of 256 KiB: a process keeps such pieces when they are freed, unless it is told to give them back.
+
+    In a process of its own: what other tests left running in this one takes and frees memory, too.
+    """
+    released = subprocess.run(
+        [sys.executable, "-c", RELEASE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert int(released.stdout) > 0.9 * 400 * 256 * 256 * 4
 
 
 def behind(manifest: BucketManifest, directory: Path, offset: int, tail: bytes) -> BucketManifest:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from rollout_tools import digests_of, write_buckets
@@ -25,12 +28,14 @@ from sglang_standins import (
 )
 from torch import Tensor, nn
 
-from rlhf_megatron.resharding.buffers import map_bucket
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.parallel.device import SharedMemory
+from rlhf_megatron.resharding import buffers
+from rlhf_megatron.resharding.buffers import Segment, map_bucket, views
+from rlhf_megatron.resharding.digest import as_hex, digest_part
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.sglang import weights as receipts
 from rlhf_megatron.rollout.sglang.server import facts, loader
-from rlhf_megatron.rollout.sglang.server.loader import views_of_tensor
 
 
 @pytest.fixture(autouse=True)
@@ -305,6 +310,66 @@ def test_a_quantised_engine_says_so(manifest: BucketManifest) -> None:
     assert loader.incomplete(models[0], set(weights_of())) is None  # scales are the engine's own
 
 
+AXES = {"o_proj.weight": 1, "down_proj.weight": 1}  # the others are cut by rows
+
+
+def in_parts(weights: dict[str, Tensor], ways: int, directory: Path) -> BucketManifest:
+    """As `ways` trainer ranks send them: each tensor that tp cuts in parts, norms, biases behind columns and router
+    whole; in one file, without gaps."""
+    entries, raw = [], b""
+    for name, tensor in weights.items():
+        axis = next((axis for end, axis in AXES.items() if name.endswith(end)), 0)
+        each = -(-tensor.shape[axis] // ways)
+        starts = (
+            [0] if name in ("norm.weight", "gate.weight", "attn.o_proj.bias") else range(0, tensor.shape[axis], each)
+        )
+        for start in starts:
+            count = min(each, tensor.shape[axis] - start) if len(starts) > 1 else tensor.shape[axis]
+            part, shape = tensor.narrow(axis, start, count).contiguous(), tuple(tensor.shape)
+            place = None if part.shape == tensor.shape else (axis, start, count)
+            found = as_hex(digest_part(part, shape, axis, start))
+            entries.append(TensorEntry(name, "float32", shape, len(raw), found, place))
+            raw += part.view(-1).view(torch.uint8).numpy().tobytes()
+    (directory / "parts").write_bytes(raw)
+    return BucketManifest(1, "actor dp0 pp0 tp0", 0, "parts", len(raw), tuple(entries))
+
+
+@pytest.mark.parametrize(("size", "ep_size"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("ways", [2, 3])
+def test_parts_of_tensors_come_to_the_ranks_that_have_them(
+    ways: int, size: int, ep_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From trainers that cut otherwise. Each rank reads what stands in it, and a wrong part is named with its rank."""
+    weights, before = weights_of(), {name: tensor + 1 for name, tensor in weights_of().items()}
+    models = [rank_of(before, rank, size, ep_size) for rank in range(size)]
+    manifest = in_parts(weights, ways, tmp_path)
+    whole = [entry.name for entry in manifest.tensors if entry.part is None]
+    views = views_of_file(tmp_path / "parts", manifest)
+    for rank, model in enumerate(models):
+        loaded = rank_of(
+            {name: weights[name] if name in whole else before[name] for name in weights}, rank, size, ep_size
+        )
+
+        def load(pairs: list[tuple[str, Tensor]], model: Any = model, loaded: nn.Module = loaded) -> None:
+            assert [name for name, _ in pairs] == whole
+            with torch.no_grad():
+                for mine, other in zip(model.parameters(), loaded.parameters(), strict=True):
+                    mine.copy_(other)
+
+        monkeypatch.setattr(model, "load_weights", load, raising=False)
+        loader.load_bucket(model, manifest, views)
+    found = receipts.check("engine0", manifest, receipts_of(models, manifest))
+    assert found.by_name() == digests_of(weights)
+    moved = sum(receipt["num_bytes_read"] for receipt in receipts_of(models, manifest))
+    expected = [rank_of(weights, rank, size, ep_size) for rank in range(size)]
+    pad = sum(p.numel() for m in expected for n, p in m.named_parameters() if n in ("embed.weight", "lm_head.weight"))
+    stands = sum(p.numel() for model in expected for p in model.parameters()) - pad + 2 * 13 * 6
+    assert moved == 4 * stands
+    plant(models[-1], "mlp.down_proj.weight", flip_low_bit)
+    with pytest.raises(EngineError, match=r"1 of \d+ tensors .*'mlp.down_proj.weight\[1:"):
+        receipts.check("engine0", manifest, receipts_of(models, manifest))
+
+
 def test_what_never_came_is_named() -> None:
     model = rank_of(weights_of(), 1, 2, ep_size=2)
     names = set(weights_of())
@@ -321,7 +386,7 @@ def test_what_never_came_is_named() -> None:
 
 
 def views_of_file(path: Path, manifest: BucketManifest) -> dict[str, torch.Tensor]:
-    return views_of_tensor(map_bucket(path, manifest), manifest)
+    return views(manifest, (0, map_bucket(path, manifest)))
 
 
 def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -331,20 +396,32 @@ def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 24 + raw + b"tail")
     behind = replace(second, file="model.safetensors", file_offset=24)
     for manifest in (first, second, behind):
-        views = views_of_file(tmp_path / manifest.file, manifest)
-        assert all(torch.equal(views[entry.name], weights[entry.name]) for entry in manifest.tensors)
-        starts = {entry.name: views[entry.name].data_ptr() - entry.offset for entry in manifest.tensors}
+        found = views_of_file(tmp_path / manifest.file, manifest)
+        assert all(torch.equal(found[entry.name], weights[entry.name]) for entry in manifest.tensors)
+        starts = {entry.name: found[entry.name].data_ptr() - entry.offset for entry in manifest.tensors}
         assert len(set(starts.values())) == 1  # one mapping, no copies
     odd = replace(second, file="odd", file_offset=3)
     (tmp_path / "odd").write_bytes(b"xyz" + raw)
     for name, view in views_of_file(tmp_path / "odd", odd).items():
         assert torch.equal(view, weights[name])
     memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    for name, view in views_of_tensor(memory, second).items():
+    pieces = in_pieces(second, memory)
+    for name, view in views(second, *pieces).items():
         assert torch.equal(view, weights[name])
         assert memory.data_ptr() <= view.data_ptr() < memory.data_ptr() + len(raw)
-    with pytest.raises(ValueError, match=r"the memory given has \d+ bytes, the manifest says"):
-        views_of_tensor(memory[:-1], second)
+    end = len(raw)
+    with pytest.raises(ValueError, match=rf"lies at bytes \d+ to {end}, but the memory given has bytes 0 to {end - 1}"):
+        views(second, (0, memory[:-1]))
+    with pytest.raises(ValueError, match=rf"the memory given has bytes \d+ to {end}\."):
+        views(second, pieces[1])
+    with pytest.raises(ValueError, match=r"the memory given has bytes none\."):
+        views(second)
+
+
+def in_pieces(manifest: BucketManifest, memory: Tensor) -> list[tuple[int, Tensor]]:
+    """A bucket cut in two in its middle, between two tensors: as two ranks lend it."""
+    middle = manifest.tensors[len(manifest.tensors) // 2].offset
+    return [(0, memory[:middle]), (middle, memory[middle:])]
 
 
 def test_files_that_are_not_the_run_s_are_refused(tmp_path: Path, manifest: BucketManifest) -> None:
@@ -374,11 +451,15 @@ class Server:
         self.models, self.directory, self.patch = models, directory, monkeypatch
         monkeypatch.setenv(loader.TRANSFER_DIR, str(directory))
 
-    def order(self, receipt: str, bucket: Tensor | None = None, **what: str) -> list[dict[str, Any]]:
-        text = json.dumps({**what, "receipt": receipt}).encode()
-        tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
-        if bucket is not None:
-            tensors.append(("bucket", bucket))
+    def order(self, receipt: str, pieces: Sequence[tuple[int, Tensor]] = (), **what: str) -> list[dict[str, Any]]:
+        """`pieces`: of the bucket, with where they begin. No process opens its own memory: they stand for what others
+        lend."""
+        by_device = {str(start): piece for start, piece in pieces}
+        self.patch.setattr(buffers, "open_shared", lambda memory: by_device[memory.device])
+        nothing = (b"", 0, 0, b"", 0, b"", False)
+        lent = [Segment(start, SharedMemory(str(start), 0, piece.numel(), *nothing)) for start, piece in pieces]
+        own = {"receipt": receipt} | ({"memory": [lent] * len(self.models)} if lent else {})
+        tensors = [("order", torch.frombuffer(bytearray(msgspec.json.encode({**what, **own})), dtype=torch.uint8))]
         for rank, model in enumerate(self.models):
             self.patch.setattr(facts, "tensor_parallel", lambda rank=rank: (rank, len(self.models)))
             loader.load(model, tensors)
@@ -412,7 +493,7 @@ def test_orders_of_a_sync(server: Server, tmp_path: Path) -> None:
     receipts.check("engine0", first, of_first)
     memory = torch.frombuffer(bytearray((tmp_path / second.file).read_bytes()), dtype=torch.uint8)
     (tmp_path / second.file).unlink()
-    receipts.check("engine0", second, server.order("r-2", memory, manifest=second.to_json()))
+    receipts.check("engine0", second, server.order("r-2", in_pieces(second, memory), manifest=second.to_json()))
     assert "never came whole" in server.order("r-c1", receipts="r-")[0]["error"]
     for path in tmp_path.glob("r-c1*"):
         path.unlink()
@@ -441,15 +522,37 @@ def test_ranks_on_a_device_take_device_memory(tmp_path: Path, monkeypatch: pytes
     for model in models:
         model.load_weights = lambda pairs: None
     server = Server(models, tmp_path, monkeypatch)
-    found = server.order("r-1", memory, manifest=manifest.to_json())
+    found = server.order("r-1", in_pieces(manifest, memory), manifest=manifest.to_json())
     assert receipts.check("engine0", manifest, found).digests == digests_of(weights)
     for mine, expected in zip(found, receipts_of(engine(weights), manifest), strict=True):
         assert mine["parts"] == expected["parts"]
     plant(models[1], "mlp.down_proj.weight", flip_a_bit)
-    found = server.order("r-2", memory, manifest=manifest.to_json())
+    pieces = [(0, memory)]
+    found = server.order("r-2", pieces, manifest=manifest.to_json())
     with pytest.raises(EngineError, match=r"'mlp.down_proj.weight': .*; tp rank 1 holds other values than the bucket"):
         compare = manifest.to_json()
-        receipts.check("engine0", manifest, found, lambda: server.order("r-3", memory, compare=compare))
+        receipts.check("engine0", manifest, found, lambda: server.order("r-3", pieces, compare=compare))
+
+
+def test_mistakes_in_memory_that_several_ranks_lend_are_named(server: Server, tmp_path: Path) -> None:
+    """A rank that is missing, one whose part begins elsewhere, one that has not filled it again."""
+    (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
+    (before,) = write_buckets(weights_of(seed=5), tmp_path, 2, num_buckets=1)
+    new, old = (
+        torch.frombuffer(bytearray((tmp_path / m.file).read_bytes()), dtype=torch.uint8) for m in (manifest, before)
+    )
+    (_, first), (middle, second) = in_pieces(manifest, new)
+    order = partial(server.order, manifest=manifest.to_json())
+    told = "ValueError: bucket 0 of actor dp0 pp0 tp0: tensor '.*' lies at bytes .* but the memory given has bytes"
+    for name, pieces in (("r-1", [(0, first)]), ("r-2", [(0, first), (middle + 64, second)])):
+        assert all(re.match(told, receipt["error"]) for receipt in order(name, pieces))
+    for name, pieces in (
+        ("r-3", [(0, first), (middle - 64, torch.cat([second, second[:64]]))]),
+        ("r-4", [(0, first), (middle, in_pieces(before, old)[1][1])]),
+    ):
+        with pytest.raises(EngineError, match=r"tensors do not stand in it as they were sent: tensor '.*': digest"):
+            receipts.check("engine0", manifest, order(name, pieces))
+    receipts.check("engine0", manifest, order("r-5", in_pieces(manifest, new)))
 
 
 def test_corrupt_bytes_of_a_bucket_are_named(server: Server, tmp_path: Path) -> None:
@@ -492,7 +595,8 @@ def test_a_server_that_is_older_than_the_run_finds_its_directory(
 def test_a_model_is_described_by_the_names_of_its_configuration() -> None:
     model = rank_of(weights_of(), 0, 1)
     model.config = SimpleNamespace(vocab_size=5, hidden_size=2, num_hidden_layers=1, other=3)
-    assert loader.describe(model) == {"vocab_size": 5, "hidden_size": 2, "num_hidden_layers": 1, "dtype": "float32"}
+    told = {"vocab_size": 5, "hidden_size": 2, "num_hidden_layers": 1, "is_quantised": False, "dtype": "float32"}
+    assert loader.describe(model) == told
 
 
 def test_an_order_that_cannot_be_answered_does_not_end_the_server(
@@ -510,4 +614,10 @@ def test_an_order_that_cannot_be_answered_does_not_end_the_server(
     (tmp_path / "gone").mkdir()
     loader.load(model, [("order", order)])
     found = json.loads((tmp_path / "gone" / "r.0").read_text())
-    assert found == {"rank": 0, "size": 1, "error": None, "model": {"dtype": "float32"}, "devices": found["devices"]}
+    assert found == {
+        "rank": 0,
+        "size": 1,
+        "error": None,
+        "model": {"is_quantised": False, "dtype": "float32"},
+        "devices": found["devices"],
+    }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rollout_tools import request
 
+from rlhf_megatron.data.routes import read_routes
 from rlhf_megatron.rollout.engine import (
     UNSYNCED,
     EngineAddress,
@@ -22,7 +26,8 @@ from rlhf_megatron.rollout.engine import (
     GeneratedSample,
     VersionSpan,
 )
-from rlhf_megatron.rollout.sglang.client import Gate, SGLangEngine
+from rlhf_megatron.rollout.router.balancer import single_body
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, version_name
 
 PROMPT = (1, 2)
@@ -50,7 +55,7 @@ def sample_of(**meta: Any) -> GeneratedSample:
             del answer["meta_info"][name]
         else:
             answer["meta_info"][name] = value
-    return groups_of([answer], [request(PROMPT, (1,), 8)])[0][0]
+    return groups_of(json.dumps([answer]).encode(), [request(PROMPT, (1,), 8)])[0][0]
 
 
 def test_a_sample_keeps_what_the_server_tells() -> None:
@@ -62,6 +67,56 @@ def test_a_sample_keeps_what_the_server_tells() -> None:
     for name in ("default", "7", "0a1b2c3d-17-7"):  # before a sync, and weights that another run has brought
         unsynced = sample_of(weight_versions=[{"version": name, "start": 0, "end": 3}])
         assert (unsynced.policy_version, unsynced.version_spans) == (UNSYNCED, (VersionSpan(UNSYNCED, 0, 3),))
+
+
+def test_the_experts_that_tokens_met_go_into_a_file(tmp_path: Path) -> None:
+    """Prompt and response have five tokens: four were read, of two layers and two experts each."""
+    asked = replace(request(PROMPT, (1,), 8), routes_dir=str(tmp_path))
+    assert generate_body([asked], 1)["return_routed_experts"] and "return_routed_experts" not in generate_body(
+        [request(PROMPT, (1,), 8)], 1
+    )
+    ids = np.arange(16, dtype="<i4")
+
+    def answer(**meta: Any) -> bytes:
+        return json.dumps([{**ANSWER, "meta_info": {**ANSWER["meta_info"], **meta}}]).encode()
+
+    def told(count: int) -> str:
+        return base64.b64encode(ids[:count].tobytes()).decode()
+
+    sample = groups_of(answer(routed_experts=told(16)), [asked])[0][0]
+    assert read_routes(sample.routes, (2,), 2).tolist() == ids.reshape(4, 2, 2).tolist()
+    with pytest.raises(ValueError, match="15 ids for 4 tokens"):
+        groups_of(answer(routed_experts=told(15)), [asked])
+    with pytest.raises(ValueError, match="start the server with --enable-return-routed-experts"):
+        groups_of(answer(), [asked])
+    aborted = {"finish_reason": {"type": "abort"}}
+    written = set(tmp_path.iterdir())
+    for more in ({}, {"routed_experts": told(8)}):  # of two rows of four ids, or four of two: nobody knows
+        assert groups_of(answer(**aborted, **more), [asked])[0][0].routes == ""
+    assert set(tmp_path.iterdir()) == written
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file does not take .* make room there, or use actor.router_replay: r2"):
+        groups_of(answer(routed_experts=told(16)), [replace(asked, routes_dir=str(tmp_path / "file"))])
+
+
+def test_given_tokens_are_asked_for_from_the_one_before_them(tmp_path: Path) -> None:
+    """The server's first entry has no log-prob; in a call with others, these say that they want none."""
+    scored = replace(request((5, 6, 7, 8), (1,), 0), num_given=2)
+    assert generate_body([scored, request(PROMPT, (1, 2), 8)], 1)["logprob_start_len"] == [1, -1, -1]
+    assert single_body(scored, 1)["logprob_start_len"] == 1 and "logprob_start_len" not in single_body(
+        request(PROMPT, (1,), 8), 1
+    )
+    read = [[None, 6, None], [-0.5, 7, None], [-2.0, 8, None]]
+    meta = {**ANSWER["meta_info"], "completion_tokens": 1, "input_token_logprobs": read}
+
+    def sample(entries: list[Any]) -> GeneratedSample:
+        answer = [{"meta_info": {**meta, "input_token_logprobs": entries}, "output_ids": [9]}]
+        return groups_of(json.dumps(answer).encode(), [scored])[0][0]
+
+    assert (sample(read).token_ids, sample(read).log_probs) == ((7, 8), (-0.5, -2.0))
+    for wrong in (read[:2], [[None, 6, None], [-0.5, 7, None], [-2.0, 9, None]], [[None, 7, None], [-2.0, 8, None]]):
+        with pytest.raises(ValueError, match=r"input_token_logprobs tells of \d of 2 tokens to score"):
+            sample(wrong)
 
 
 def test_an_aborted_sample_has_the_tokens_that_came() -> None:
@@ -111,18 +166,30 @@ def test_what_is_wrong_with_an_answer_is_named(changes: dict[str, Any], words: s
 
 def test_numbers_of_samples() -> None:
     asked = [request(PROMPT, (1, 2), 8), request(PROMPT, (3,), 8)]
-    assert [len(group) for group in groups_of([ANSWER] * 3, asked)] == [2, 1]
-    with pytest.raises(ValueError, match="2 samples for 3 asked for"):
-        groups_of([ANSWER] * 2, asked)
-    with pytest.raises(ValueError, match="'no' for 3 asked for"):
-        groups_of("no", asked)
-    with pytest.raises(ValueError, match=r"sample 1 of 3: .*missing required field `meta_info`"):
-        groups_of([ANSWER, {"output_ids": []}, ANSWER], asked)
+    assert [len(group) for group in groups_of(json.dumps([ANSWER] * 3).encode(), asked)] == [2, 1]
+    for sent, words in (
+        ([ANSWER] * 2, "2 samples for 3 asked for"),
+        ("no", "'no' for 3 asked for"),
+        ([ANSWER, {"output_ids": []}, ANSWER], r"sample 1 of 3: .*missing required field `meta_info`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            groups_of(json.dumps(sent).encode(), asked)
+
+
+def test_numbers_of_a_token_are_read_however_they_are_written() -> None:
+    spaced = json.dumps([ANSWER], indent=1).encode()
+    with_texts = sample_of(output_token_logprobs=[[-1.5, 4, "[4],"], [-0.25, 13, "]"], [-0.5, 7, None]])
+    whole = sample_of(output_token_logprobs=[[-1, 4, None], [-0.25, 13, None], [-5e-1, 7, None]])
+    assert groups_of(spaced, [request(PROMPT, (1,), 8)])[0][0] == with_texts == sample_of()
+    assert whole.log_probs == (-1.0, -0.25, -0.5)
+    for wrong in ([[-1.5, 4.0, None]] * 3, [[-1.5, 1 << 31, None]] * 3, [[-1.5, 4], [None, -0.25, 13, None]]):
+        with pytest.raises(ValueError, match="sample 0 of 1"):
+            sample_of(output_token_logprobs=wrong)
 
 
 def test_a_request_has_an_entry_and_a_seed_a_sample() -> None:
     body = generate_body([request(PROMPT, (7, 8), 4, 0.5, top_p=0.9, top_k=5, stop_token_ids=(3,))], 12)
-    assert body["input_ids"] == [[1, 2], [1, 2]] and body["extra_key"] == "version 12"
+    assert body["input_ids"] == [(1, 2), (1, 2)] and body["extra_key"] == "version 12"
     first, second = body["sampling_params"]
     assert (first.pop("sampling_seed"), second.pop("sampling_seed")) == (7, 8) and first == second
     assert {name: first[name] for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")} == {
@@ -139,7 +206,8 @@ REFUSED = [
     ({"prompt": ()}, "the prompt is empty"),
     ({"prompt": (1, 32)}, r"token 32 .* \(0 \.\. 31\)"),
     ({"prompt": (-1, 3)}, "token -1 "),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+    ({"max_new_tokens": 0}, "it needs num_given >= 1"),
     ({"min_new_tokens": 2}, "min_new_tokens is 2"),
     ({"min_p": 0.1}, r"min_p is 0\.1.*enable_deterministic_inference"),
 ]
@@ -249,25 +317,10 @@ def test_a_wrong_answer_names_the_engine(recorder: tuple[str, dict[str, str]], t
     engine.close()
 
 
-def test_the_gate() -> None:
-    gate = Gate()
-    with gate.passing(0.1) as is_running:
-        assert is_running and not gate.wait_until_empty(0.01)
-    assert gate.wait_until_empty(0.01)
-    gate.close()
-    with pytest.raises(TimeoutError), gate.passing(0.01):
-        pass
-    seen: list[bool] = []
-
-    def call() -> None:
-        with gate.passing(10) as is_running:
-            seen.append(is_running)
-
-    for let_through, expected in ((gate.abort, False), (gate.open, True)):
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join(0.05)
-        assert thread.is_alive()
-        let_through()
-        thread.join(10)
-        assert seen.pop() is expected and gate.wait_until_empty(0.01)
+def test_columns_stand_where_tuples_could() -> None:
+    ids, log_probs = sample_of().token_ids, sample_of().log_probs
+    assert ids == (4, 13, 7) and ids == (4, 13, 7) and ids != (4, 13) and hash(ids) == hash((4, 13, 7))
+    assert (ids[1], ids[:2], [*ids], len(ids), repr(ids)) == (13, (4, 13), [4, 13, 7], 3, "(4, 13, 7)")
+    assert np.asarray(ids).dtype == np.int32 and np.asarray(log_probs).dtype == np.float64
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(ids)[0] = 5

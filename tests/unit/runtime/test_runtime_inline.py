@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
+from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import join, scatter_calls, sum_updates
@@ -28,7 +28,7 @@ class Doubler:
         self.is_closed = False
 
     def log_probs(self, batch: TokenBatch, plan: ReplicaPlan, scale: float = 0.5) -> LogProbs:
-        return gain(LogProbs, batch, log_probs=batch.token_ids * scale)
+        return LogProbs(batch.token_ids * scale)
 
     def update(self, batch: TokenBatch, plan: ReplicaPlan) -> UpdateResult:
         return UpdateResult({"loss": 3.0 * batch.num_tokens}, grad_norm=2.0, lr=0.1, is_skipped=False)
@@ -50,7 +50,6 @@ def test_inline_group_runs_both_verbs_and_closes_its_roles() -> None:
         batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
         result = group.scatter("actor.log_probs", batch, token_budget=4, scale=2.0).result()
         assert result.log_probs.tolist() == [2, 4, 14, 6, 18, 8, 10, 12, 16]
-        assert result.offsets.tolist() == [0, 3, 5, 9]
         assert group.scatter("actor.update", batch, token_budget=9).result().sums == {"loss": 27.0}
         with pytest.raises(ValueError, match=r"weights\.bin is missing"):
             group.broadcast("actor.fail", path=Path("weights.bin")).result()
@@ -80,15 +79,17 @@ def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
     batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
     scattered = scatter_calls(7, "actor.log_probs", batch, layout, token_budget=8, arguments={"temperature": 0.5})
     assert scattered.leaders == (4, 6)
-    assert [rank for rank, call in enumerate(scattered.calls) if call.shard is not None] == [4, 6]
-    assert all(call.id == 7 and call.arguments["temperature"] == 0.5 for call in scattered.calls)
-    for rank, call in enumerate(scattered.calls):
+    calls = [scattered.call(rank) for rank in range(8)]
+    assert [rank for rank, call in enumerate(calls) if call.shard is not None] == [4, 6]
+    assert all(call.id == 7 and call.arguments["temperature"] == 0.5 for call in calls)
+    for rank, call in enumerate(calls):
         assert call.arguments["plan"] == scattered.plans[layout.coordinates(rank).dp]
     assert sorted(s for plan in scattered.plans for s in plan.samples if s != NO_OP) == [0, 1, 2]
-    shards = [codec.decode(scattered.calls[rank].shard) for rank in scattered.leaders]
-    results = [gain(LogProbs, shard, log_probs=shard.token_ids / 2) for shard in shards]
-    whole = join("actor.log_probs", results, scattered.plans)
-    assert torch.equal(whole.token_ids, batch.token_ids) and torch.equal(whole.log_probs, batch.token_ids / 2)
+    shards = [codec.decode(calls[rank].shard) for rank in scattered.leaders]
+    assert scattered.largest_bytes == max(shard.num_tokens for shard in shards) * (8 + 1)  # int64 ids and a mask
+    results = [LogProbs(shard.token_ids / 2) for shard in shards]
+    whole = join("actor.log_probs", results, scattered.plans, batch.offsets)
+    assert torch.equal(whole.log_probs, batch.token_ids / 2) and whole.entropies is None
 
 
 def test_plans_heed_what_the_layout_demands() -> None:

@@ -14,6 +14,6 @@ def test_a_child_is_found_and_ended_and_a_namesake_is_not() -> None:
         replace(child, begin=str(int(child.begin) - 1)).kill()
         assert process.poll() is None
         child.kill()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     child.kill()  # gone: nothing
     assert process.pid not in [child.pid for child in children_of(os.getpid())]

@@ -26,6 +26,7 @@ from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.fleet.fleet import OnGroups
 from rlhf_megatron.scheduler.parts import Parts, RunData
 from rlhf_megatron.scheduler.stages import Stages
 
@@ -38,12 +39,18 @@ class CannedFleet:
         self.answers = answers
         self.requests: list[GenerateRequest] = []
 
-    def generate(self, requests: list[GenerateRequest], *_: object) -> list[list[GeneratedSample]]:
+    def generate(
+        self, requests: list[GenerateRequest], on_groups: OnGroups | None = None, *_: object
+    ) -> list[list[GeneratedSample]]:
+        """Groups come one after the other."""
         self.requests = requests
-        return [
+        groups = [
             [GeneratedSample(ids := self.tokenizer.encode(text), (0.0,) * len(ids), "stop", 1) for text in texts]
             for texts in self.answers[: len(requests)]
         ]
+        for index, group in enumerate(groups if on_groups is not None else ()):
+            on_groups(index, [group])
+        return groups
 
 
 def test_an_item_counts_once_however_many_samples_it_has() -> None:
@@ -66,6 +73,16 @@ def test_an_item_counts_once_however_many_samples_it_has() -> None:
     assert fleet.requests[0].params.temperature == 0.5 and fleet.requests[0].params.stop_token_ids == (14,)
     assert stages.accuracy(2, SamplingConfig(temperature=1.0, n=2)).accuracy == 0.75
     assert len(fleet.requests) == 2
+
+
+def test_the_run_tells_how_many_groups_are_done() -> None:
+    asked = PromptBatch(((0,), (1,), (2,)), ("0", "1", "2"), ("12", "3", "4"), ("s",) * 3, (0, 1, 2), ("",) * 3)
+    fleet = CannedFleet([["12", "12"], ["3", "999"], ["5", "6"]])
+    data, said = RunData(None, (), fleet.tokenizer, (14,)), []
+    config = RunConfig(rollout=RolloutConfig(n=2))
+    parts = Parts(None, None, needs_reference=False)
+    Stages(config, None, fleet, data, parts, dict, lambda samples: [], say=said.append).generate(1, asked)
+    assert said == [f"generate, {count} of 3 groups" for count in (1, 2, 3)]
 
 
 def test_evaluation_has_a_sampling_of_its_own() -> None:

@@ -44,7 +44,7 @@ class Calls:
         future: Future[LogProbs] = Future()
         with_squares = arguments.get("with_sum_squares", False)
         squares = 0.25 * ones if with_squares else None
-        future.set_result(LogProbs(batch.offsets, batch.token_ids, batch.response_mask, -ones, 2 * ones, squares))
+        future.set_result(LogProbs(-ones, 2 * ones, squares))
         return future
 
 

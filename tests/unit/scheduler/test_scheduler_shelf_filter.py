@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from places import MODEL
@@ -15,10 +17,12 @@ from rlhf_megatron.algorithms.metric_names import find_in
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, gain
 from rlhf_megatron.data.items import PromptItem, PromptSource
+from rlhf_megatron.data.routes import write_routes
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.observe.metrics.names import CATALOGUE as METRICS
 from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 from rlhf_megatron.scheduler.parts import RunData, load_parts
@@ -198,6 +202,19 @@ def test_a_step_that_the_journal_has_leaves_the_stream_where_it_had(tmp_path: Pa
     assert prompts_of(run(again)) == prompts_of(batch) and fleet.num_asked == 0 and drawn(again) == 12
     assert again._step_metrics["filter_groups/num_gen_batches"] == 3.0
     assert prompts_of(run(again, 2)) == prompts_of(after) and drawn(again) == drawn(first)
+
+
+def test_files_of_routes_of_groups_that_are_left_out_go(tmp_path: Path) -> None:
+    class Routed(Fleet):
+        def generate(self, *arguments: Any) -> list[list[GeneratedSample]]:
+            groups = super().generate(*arguments)
+            return [[replace(s, routes=write_routes(str(tmp_path), np.ones((1, 2), int))) for s in g] for g in groups]
+
+    stages = stages_of(Routed())
+    stages.route_files = RouteFiles(tmp_path)
+    batch = run(stages)
+    assert drawn(stages) == 12 and batch.routes is not None
+    assert {str(path) for path in tmp_path.iterdir()} == set(batch.routes)
 
 
 def test_a_checkpoint_keeps_the_place_of_the_stream() -> None:

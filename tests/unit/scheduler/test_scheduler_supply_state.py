@@ -29,10 +29,10 @@ from rlhf_megatron.scheduler.supply.ledger import Finished, Ledger, Order, Progr
 from rlhf_megatron.scheduler.supply.make import find_groups
 
 
-def finished(number: int, *versions: int) -> Finished:
-    """Two samples of as many tokens as there are versions."""
+def finished(number: int, *versions: int, routes: str = "") -> Finished:
+    """Two samples of as many tokens as there are versions. `routes`: the file of both."""
     spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
-    sample = GeneratedSample((3,) * len(versions), (-1 / 3,) * len(versions), "stop", versions[0], spans)
+    sample = GeneratedSample((3,) * len(versions), (-1 / 3,) * len(versions), "stop", versions[0], spans, routes=routes)
     return Finished(number, stream_of().at([number]), [[sample] * NUM_SAMPLES])
 
 
@@ -130,28 +130,50 @@ def test_a_known_group_that_is_too_old_is_dropped() -> None:
 
 
 def test_samples_of_a_group_that_was_started_again_are_not_taken_for_the_new_ones() -> None:
-    """Group 1 is too old after the sync. Its first samples come after that, its first rewards would, too."""
+    """Group 1 is too old after the sync. Its first samples come after that, its first rewards would, too. The files
+    that engines wrote for them are left out with the next batch."""
     ledger = Ledger(Flow(1, 5, 1), Hasty())
     ledger.begin(0)
     assert [(order.kind, order.number) for order in ledger.orders()] == [("submit", 0), ("submit", 1)]
     score = ScoreGroups(TOKENIZER, right_or_wrong, FilterGroupsConfig())
-    groups = [finished(0, 1), finished(1, 1)]
+    groups = [finished(0, 1), finished(1, 1, routes="old")]
     ledger.generated(groups[0], attempt=0)
     ledger.to_score.clear()  # as the thread does that has them scored
     ledger.scored(groups[:1], score(groups[:1]))
     taken = ledger.fetch()
     assert taken is not None and [group.number for group in taken.groups] == [0] and ledger.fetch() is None
+    assert taken.left_out == ()
     ledger.generated(groups[1], attempt=0)
     ledger.updated()
     ledger.synced(2)
     orders = [(order.kind, order.number, order.attempt, order.version) for order in ledger.orders()]
     assert orders == [("submit", 2, 0, 1), ("submit", 1, 1, 2), ("abort", 2, 0, 2), ("submit", 2, 1, 2)]
     ledger.scored(groups[1:], score(groups[1:]))
-    ledger.generated(groups[1], attempt=0)
+    ledger.generated(finished(1, 1, routes="late"), attempt=0)
     assert not ledger.flow.scored_order and ledger.flow.num_running == 2 and ledger.to_score == []
-    again = finished(1, 2)
+    again = finished(1, 2, routes="new")
     ledger.generated(again, attempt=1)
     assert ledger.to_score == [again]
+    ledger.scored([again], score([again]))
+    taken = ledger.fetch()
+    assert taken is not None and set(taken.left_out) == {"old", "late"}
+    assert taken.groups[0].batch.routes == ("new",) * NUM_SAMPLES
+
+
+def test_files_of_a_batch_that_no_group_teaches_stay_and_those_of_others_do_not() -> None:
+    """Without signal group 0 trains where nothing else can, and is left out where group 1 has come, too."""
+    for num_groups, left_out in ((1, set()), (2, {"file 0"})):
+        ledger = Ledger(Flow(1, 5, 1), Hasty(), most_scored=num_groups)
+        ledger.begin(0)
+        groups = [finished(number, 1, routes=f"file {number}") for number in range(num_groups)]
+        for group in groups:
+            ledger.generated(group, attempt=0)
+        score = ScoreGroups(TOKENIZER, right_or_wrong, FilterGroupsConfig())
+        found = [replace(one, has_signal=one.number > 0) for one in score(groups)]
+        ledger.scored(groups, found)
+        taken = ledger.fetch()
+        assert taken is not None and set(taken.left_out) == left_out
+        assert {*(taken.groups[0].batch.routes or ())} == {f"file {num_groups - 1}"}
 
 
 def test_what_is_given_up_before_it_was_submitted_never_is() -> None:

@@ -24,6 +24,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
+from rlhf_megatron.scheduler.model_rewards import model_rewards
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import Sync
@@ -83,11 +84,12 @@ class FakeGroup:
         role, verb = method.split(".")
         if verb == "update":
             return UpdateResult({f"{role}/x": float(number)}, 10.0 * number, 0.1 * number, is_skipped=number == 2)
-        tokens = (batch.offsets, batch.token_ids, batch.response_mask)
-        column = torch.full((batch.num_tokens,), {"actor": -1.0, "critic": 0.5, "reference": -3.0}[role])
+        column = torch.full(
+            (batch.num_tokens,), {"actor": -1.0, "critic": 0.5, "reference": -3.0, "reward_model": 2.0}[role]
+        )
         if verb == "values":
-            return Values(*tokens, values=column)
-        return LogProbs(*tokens, log_probs=column, entropies=2 * column)
+            return Values(column)
+        return LogProbs(column, entropies=2 * column)
 
     @property
     def sent(self) -> list[str]:
@@ -208,6 +210,17 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
     assert batch.values.unique().tolist() == [0.5] and batch.ref_log_probs.unique().tolist() == [-3.0]
 
 
+def test_annotation_asks_a_reward_model_and_adds_its_scores() -> None:
+    group = FakeGroup()
+    config = config_of(reward_model={"path": "model", "weight": 3.0, "max_token_len_per_gpu": 600})
+    rewards = model_rewards(config, str)
+    batch = annotate(Workers(group), UpdateSettings.of(config), parts_of("grpo"), scored(), rewards=rewards)
+    assert group.sent == ["actor.log_probs", "reward_model.values"] and group.calls[1].token_budget == 600
+    assert group.events[:2] == ["send actor.log_probs 1", "send reward_model.values 1"]
+    assert (batch.rewards - scored().rewards).tolist() == [6.0, 6.0, 6.0] and batch.old_log_probs is not None
+    assert model_rewards(RunConfig(), str) is None
+
+
 def test_annotation_asks_nobody_whom_the_run_has_not() -> None:
     group = FakeGroup()
     batch = annotate(Workers(group), UpdateSettings.of(RunConfig()), parts_of("grpo"), scored())
@@ -272,3 +285,20 @@ def test_token_rewards_without_kl_are_the_scores() -> None:
     train, metrics = stage(annotated(values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0])))
     assert train.advantages.tolist() == pytest.approx([0, 0.5 - 0.25, 1 - 0.5, 0, 0, 0.5 - 1])
     assert not [name for name in metrics if name.startswith("actor/reward_kl")] and stage.kl is None
+
+
+def test_a_batch_of_a_former_process_is_recorded_again() -> None:
+    """The ids that its ranks had are gone; while the critic learns alone nothing is recorded."""
+    config = config_of(actor={"router_replay": "r2"}, trainer={"critic_warmup": 1})
+    group = FakeGroup()
+    stages, batch = stages_of(config, group), train_batch()
+    assert stages.annotate(1, batch) is batch and not group.calls
+    assert stages.annotate(2, batch) is batch
+    (call,) = group.calls
+    assert call.method == "actor.log_probs" and torch.equal(call.batch.sample_ids, batch.sample_ids)
+    assert group.events == ["send actor.log_probs 1", "wait actor.log_probs 1"]
+    stages_of(config_of(), group).annotate(2, batch)
+    stages.update(2, batch)
+    assert [call.batch.sample_ids is None for call in group.calls] == [False] * len(group.calls) and len(
+        group.calls
+    ) > 1

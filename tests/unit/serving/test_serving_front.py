@@ -9,10 +9,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from chat_templates import write_family
+from serve_tools import KEY, ask_with_openai, needs_openai
 
+from rlhf_megatron.data.chat_template import make_chat_format
 from rlhf_megatron.data.tokenizer import load_tokenizer, write_character_tokenizer
-from rlhf_megatron.rollout.engine import EngineError, GeneratedSample, GenerateRequest, VersionSpan
+from rlhf_megatron.rollout.engine import EngineError, FinishReason, GeneratedSample, GenerateRequest, VersionSpan
 from rlhf_megatron.serving.bodies import Served
 from rlhf_megatron.serving.front import Front
 
@@ -78,5 +82,30 @@ def test_answers_and_streams_of_a_front(tmp_path: Path) -> None:
             assert (await client.get("/health")).status == 200
             front.is_stopping = True
             assert (await client.get("/health")).status == 503 and (await post(**body))[0] == 503
+
+    asyncio.run(talk())
+
+
+@pytest.mark.long
+@needs_openai
+def test_openai_s_own_client_reads_calls_of_tools(tmp_path: Path) -> None:
+    """Of a model that calls a tool whatever it is asked, with the template and the tokens of a Qwen2.5."""
+    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    text = 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    said = (*tokenizer.encode(text), tokenizer.eos_token_id)
+
+    class Calling(Counting):
+        async def ask(self, request: GenerateRequest) -> list[GeneratedSample]:
+            ids = said[request.num_given :][: request.params.max_new_tokens]
+            reason: FinishReason = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
+            return [GeneratedSample(ids, (-0.5,) * len(ids), reason, 4) for _ in request.seeds]
+
+    chat = make_chat_format(tokenizer, None, {})
+    of_model = Served("m", tokenizer, chat, (tokenizer.eos_token_id,), 4000, tokenizer.vocab_size)
+    front = Front(Calling(), of_model, KEY, is_loopback=True)  # type: ignore[arg-type]
+
+    async def talk() -> None:
+        async with TestServer(front.application()) as server:
+            await asyncio.to_thread(ask_with_openai, str(server.make_url("")).rstrip("/"), "tools")
 
     asyncio.run(talk())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import selectors
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +45,13 @@ class Loop(asyncio.SelectorEventLoop):
 class Stub:
     """Answers with five tokens, the first after half of the time that `latency_s` says; every eighth time with 503."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
         self.num_asked = 0
         self.keys: set[str] = set()
 
-    @staticmethod
-    def latency_s(number: int) -> float:
-        return 0.2 + 0.6 * (number * 7 % 16) / 15
+    def latency_s(self, number: int) -> float:
+        return self.scale * (0.2 + 0.6 * (number * 7 % 16) / 15)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         number = self.num_asked
@@ -71,17 +74,23 @@ class Stub:
         return web.json_response({"data": [{"id": "stub"}]})
 
 
-async def measure(stub: Stub, clients: tuple[int, ...]) -> tuple[Plan, list[Level], list[str]]:
+@asynccontextmanager
+async def serving(stub: Stub) -> AsyncIterator[str]:
+    """Its address."""
     app = web.Application()
     app.add_routes([web.post("/v1/completions", stub.complete), web.get("/v1/models", stub.models)])
     runner = web.AppRunner(app, handle_signals=False)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url, lines = "http://{}:{}/v1".format(*runner.addresses[0][:2]), []
-    plan = Plan(url, await model_of(url, None, 60.0), ("a", "b"), clients, 32, 8, True, False, "secret", 60.0)
-    levels = await run(plan, lines.append)
+    yield "http://{}:{}/v1".format(*runner.addresses[0][:2])
     await runner.cleanup()
-    return plan, levels, lines
+
+
+async def measure(stub: Stub, clients: tuple[int, ...]) -> tuple[Plan, list[Level], list[str]]:
+    lines: list[str] = []
+    async with serving(stub) as url:
+        plan = Plan(url, await model_of(url, None, 60.0), ("a", "b"), clients, 32, 8, True, False, "secret", 60.0)
+        return plan, await run(plan, lines.append), lines
 
 
 def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
@@ -102,6 +111,28 @@ def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
     assert stub.keys == {"Bearer secret"} and "secret" not in json.dumps(as_json(plan, levels))
     plot(levels, tmp_path / "load.png")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_the_command_measures_a_stub_within_three_per_cent(tmp_path: Path) -> None:
+    """In a process of its own, by the clock of this machine; the stub takes 0.8 to 3.2 seconds for an answer."""
+    stub, figures_file = Stub(4.0), tmp_path / "load.json"
+    (tmp_path / "key").write_text("secret")
+
+    async def work() -> int:
+        async with serving(stub) as url:
+            words = ["load-test", url, "--clients", "8", "--requests", "64", "--completions", "--json", figures_file]
+            command = [sys.executable, "-m", "rlhf_megatron", *words, "--api-key-file", tmp_path / "key"]
+            return await (await asyncio.create_subprocess_exec(*command)).wait()
+
+    assert asyncio.run(work()) == 1, "some requests failed"
+    (level,) = json.loads(figures_file.read_text())["levels"]
+    latencies = np.array([stub.latency_s(number) for number in range(64) if number % 8 != 7])
+    assert (level["requests"], level["failed"]) == (64, 8)
+    for quantile in (50, 90, 99):
+        expected = np.quantile(latencies, quantile / 100)
+        assert level["latency_s"][f"p{quantile}"] == pytest.approx(expected, rel=0.03)
+        assert level["first_token_s"][f"p{quantile}"] == pytest.approx(expected / 2, rel=0.03)
 
 
 def test_figures_of_outcomes_by_hand() -> None:

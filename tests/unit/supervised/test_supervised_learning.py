@@ -13,9 +13,10 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, Pairs
 from rlhf_megatron.algorithms.preferences.dpo import DPOParams
-from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
+from rlhf_megatron.algorithms.preferences.reward_model import BradleyTerryParams, RegressionParams
+from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.documents import Document, Documents, DocumentSource, Sample, SampleBatch
-from rlhf_megatron.supervised.learning import Answers, Preferences, held_out_metrics
+from rlhf_megatron.supervised.learning import Answers, Preferences, Rewards, held_out_metrics
 from rlhf_megatron.workers.contract import UpdateResult
 
 LOSSES = [("sigmoid", 0.0), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1)]
@@ -37,7 +38,7 @@ class Backend:
     def log_probs(self, batch: TokenBatch, token_budget: int, temperature: float) -> Future[LogProbs]:
         with torch.no_grad():
             found = self.token_log_probs(batch)
-        return done(LogProbs(batch.offsets, batch.token_ids, batch.response_mask, found))
+        return done(LogProbs(found))
 
     def update(self, batch: MiniBatch, token_budget: int, temperature: float, loss: str) -> Future[UpdateResult]:
         assert loss == "sft"
@@ -118,6 +119,49 @@ def test_slopes_make_the_gradient_of_a_preference_loss(kind: Any, smoothing: flo
     assert metrics["rewards/accuracies"] == float((h > 0).double().mean()) or kind == "ipo"
 
 
+class ValueBackend:
+    """The two verbs of a value model, in float64. `grads`: of the last update."""
+
+    def __init__(self) -> None:
+        self.model = reference.make_value_model("llama").double()
+        self.grads: list[Tensor] = []
+
+    def values(self, batch: TokenBatch, token_budget: int) -> Future[Values]:
+        with torch.no_grad():
+            found = reference.all_values(self.model, batch)
+        return done(Values(found))
+
+    def update(self, batch: ValueMiniBatch, token_budget: int, loss: str) -> Future[UpdateResult]:
+        assert loss == "linear"
+        value = (reference.all_values(self.model, batch) * batch.loss_weights.double()).sum()
+        self.grads = list(torch.autograd.grad(value, list(self.model.parameters())))
+        return done(UpdateResult({"actor/loss": 0.0}, 1.0, 0.1, False))
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("bradley_terry", BradleyTerryParams(margin=0.2, center_coef=0.01)),
+        ("regression", RegressionParams(high=2.0, low=-1.0)),
+    ],
+)
+def test_slopes_make_the_gradient_of_a_reward_model(name: str, params: Any) -> None:
+    """Against the loss written out over the value behind each whole document, one document at a time."""
+    backend, batch = ValueBackend(), samples(2)
+    documents = batch.tokens.token_ids.split(batch.tokens.lengths.tolist())
+    rewards = torch.stack([backend.model(ids[None].long())[0, -1] for ids in documents]).view(-1, 2)
+    chosen, rejected = rewards.unbind(1)
+    loss = ((chosen - 2.0) ** 2 + (rejected + 1.0) ** 2) / 2
+    if name == "bradley_terry":
+        loss = -logsigmoid(chosen - rejected - 0.2) + 0.01 * (chosen + rejected) ** 2
+    expected = (loss * batch.weights.double()).mean()
+    learner = Rewards(backend, PREFERENCE_LOSSES.get(name).build, params, 1000)  # type: ignore[arg-type]
+    _, metrics = learner.update(batch)
+    assert metrics["sft/loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert metrics["rewards/accuracies"] == float((chosen > rejected).double().mean())
+    assert apart(backend.grads, list(torch.autograd.grad(expected, list(backend.model.parameters())))) < 1e-6
+
+
 def test_losses_of_pairs_by_hand() -> None:
     """A margin of 2 at beta 0.5: log-sigmoid of 1; ipo means over 2 and 4 tokens: (3/2 - 1/4 - 1)^2."""
     one = torch.tensor
@@ -128,6 +172,11 @@ def test_losses_of_pairs_by_hand() -> None:
     assert float(dpo(pairs, DPOParams(beta=0.25, loss_type="hinge")).loss_P) == pytest.approx(0.5)
     found = dpo(pairs, DPOParams(beta=0.5))
     assert (float(found.chosen_rewards_P), float(found.rejected_rewards_P)) == (1.5, 0.5)
+    zero = torch.zeros(1)
+    rewards = Pairs(one([1.5]), one([0.5]), zero, zero, zero, zero)
+    bradley_terry = PREFERENCE_LOSSES.get("bradley_terry").build
+    assert float(bradley_terry(rewards, BradleyTerryParams()).loss_P) == pytest.approx(0.3132617)
+    assert float(bradley_terry(rewards, BradleyTerryParams(margin=1.0)).loss_P) == pytest.approx(0.6931472)
 
 
 def test_held_out_losses_are_means_over_tokens() -> None:

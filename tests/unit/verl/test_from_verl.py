@@ -94,7 +94,7 @@ def test_what_must_be_told_is_asked_for() -> None:
     assert "trainer.total_training_steps" not in result.values and "reward.name" not in result.values
     asked = "\n".join(learning(result))
     assert "15 epochs of a file whose rows are not known; tell them with --train-rows N" in asked
-    assert "--set reward.name=NAME (character_share, exact_match" in asked
+    assert "--set reward.name=NAME (character_share, code, exact_match" in asked
     adaptive = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1")
     result = translated(BASE, *adaptive)
     (line,) = learning(result)
@@ -238,7 +238,7 @@ def test_micro_batches_as_token_budgets() -> None:
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "not supported yet"),
         ("+actor_rollout_ref.actor.optim.override_optimizer_config.adam_eps=1e-6", "not supported yet"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=WSD", "warm-up, stable and decay phases are not there"),
-        ("reward_model.enable=True", "reward models are not supported yet"),
+        ("reward_model.enable=True", "a model beside a function of your own is not served by the run yet"),
         ("data.train_max_samples=1000", "name a file with so many rows"),
         ("actor_rollout_ref.actor.kl_loss_type=full", ""),
         ("algorithm.adv_estimater=gae", "did you mean algorithm.adv_estimator?"),
@@ -282,8 +282,24 @@ def test_several_machines_and_other_shapes() -> None:
     found = values(result)
     assert "rollout.colocated" not in found and found["rollout.weight_transport"] == "process_group"
     assert any("2 machines: engines cannot take turns" in note for note in result.notes)
-    assert any("the trainer here is always Megatron" in note for note in result.notes)
+    assert found["actor.backend"] == "fsdp" and "actor.megatron.tensor_model_parallel_size" not in found
     assert any(one.name == "critic.enable" and not one.learns for one in result.left)
+
+
+def test_fsdp_and_its_adapters() -> None:
+    """By name only, and not where samples are split; LoRA always. Engines do not take turns with it."""
+    fsdp, ulysses = "actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    split = translated(BASE, fsdp, ulysses)
+    assert "actor.backend" not in values(split) and values(split)["actor.megatron.context_parallel_size"] == 2
+    assert any("splits samples" in note for note in split.notes)
+    model = "actor_rollout_ref.model"
+    adapters = [f"{model}.lora_rank=32", f"{model}.lora_alpha=64", f"{model}.target_modules=all-linear"]
+    result = translated(BASE, *adapters, f"{model}.enable_gradient_checkpointing=True")
+    found = values(result)
+    assert not result.problems and result.is_whole and found["actor.backend"] == "fsdp"
+    assert (found["actor.lora.rank"], found["actor.lora.alpha"]) == (32, 64)
+    assert found["actor.fsdp.activation_checkpointing"] is True and "rollout.colocated" not in found
+    assert any("they need devices of their own" in note for note in result.notes)
 
 
 def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -316,8 +332,33 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_loggers_that_are_registered_are_kept() -> None:
-    result = translated(PPO_YAML, "trainer.logger=[console,wandb,swanlab]")
+    result = translated(PPO_YAML, "trainer.logger=[console,wandb,clearml]")
     found = result.values["trainer.logger"]
     assert found.value == ["console", "wandb", "jsonl"]
     (told,) = [one.reason for one in result.left if one.name == "trainer.logger"]
-    assert told.startswith("'swanlab': there are ")
+    assert told.startswith("'clearml': there are ")
+
+
+def test_router_replay() -> None:
+    mode, switch = (
+        "actor_rollout_ref.actor.router_replay.mode",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    )
+    assert "actor.router_replay" not in values(translated(BASE, f"{mode}=disabled"))
+    assert values(translated(BASE, f"{mode}=R2"))["actor.router_replay"] == "r2"
+    engines = translated(BASE, f"{mode}=R3", f"{switch}=true")
+    assert values(engines)["actor.router_replay"] == "r3" and not any("replay" in one for one in learning(engines))
+
+
+def test_a_sandbox_server_becomes_the_reward_code(tmp_path: Path) -> None:
+    text = BASE.replace("custom_reward_function.path=score.py\n", "")
+    url = "http://10.0.0.1:8080/run_code"
+    result = translated(text, f"reward_model.sandbox_fusion.url={url}", "reward_model.sandbox_fusion.max_concurrent=64")
+    found = {key: value for key, value in values(result).items() if key.startswith("reward.")}
+    assert found == {
+        "reward.name": "code",
+        "reward.params.server.url": url,
+        "reward.params.server.concurrency": 64,
+    }
+    assert learning(result) == []
+    loads(result, tmp_path / "run.yaml")

@@ -8,6 +8,7 @@ from test_from_verl import BASE, ENVIRONMENT, learning, translated, values
 from benchmarks.verl_scripts.__main__ import CLASSES, read_table
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.verl.draft import Told
+from rlhf_megatron.verl.engines import OFF
 from rlhf_megatron.verl.read import read
 from rlhf_megatron.verl.shell import UNKNOWN, Script
 
@@ -41,16 +42,56 @@ def test_a_setting_of_a_reward_model_that_nobody_knows_is_told() -> None:
     assert given.is_whole and "reward.name math_verify, given with --set, is in its place" in given.left[0].reason
 
 
-@pytest.mark.parametrize(
-    ("program", "job"),
-    [
-        ("verl.trainer.main_generation_server", "generation"),
-        ("verl.trainer.main_eval", "evaluation"),
-    ],
-)
-def test_other_jobs_are_refused_by_name(program: str, job: str) -> None:
-    with pytest.raises(ConfigError, match=rf"it is a job of {job} \(it starts {program}\)"):
-        read(f"python3 -m {program} data.train_files=x.parquet model.path=/m", "run.sh", {})
+def test_limits_of_requests_belong_to_servers() -> None:
+    given = translated(BASE, "reward.reward_manager.name=rate_limited", "reward.max_rpm=60", "reward.max_concurrent=4")
+    assert given.is_whole and [one.name for one in given.left] == ["reward.max_rpm", "reward.max_concurrent"]
+    assert all("requests_per_s and concurrency" in one.reason for one in given.left)
+
+
+def test_a_reward_model_that_scores_alone() -> None:
+    text = "\n".join(line for line in BASE.splitlines() if "custom_reward_function" not in line)
+    given = translated(text, "reward_model.enable=True", "reward_model.model.path=/rm", "reward_model.max_length=99")
+    assert values(given)["reward_model.path"] == "/rm" and values(given)["reward.name"] == "zero"
+    assert given.is_whole, given.left
+    unnamed = translated(text, "reward_model.enable=True")
+    assert "reward_model.enable: name the model: reward_model.path" in learning(unnamed)
+
+
+GENERATION = """python3 -m verl.trainer.%s trainer.nnodes=1 trainer.n_gpus_per_node=8 data.prompt_key=question %s"""
+
+
+def test_generation_jobs() -> None:
+    """With verl's own defaults of the two programs, and the command that runs the result."""
+    plain = "data.path=~/x.parquet data.output_path=~/out.parquet model.path=/m +rollout.made_up=1"
+    found = translated(GENERATION % ("main_generation", plain), source="run.sh", told=Told(home="/home/user"))
+    made = values(found)
+    assert made["data.val_files"] == ["/home/user/x.parquet"] and made["data.prompt_key"] == "question"
+    assert (made["data.max_prompt_length"], made["data.max_response_length"]) == (1536, 512)
+    sampling = [made[f"rollout.val_kwargs.{name}"] for name in ("n", "temperature", "top_p", "top_k")]
+    assert sampling == [5, 1.0, 0.7, 50] and made["rollout.num_engines"] == 8
+    assert any("rlhf-megatron generate THIS_FILE --out /home/user/out.parquet" in note for note in found.notes)
+    assert [one.name for one in found.left if one.learns] == ["rollout.made_up"] and not found.problems
+    server = """data.train_files=[a.parquet,b.parquet] actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.n=4
+        actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.tensor_model_parallel_size=16""".replace("\n", " ")
+    found = translated(GENERATION % ("main_generation_server", server), source="run.sh")
+    made = values(found)
+    assert made["data.val_files"] == ["a.parquet", "b.parquet"] and made["rollout.val_kwargs.n"] == 4
+    assert made["rollout.sglang.args.tp_size"] == 8 and made["rollout.num_engines"] == 1, "one machine's devices"
+    assert "rollout.val_kwargs.top_k" not in made and any("top_k is left out" in note for note in found.notes)
+    greedy = translated(GENERATION % ("main_generation", plain.replace("+rollout.made_up=1", "rollout.temperature=0")))
+    assert values(greedy)["rollout.val_kwargs.temperature"] == 0
+    assert not {f"rollout.val_kwargs.{name}" for name in OFF} & values(greedy).keys(), "they would be ignored"
+
+
+def test_evaluation_jobs() -> None:
+    text = "python3 -m verl.trainer.main_eval data.path=/out.parquet custom_reward_function.path=/r.py %s"
+    found = translated(text % "data.response_key=texts", source="run.sh")
+    assert values(found)["reward.params.path"] == "/r.py:compute_score"
+    assert values(found)["data.label_key"] == "reward_model.ground_truth"
+    assert any("rlhf-megatron evaluate /out.parquet --config THIS_FILE" in note for note in found.notes)
+    assert [one.name for one in found.left if one.learns] == ["data.response_key"]
+    with pytest.raises(ConfigError, match="it is a job of conversion"):
+        read("python3 -m verl.model_merger.main_merger data.x=1", "run.sh", {})
 
 
 SFT = """torchrun -m verl.trainer.%s data.train_files=~/a.parquet data.val_files=~/b.parquet \\
@@ -74,8 +115,10 @@ def test_supervised_jobs() -> None:
     assert values(chats)["sft.messages_key"] == "m"
     assert values(chats)["actor.megatron.tensor_model_parallel_size"] == 2
     assert [one.name for one in chats.left] == [""] and "--train-rows" in chats.left[0].reason
-    (lora,) = translated(SFT % ("sft_trainer", "model.lora_rank=8"), source="x.sh", told=Told(train_rows=512)).left
-    assert lora.learns and lora.name == "model.lora_rank"
+    adapters = "model.lora_rank=8 model.target_modules=[q_proj,v_proj] engine.strategy=fsdp"
+    found = translated(SFT % ("sft_trainer", adapters), source="x.sh", told=Told(train_rows=512))
+    assert found.is_whole and not found.problems and values(found)["actor.backend"] == "fsdp"
+    assert values(found)["actor.lora.target_modules"] == ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +127,7 @@ def test_supervised_jobs() -> None:
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "it is a job with images"),
         ("actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking", "it is a job with images"),
         ("actor_rollout_ref.model.path=google/gemma-2-2b-it", "by its name a model of gemma, which is not supported"),
-        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "not supported yet"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "give r of its adapter_config.json"),
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "not supported yet"),
     ],
 )

@@ -89,6 +89,8 @@ def test_token_columns_of_a_mini_batch() -> None:
         "rollout_log_probs",
         "is_picked",
         "correction_weights",
+        "teacher_ids",
+        "teacher_log_probs",
     }
 
 

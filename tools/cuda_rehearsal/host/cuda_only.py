@@ -54,6 +54,12 @@ def bmm_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return back(torch.bmm(x.to(dtype), y.to(dtype)), a)
 
 
+def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of whole numbers, too."""
+    (v,) = on_host(x)
+    return back(torch.histc(v.double(), bins, min, max).to(x.dtype), x)
+
+
 # ---- RMSNorm ----
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     v, w = on_host(x, weight)
@@ -166,6 +172,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "addmm.dtype": addmm_dtype,
     "addmm.dtype_out": addmm_dtype_out,
     "bmm.dtype": bmm_dtype,
+    "histc": histc,
     "_fused_rms_norm": rms_norm,
     "_fused_rms_norm_backward": rms_norm_backward,
     "_scaled_dot_product_flash_attention": sdpa,

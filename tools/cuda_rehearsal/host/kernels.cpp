@@ -1,10 +1,12 @@
 // Right numbers under the CUDA dispatch key: for each aten operator that has a kernel for CUDA and one for the CPU, a
 // boxed function makes CPU tensors over the arguments' memory, calls the CPU kernel, and gives new results memory of
-// torch's CUDA allocator. Views and allocations keep their CUDA kernels. What mixes devices is refused, as CUDA does.
+// torch's CUDA allocator. Views and allocations keep their CUDA kernels. What mixes devices is refused, and what waits for
+// the device is told to torch.cuda.set_sync_debug_mode, as CUDA does.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -32,6 +34,10 @@ const std::set<std::string> KEPT = {"empty", "empty_strided", "empty_like", "set
 // Indices of these may lie on the CPU.
 const std::set<std::string> MIXED = {"aten::index", "aten::_index_put_impl_", "aten::index_put", "aten::index_put_",
     "aten::_unsafe_index", "aten::_unsafe_index_put"};
+
+// The host waits for the device to know the size of these results, or the answer.
+const std::set<std::string> WAITING = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique",
+    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave", "aten::is_nonzero"};
 
 bool on_device(const at::Tensor& t) { return t.defined() && t.is_cuda(); }
 
@@ -81,6 +87,15 @@ std::optional<c10::Device> device_of(const std::string& name, const Values& argu
         "Expected all tensors to be on the same device, but ", name, " got one on ", t.device(), " beside ", *device);
   });
   return device;
+}
+
+bool waits(const std::string& name, const Values& arguments) {
+  if (WAITING.count(name)) return true;
+  bool is_by_mask = false;
+  if (MIXED.count(name)) each_tensor(arguments[1], [&](const at::Tensor& t) {
+    is_by_mask |= t.defined() && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte);
+  });
+  return is_by_mask;
 }
 
 IValue host_argument(const IValue& v, std::optional<c10::Device>& device) {
@@ -134,6 +149,7 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   Values arguments(stack->end() - n, stack->end());
   torch::jit::drop(*stack, n);
   auto device = device_of(op.operator_name().name, arguments);
+  if (device && waits(op.operator_name().name, arguments)) c10::cuda::warn_or_error_on_sync();
   std::map<size_t, at::Tensor> grown;  // empty out= tensors, which the kernel resizes
   for (size_t i = 0; i < n; i++) {
     const IValue& v = arguments[i];
@@ -160,6 +176,7 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
 
 void copy(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {  // between devices of any kind
   at::Tensor to = stack->end()[-3].toTensor(), from = stack->end()[-2].toTensor();
+  if (on_device(to) != on_device(from) && !stack->end()[-1].toBool()) c10::cuda::warn_or_error_on_sync();
   torch::jit::drop(*stack, 3);
   {
     c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);

@@ -1,10 +1,10 @@
 """Runs inside each rank of a stock SGLang server, through its `--custom-weight-loader` hook.
 
-The update call carries one tiny tensor: a JSON order. The answer is a receipt, a file in the transfer directory: the
+The update call carries one small tensor: a JSON order. The answer is a receipt, a file in the transfer directory: the
 error if there was one, the parts of tensors that stand in this rank, and their digests; `sglang.weights` puts those
 of all ranks together. Orders, by the key that they begin with:
 
-    manifest   read this bucket, from its file or the device memory that comes as a second tensor, and load it
+    manifest   read this bucket, from its file or the device memory that `memory` names for each rank, and load it
     digest     this bucket was loaded already, it came another way: digest what stands of it
     compare    does what stands here equal the bytes of this bucket? Asked when digests differ, to tell which rank's do
     receipts   has everything come, of all the buckets whose receipts are named so?
@@ -20,28 +20,29 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import device_ids
-from rlhf_megatron.resharding.buffers import map_bucket
+from rlhf_megatron.models.table import Span
+from rlhf_megatron.parallel.device import device_ids, synchronize
+from rlhf_megatron.resharding.buffers import Segment, map_bucket, open_segments, views
 from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.resharding.shards import overlap
 from rlhf_megatron.rollout.sglang.server import facts
-from rlhf_megatron.rollout.sglang.server.standing import MisfitError, UnlikeError, missing, places_of
-
-
-def views_of_tensor(bucket: Tensor, manifest: BucketManifest) -> dict[str, Tensor]:
-    """`bucket`: [bytes] uint8 in device memory. Raises ValueError where it is too short."""
-    if bucket.numel() < manifest.num_bytes:
-        raise ValueError(
-            f"{manifest.place}: the memory given has {bucket.numel()} bytes, the manifest says {manifest.num_bytes}."
-        )
-    return {entry.name: entry.view(bucket) for entry in manifest.tensors}
-
+from rlhf_megatron.rollout.sglang.server.standing import (
+    MisfitError,
+    Place,
+    UnlikeError,
+    is_quantised,
+    missing,
+    places_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         return
     rank, size = facts.tensor_parallel()
     try:
-        receipt = _carry_out(order, model, directory, tensors.get("bucket"), rank)
+        receipt = _carry_out(order, model, directory, rank)
     except Exception as error:  # told by the client
         receipt = {"error": f"{type(error).__name__}: {error}"}
     path = directory / f"{order['receipt']}.{rank}"
@@ -87,9 +88,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         logger.error("a receipt cannot be written: %s", error)
 
 
-def _carry_out(
-    order: Mapping[str, str], model: Any, directory: Path, bucket: Tensor | None, rank: int
-) -> dict[str, Any]:
+def _carry_out(order: Mapping[str, Any], model: Any, directory: Path, rank: int) -> dict[str, Any]:
     if "describe" in order:
         return {"error": None, "model": describe(model), "devices": device_ids()}
     if "receipts" in order:
@@ -98,14 +97,40 @@ def _carry_out(
         manifest = BucketManifest.from_json(order["digest"])
         return standing(model, manifest, num_bytes_read=manifest.tensor_bytes)
     manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
-    path = directory / manifest.file
-    views = views_of_tensor(map_bucket(path, manifest) if bucket is None else bucket, manifest)
+    if "memory" in order:
+        pieces = open_segments(msgspec.convert(order["memory"][rank], list[Segment]))
+    else:
+        pieces = [(0, map_bucket(directory / manifest.file, manifest))]
+    given = views(manifest, *pieces)
     if "compare" in order:
-        return {"error": None, "compared": compare(model, manifest, views)}
-    model.load_weights(list(views.items()))
-    if bucket is not None:  # its copies are under way
-        torch.get_device_module(bucket.device).synchronize(bucket.device)
+        return {"error": None, "compared": compare(model, manifest, given)}
+    load_bucket(model, manifest, given)
+    for _, piece in pieces:
+        synchronize(piece.device)  # its copies are under way
     return standing(model, manifest)
+
+
+def load_bucket(model: Any, manifest: BucketManifest, given: Mapping[str, Tensor]) -> None:
+    """SGLang loads whole tensors. Of parts of tensors, those that stand in this rank are copied to where they belong.
+    Raises ValueError where the engine keeps another form of a tensor, which it makes of whole ones only."""
+    model.load_weights([(entry.name, given[entry.key]) for entry in manifest.tensors if entry.part is None])
+    parameters = dict(model.named_parameters())
+    parts = [entry for entry in manifest.tensors if entry.part is not None]
+    with torch.no_grad():
+        for entry in parts:
+            for place in places_of(model, parameters, entry.name, entry.shape):
+                if common := overlap(entry.span, place.span, entry.shape):
+                    in_model(place, common).copy_(_within(given[entry.key], entry.span, common))
+
+
+def in_model(place: Place, span: Span) -> Tensor:
+    """What stands of a part of the tensor of which `place` holds a part."""
+    return _within(place.values, place.span, span)
+
+
+def _within(values: Tensor, held: Span, span: Span) -> Tensor:
+    """Of `values`, which are the part `held` of a tensor, those of the part `span`, which lies in it."""
+    return values.narrow(span.axis, span.start - (held.start if span.axis == held.axis else 0), span.count)
 
 
 def transfer_dir(name: str | None) -> Path:
@@ -123,7 +148,8 @@ def describe(model: Any) -> dict[str, Any]:
     """Describes the model by the names of config.json, and the type of its weights."""
     config = getattr(model, "config", None)
     found = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
-    return {**found, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    quantised = any(is_quantised(layer) for layer in model.modules())
+    return {**found, "is_quantised": quantised, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
 
 
 def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = None) -> dict[str, Any]:
@@ -139,22 +165,26 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
         try:
             places = places_of(model, parameters, entry.name, entry.shape)
         except UnlikeError as error:
-            unlike[entry.name] = str(error)
+            unlike[entry.key] = str(error)
             continue
         except MisfitError as error:
-            misfits[entry.name] = str(error)
+            misfits[entry.key] = str(error)
             continue
         for place in places:
-            found = as_hex(digest_part(_as_sent(place.values, entry), entry.shape, place.axis, place.start))
-            parts.setdefault(entry.name, []).append((place.axis, place.start, place.count, found))
-            num_standing += place.values.numel() * DTYPE_BYTES[entry.dtype]
+            common = overlap(entry.span, place.span, entry.shape)
+            if common is None:
+                continue
+            values = _as_sent(in_model(place, common), entry)
+            found = as_hex(digest_part(values, entry.shape, common.axis, common.start))
+            parts.setdefault(entry.key, []).append((*astuple(common), found))
+            num_standing += values.numel() * DTYPE_BYTES[entry.dtype]
             if (dtype := str(place.values.dtype).removeprefix("torch.")) != entry.dtype:
-                stands_as[entry.name] = dtype
+                stands_as[entry.key] = dtype
     return {
         "error": None,
         "bucket": manifest.place,
         "names": [entry.name for entry in manifest.tensors],
-        "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
+        "tensors": {entry.key: (entry.shape, astuple(entry.span), entry.dtype) for entry in manifest.tensors},
         "parts": parts,
         "unlike": unlike,
         "misfits": misfits,
@@ -164,8 +194,8 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
     }
 
 
-def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -> dict[str, bool]:
-    """Tells by name whether all that stands here of a tensor equals the bytes of the bucket."""
+def compare(model: Any, manifest: BucketManifest, given: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Tells by key whether all that stands here of an entry equals the bytes of the bucket."""
     parameters = dict(model.named_parameters())
     equal: dict[str, bool] = {}
     for entry in manifest.tensors:
@@ -174,9 +204,13 @@ def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -
         except (UnlikeError, MisfitError):
             continue
         for place in places:
-            given = views[entry.name].narrow(place.axis, place.start, place.count).to(place.values.device)
-            is_equal = torch.equal(_bits(given), _bits(_as_sent(place.values, entry)))
-            equal[entry.name] = is_equal and equal.get(entry.name, True)
+            common = overlap(entry.span, place.span, entry.shape)
+            if common is None:
+                continue
+            standing = in_model(place, common)
+            sent = _within(given[entry.key], entry.span, common).to(standing.device)
+            is_equal = torch.equal(_bits(sent), _bits(_as_sent(standing, entry)))
+            equal[entry.key] = is_equal and equal.get(entry.key, True)
     return equal
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.models.table import Span
 from rlhf_megatron.rollout.sglang.server import facts
 
 FUSED = {  # SGLang's fused part -> its Hugging Face members in order
@@ -45,6 +46,10 @@ class Place:
     @property
     def count(self) -> int:
         return self.values.shape[self.axis]
+
+    @property
+    def span(self) -> Span:
+        return Span(self.axis, self.start, self.count)
 
 
 def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> list[Place]:

@@ -12,10 +12,13 @@ from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, ra
 
 from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
-from rlhf_megatron.checkpoint.megatron_dir import MegatronReader
+from rlhf_megatron.checkpoint.megatron_dir import MegatronReader, layout_on_disk
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.conversion.model import Model, open_model
+from rlhf_megatron.conversion.run import convert, write_hf
+from rlhf_megatron.conversion.targets import RanksTarget
+from rlhf_megatron.conversion.verify import verify_bits
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.resharding.convert import open_model, verify, write_hf, write_megatron
 
 CONFIG = {**SMALL_QWEN3, "torch_dtype": "bfloat16"}
 LLAMA = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True}
@@ -33,6 +36,15 @@ def make_hf(directory: Path, config: dict, max_bytes: int = 1 << 30) -> Path:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     return directory
+
+
+def write_megatron(model: Model, out: Path, tp: int, pp: int, dtype: str | None = None, **axes: int) -> dict[str, str]:
+    items = model.items(dtype, tp)
+    return convert(model, items, RanksTarget(model, items, layout_on_disk(tp, pp, **axes)), out)
+
+
+def verify(source: Model, out: Path, digests: dict[str, str], dtype: str | None = None) -> None:
+    verify_bits(source, source.items(dtype), open_model(out), digests)
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
@@ -70,14 +82,14 @@ def test_every_family_over_three_ranks(tmp_path: Path, name: str, is_tied: bool)
     config |= {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}
     hf, megatron, back = make_hf(tmp_path / "hf", config, max_bytes=7000), tmp_path / "m", tmp_path / "back"
     layout = ["--tp", "3", "--pp", "2", "--verify"]
-    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(megatron), *layout]) == 0
+    assert main(["convert", str(hf), "--to", "ranks", "--out", str(megatron), *layout]) == 0
     held = [load_file(megatron / f"tp{tp}_pp1.safetensors") for tp in range(3)]
     rule = next(
         r for r in table_for(config, 3) if r.megatron_name == "decoder.layers.3.self_attention.linear_qkv.weight"
     )
     full = rule.to_megatron(*(read_all(hf)[tensor.name] for tensor in rule.hf))
     assert torch.equal(torch.cat([shard[rule.megatron_name] for shard in held]), full)
-    assert main(["convert", "megatron-to-hf", "--megatron", str(megatron), "--out", str(back), "--verify"]) == 0
+    assert main(["convert", str(megatron), "--out", str(back), "--verify"]) == 0
     assert same(read_all(back), read_all(hf))
     assert json.loads((back / "config.json").read_text()) == config
 
@@ -122,10 +134,40 @@ def test_reshard_equals_direct_conversion(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
+@pytest.mark.parametrize(
+    ("axes", "files"),
+    [
+        ({"tp": 2, "pp": 2, "vpp": 2}, {f"tp{t}_pp{p}" for t in range(2) for p in range(2)}),
+        (
+            {"tp": 2, "pp": 2, "ep": 4, "etp": 1},
+            {f"tp{t}_pp{p}" for t in range(2) for p in range(2)}
+            | {f"ep{e}_etp0_pp{p}" for e in range(4) for p in range(2)},
+        ),
+        ({"tp": 1, "pp": 3, "ep": 2, "etp": 2, "first_layers": 1, "last_layers": 1}, None),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe_plain", "deepseek_v3"])
+def test_experts_at_any_layout(tmp_path: Path, family: str, axes: dict[str, int], files: set[str] | None) -> None:
+    """Layers by turns under virtual stages, experts in files of their own where they lie in another order."""
+    (tmp_path / "hf").mkdir()
+    save_file(make_state(family), tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(EXPERT_FAMILIES[family]))
+    source = open_model(tmp_path / "hf")
+    digests = write_megatron(source, tmp_path / "m", **axes)
+    if files is not None:
+        assert {path.stem for path in (tmp_path / "m").glob("*.safetensors")} == files
+    if "vpp" in axes:  # chunks of a layer each: ranks 0, 1, 0, 1
+        held = load_file(tmp_path / "m" / "tp1_pp0.safetensors")
+        assert {name.split(".")[2] for name in held if "layers." in name} == {"0", "2"}
+    verify(source, tmp_path / "m", digests)
+    write_hf(open_model(tmp_path / "m"), tmp_path / "back")
+    assert same(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+
+
 def test_cast(tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", CONFIG)
     source = open_model(hf)
-    verify(source, tmp_path / "m", write_megatron(source, tmp_path / "m", 2, 1, dtype="float32"))
+    verify(source, tmp_path / "m", write_megatron(source, tmp_path / "m", 2, 1, dtype="float32"), "float32")
     expected = {name: tensor.float() for name, tensor in read_all(hf).items()}
     write_hf(open_model(tmp_path / "m"), tmp_path / "back")
     assert same(read_all(tmp_path / "back"), expected)
@@ -180,7 +222,7 @@ class TestRefused:
         save_file(tensors, megatron / "tp1_pp0.safetensors")
         with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm\.weight at tp rank 1 is not the one"):
             verify(source, megatron, digests)
-        with pytest.raises(ValueError, match="check the disk"):
+        with pytest.raises(ValueError, match=r"embed_tokens\.weight has digest .*, not 0000"):
             verify(source, megatron, digests | {"model.embed_tokens.weight": "0" * 16})
 
     def test_missing_truncated_and_reshaped_files(self, megatron: Path) -> None:
@@ -221,24 +263,26 @@ class TestRefused:
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, m = make_hf(tmp_path / "hf", CONFIG), tmp_path / "m"
-    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(m), "--tp", "2", "--verify"]) == 0
-    assert "written, read back and compared." in capsys.readouterr().out
-    assert main(["convert", "reshard", "--megatron", str(m), "--out", str(tmp_path / "n"), "--pp", "4"]) == 0
-    assert main(["convert", "megatron-to-hf", "--megatron", str(tmp_path / "n"), "--out", str(tmp_path / "back")]) == 0
+    assert main(["convert", str(hf), "--to", "ranks", "--out", str(m), "--tp", "2", "--verify"]) == 0
+    assert "read back and compared." in capsys.readouterr().out
+    assert main(["convert", str(m), "--to", "ranks", "--out", str(tmp_path / "n"), "--pp", "4"]) == 0
+    assert main(["convert", str(tmp_path / "n"), "--out", str(tmp_path / "back")]) == 0
     assert same(read_all(tmp_path / "back"), read_all(hf))
     capsys.readouterr()
-    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(m)]) == 1
+    assert main(["convert", str(hf), "--to", "ranks", "--out", str(m)]) == 1
     assert "exists already" in capsys.readouterr().err
-    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "x"), "--tp", "0"]) == 1
+    assert main(["convert", str(hf), "--to", "ranks", "--out", str(tmp_path / "x"), "--tp", "0"]) == 1
     assert "--tp is 0; it must be positive" in capsys.readouterr().err
-    assert main(["convert", "megatron-to-hf", "--megatron", str(tmp_path / "no"), "--out", str(tmp_path / "x")]) == 1
+    assert main(["convert", str(hf), "--out", str(tmp_path / "x"), "--tp", "2"]) == 1
+    assert "--tp says nothing of --to hf" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "no"), "--out", str(tmp_path / "x")]) == 1
     assert "is not a directory" in capsys.readouterr().err
 
 
 def test_module_of_tools_runs_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m tools.checkpoint_convert`, in this process."""
     hf = make_hf(tmp_path / "hf", CONFIG)
-    words = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "m")]
+    words = [str(hf), "--to", "ranks", "--out", str(tmp_path / "m")]
     monkeypatch.setattr(sys, "argv", ["tools.checkpoint_convert", *words])
     with pytest.raises(SystemExit) as end:
         runpy.run_module("tools.checkpoint_convert", run_name="__main__")

@@ -1,0 +1,304 @@
+"""What the controller spends on every token: CPU time and memory, by part, with engines and ranks that cost nothing.
+
+    python -m benchmarks.bench_controller [--groups 64] [--samples 8] [--response 2048] [--ranks 64]
+
+A step of GRPO with a reference and four mini-batches goes through the controller's own code: SGLang's answers as bytes,
+samples, journal, batch, rewards, the calls of log-probs with their messages, advantages, updates, metrics. Answers,
+what a rank does with a message, and text are made up and not counted; no model runs. Nothing is compared with a
+baseline: two commits are compared by running both in turns (`--repeats`, the least counts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import ROOT, significant, write_result
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.batch import LogProbs, PromptBatch, TokenBatch
+from rlhf_megatron.observe.metrics.batch import batch_metrics, distributions, samples_of, variance_metrics
+from rlhf_megatron.observe.metrics.mismatch import mismatch_record
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rollout.engine import GenerateRequest, Groups
+from rlhf_megatron.rollout.fleet.balancer import cut
+from rlhf_megatron.rollout.sglang.samples import groups_of, version_name
+from rlhf_megatron.runtime.dispatch import join, scatter_calls
+from rlhf_megatron.runtime.messages import Reply
+from rlhf_megatron.runtime.proxies import Workers
+from rlhf_megatron.scheduler.parts import RunData, load_parts
+from rlhf_megatron.scheduler.stages import Stages
+from rlhf_megatron.sync.weight_sync import Sync
+from rlhf_megatron.workers.contract import UpdateResult
+
+VOCABULARY = 150_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_groups: int = 64
+    num_samples: int = 8
+    prompt_length: int = 64
+    response_length: int = 2048
+    num_ranks: int = 64
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_groups * self.num_samples * (self.prompt_length + self.response_length)
+
+
+class Meter:
+    """CPU seconds and bytes by part. A part that is entered inside of another one stops its clock."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.bytes: dict[str, int] = {}  # of the process at the peak of the part, beyond what stood at first
+        self._stood = reset_peak()
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        self._turn()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def wrapped(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.of(part):
+                return function(*args, **kwargs)
+
+        return run
+
+    def _turn(self) -> None:
+        now = time.process_time()
+        if self._open:
+            part = self._open[-1]
+            self.seconds[part] += now - self._since
+            self.bytes[part] = max(self.bytes.get(part, 0), peak() - self._stood)
+        reset_peak()
+        self._since = time.process_time()
+
+
+MADE_UP = "made up"  # what is no part of the controller
+
+
+class Engines:
+    """Stands for a fleet: answers as stock SGLang sends them, read by the adapter's own code."""
+
+    def __init__(self, shape: Shape, meter: Meter) -> None:
+        rng = np.random.default_rng(1)
+        self._meter = meter
+        length = shape.response_length
+        self._samples = []
+        for _ in range(16):
+            ids, log_probs = rng.integers(0, VOCABULARY, length), -rng.exponential(0.5, length).astype(np.float32)
+            rows = [[float(p), int(t), None] for p, t in zip(log_probs, ids, strict=True)]
+            meta = {
+                "finish_reason": {"type": "length", "length": length},
+                "output_token_logprobs": rows,
+                "completion_tokens": length,
+                "weight_version": version_name(0),
+                "weight_versions": [{"version": version_name(0), "start": 0, "end": length}],
+            }
+            answer = {"text": "", "output_ids": ids.tolist(), "meta_info": meta}
+            self._samples.append(json.dumps(answer, separators=(",", ":")))
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], on_groups: Callable[[int, Groups], None], known: Mapping[int, Any]
+    ) -> Groups:
+        found: Groups = []
+        for chunk in cut(requests, 8):
+            with self._meter.of(MADE_UP):
+                numbers = [chunk.start * 7 + i for i in range(chunk.num_samples)]
+                data = f"[{','.join(self._samples[n % len(self._samples)] for n in numbers)}]".encode()
+            with self._meter.of("answers to samples"):
+                groups = groups_of(data, chunk.requests)
+                del data
+            on_groups(chunk.start, groups)
+            found += groups
+        return found
+
+
+class Ranks:
+    """Stands for a pool: messages are encoded and decoded as channels do, ranks answer at once."""
+
+    def __init__(self, num_ranks: int, meter: Meter) -> None:
+        self.layout = Layout(world_size=num_ranks)
+        self.layouts = {"actor": self.layout}
+        self._meter = meter
+
+    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+        name = f"call {method}"
+        with self._meter.of(name):
+            scattered = scatter_calls(1, method, batch, self.layout, token_budget, arguments)
+        values = []
+        for rank in range(self.layout.world_size):
+            with self._meter.of(name):
+                message = b"".join(codec.encode_parts(scattered.call(rank)))
+            with self._meter.of(MADE_UP):
+                value = self._answer(codec.decode(codec.decode(message).shard))
+                reply = bytearray(codec.encode(Reply(1, value)))
+            with self._meter.of(name):
+                values.append(codec.decode(reply).value)
+        future: Future[Any] = Future()
+        with self._meter.of(name):
+            future.set_result(join(method, [values[r] for r in scattered.leaders], scattered.plans, batch.offsets))
+        return future
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        raise AssertionError(f"{method}: nothing is broadcast in a step")
+
+    def _answer(self, batch: TokenBatch) -> Any:
+        if hasattr(batch, "loss_weights"):
+            return UpdateResult({"actor/pg_loss": 1.0}, 1.0, 1e-6, False)
+        log_probs = -(batch.token_ids % 977).float() / 977 * batch.response_mask
+        return LogProbs(log_probs, -log_probs)
+
+
+class Text:
+    """Stands for a tokenizer: text is made by its library, in time that is not the controller's."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return f"{len(ids)} tokens"
+
+
+def prompts_of(shape: Shape) -> PromptBatch:
+    count = shape.num_groups
+    return PromptBatch(
+        prompt_ids=tuple(tuple(range(100 + i, 100 + i + shape.prompt_length)) for i in range(count)),
+        prompts=tuple(f"prompt {i}" for i in range(count)),
+        labels=("",) * count,
+        sources=("benchmark",) * count,
+        group_ids=tuple(range(count)),
+        extras=("",) * count,
+    )
+
+
+def scores(samples: Sequence[RewardSample]) -> list[RewardResult]:
+    return [RewardResult(float(i % 3 == 0)) for i, _ in enumerate(samples)]
+
+
+def measure(shape: Shape, directory: Path) -> Meter:
+    """One step."""
+    total = shape.num_groups * shape.num_samples
+    config = read_run_config(
+        ROOT / "configs" / "quickstart.yaml",
+        [
+            f"data.train_batch_size={shape.num_groups}",
+            f"data.max_response_length={shape.response_length}",
+            f"rollout.n={shape.num_samples}",
+            f"actor.mini_batch_size={total // 4}",
+            f"actor.ppo_max_token_len_per_gpu={2 * (shape.prompt_length + shape.response_length)}",
+            "actor.use_kl_loss=true",
+            "algorithm.rollout_correction.rollout_is=token",
+        ],
+    ).config
+    meter = Meter()
+    engines, ranks, text = Engines(shape, meter), Ranks(shape.num_ranks, meter), Text()
+    made_up: Any = text
+    data = RunData(None, (), made_up, ())
+    parts = replace(load_parts(config), needs_reference=True)
+    fleet: Any = engines
+    group: Any = ranks
+    journal = Journal(directory / "journal", "benchmark")
+    stages = Stages(config, Workers(group), fleet, data, parts, Sync(), scores, journal=journal)
+    thresholds: Any = lambda found: None  # noqa: E731
+    stages.mismatch._stop_past_thresholds = thresholds  # type: ignore[method-assign]
+    for name, part in (("append", "journal of groups"), ("write", "journal of batches")):
+        setattr(journal, name, meter.wrapped(part, getattr(journal, name)))
+    prompts = prompts_of(shape)
+    stages.begin()
+    with meter.of("samples to a batch"):
+        rollout = stages.generate(1, prompts)
+    with meter.of("rewards"):
+        scored = stages.score(1, rollout)
+    del rollout
+    stages.mismatch = meter.wrapped("mismatch metrics", stages.mismatch)  # type: ignore[assignment]
+    stages.mismatch.first_step = 1  # type: ignore[attr-defined]
+    with meter.of("annotation"):
+        annotated = stages.annotate(1, scored)
+    del scored
+    with meter.of("advantages"):
+        train = stages.advantages(1, annotated)
+    del annotated
+    with meter.of("mini-batches"):
+        metrics = stages.update(1, train)
+    with meter.of("metrics of the batch"):
+        metrics |= batch_metrics(train) | variance_metrics(train, metrics)
+        samples_of(1, train, 8, 1)
+    with meter.of("mismatch record"):
+        mismatch_record(1, train, lambda ids: "")
+    with meter.of("distributions"):
+        distributions(train, 0)
+    return meter
+
+
+def reset_peak() -> int:
+    """Bytes that stand now; `peak` counts from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=Shape.num_groups)
+    parser.add_argument("--samples", type=int, default=Shape.num_samples)
+    parser.add_argument("--response", type=int, default=Shape.response_length)
+    parser.add_argument("--ranks", type=int, default=Shape.num_ranks)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/controller.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
+    shape = Shape(args.groups, args.samples, Shape.prompt_length, args.response, args.ranks)
+    best: dict[str, float] = {}
+    used: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        measure(Shape(4, 2, 3, 20, 2), Path(directory))  # imports what a step needs
+    for repeat in range(args.repeats):
+        with tempfile.TemporaryDirectory() as directory:
+            meter = measure(shape, Path(directory))
+        if repeat == 0:  # later ones find memory that the first has left
+            used = {part: round(count / shape.num_tokens, 1) for part, count in meter.bytes.items() if part != MADE_UP}
+        for part, seconds in meter.seconds.items():
+            best[part] = min(best.get(part, seconds), seconds)
+    del best[MADE_UP]
+    rows = {part: significant(seconds / shape.num_tokens * 1e6) for part, seconds in best.items()}
+    print("us of CPU, and bytes at the peak of a part; both a token")
+    for part, value in sorted(rows.items(), key=lambda row: -row[1]):
+        print(f"{value:8.4f} {used[part]:7.1f}  {part}")
+    print(f"{sum(rows.values()):8.4f} {max(used.values()):7.1f}  the step")
+    if args.write:
+        result = {"shape": vars(shape), "cpu_us_a_token": rows, "bytes_a_token": used}
+        print(write_result("controller", "python -m benchmarks.bench_controller", result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Conversion of a model against a plain copy of its files, in turns: Hugging Face -> torch_dist -> Hugging Face.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_convert [--gb 4] [--processes 2] [--dir /tmp] [--repetitions 3]
+
+A Qwen3-MoE of random bytes whose experts have the shape of Qwen3-30B's. Every target is written once and removed before
+anything is timed, so that all meet the same warm pages; medians count, flushes to disk are part of all. --memory: the
+largest anonymous and shared memory of a process, polled, on sparse files of one and of ten times the size. Writes
+benchmarks/results/convert.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import ratios, take_turns, write_result
+from rlhf_megatron.checkpoint.hf_writer import TensorSpec, plan_files, safetensors_header, write_index
+from rlhf_megatron.conversion.model import open_model, units_of
+from rlhf_megatron.conversion.run import convert
+from rlhf_megatron.conversion.targets import HFTarget, TorchDistTarget
+from rlhf_megatron.models.families.base import table_for
+
+GB = 10**9
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 32768,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+    "torch_dtype": "bfloat16",
+}
+EXPERT_BYTES = 3 * 2048 * 768 * 2
+
+
+def make(directory: Path, num_bytes: int, is_sparse: bool) -> Path:
+    """A model of about so many bytes."""
+    experts = max(8, (num_bytes - 4 * 32768 * 2048) // EXPERT_BYTES // 4)
+    config = {**CONFIG, "num_experts": int(experts), "num_hidden_layers": 4}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    specs = [TensorSpec(hf.name, "bfloat16", hf.shape) for rule in table_for(config) for hf in rule.hf]
+    files = plan_files(specs)
+    write_index(directory, files)
+    noise = np.random.default_rng(0).integers(0, 255, 1 << 26, dtype=np.uint8)
+    for name, members in files.items():
+        begin, _ = safetensors_header(members)
+        total = len(begin) + sum(spec.num_bytes for spec in members)
+        with open(directory / name, "wb") as file:
+            file.write(begin)
+            while not is_sparse and (left := total - file.tell()) > 0:
+                file.write(noise[: min(left, len(noise))].data)
+            file.truncate(total)
+    return directory
+
+
+def copy(source: Path, out: Path) -> None:
+    """Every file, flushed."""
+    out.mkdir()
+    for path in source.iterdir():
+        shutil.copyfile(path, out / path.name)
+        descriptor = os.open(out / path.name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def to_torch_dist(source: Path, out: Path, num_processes: int) -> None:
+    model = open_model(source)
+    items = model.items()
+    convert(model, items, TorchDistTarget(model, items), out, num_processes)
+
+
+def to_hf(source: Path, out: Path, num_processes: int) -> None:
+    model = open_model(source)
+    items = model.items()
+    convert(model, items, HFTarget(model, items), out, num_processes)
+
+
+def throughput(root: Path, args: argparse.Namespace) -> dict[str, Any]:
+    source = make(root / "hf", int(args.gb * GB), is_sparse=False)
+    between = root / "between"
+    to_torch_dist(source, between, args.processes)
+    runs: dict[str, Callable[[Path], None]] = {
+        "copy": lambda out: copy(source, out),
+        "to_torch_dist": lambda out: to_torch_dist(source, out, args.processes),
+        "to_hf": lambda out: to_hf(between, out, args.processes),
+    }
+
+    def clean(run: Callable[[Path], None]) -> Callable[[], None]:
+        def timed() -> None:
+            shutil.rmtree(root / "out", ignore_errors=True)
+            run(root / "out")
+
+        return timed
+
+    timings = take_turns({name: clean(run) for name, run in runs.items()}, args.repetitions)
+    return {
+        "bytes": sum(path.stat().st_size for path in source.iterdir()),
+        "runs": {name: timing.summary() for name, timing in timings.items()},
+        "ratios": {name: ratios(timings[name], timings["copy"]) for name in ("to_torch_dist", "to_hf")},
+    }
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """The largest RssAnon + RssShmem of this process or of a child while it works, over what it was before."""
+    before, peak, is_over = _held(os.getpid()), [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            peak[0] = max(peak[0], _held(os.getpid()), *(_held(int(pid)) for pid in children))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    is_over.set()
+    watcher.join()
+    return peak[0] - before
+
+
+def _held(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(fields.get(name, "0 kB").split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+
+def memory(root: Path, gigabytes: float, num_processes: int) -> dict[str, Any]:
+    source = make(root / "sparse", int(gigabytes * GB), is_sparse=True)
+    model = open_model(source)
+    items = model.items()
+    unit = max(sum(items[number].num_bytes for number in unit) for unit in units_of(items))
+    began = time.monotonic()
+    peak = peak_bytes(lambda: to_torch_dist(source, root / "out", num_processes))
+    found = {"gb": gigabytes, "largest_unit": unit, "peak": peak, "seconds": round(time.monotonic() - began, 1)}
+    shutil.rmtree(root / "out")
+    shutil.rmtree(source)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=4.0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--memory", action="store_true", help="also sparse files of one and ten times the size")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=args.dir) as root:
+        result: dict[str, Any] = {"settings": {"gb": args.gb, "processes": args.processes}}
+        if args.memory:
+            result["memory"] = [memory(Path(root), args.gb * times, args.processes) for times in (1, 10)]
+        result |= throughput(Path(root), args)
+    command = f"python -m benchmarks.bench_convert --gb {args.gb:g} --processes {args.processes}"
+    print(json.dumps(result, indent=1))
+    print(write_result("convert", command + " --memory" * args.memory, result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Losses against a teacher by name (`sft.loss_mode`). Every module of this package registers itself."""
+
+from __future__ import annotations
+
+from rlhf_megatron.algorithms.distillation.base import DISTILLATION_LOSSES
+from rlhf_megatron.registry import import_modules
+
+import_modules(__name__, __path__)
+
+__all__ = ["DISTILLATION_LOSSES"]

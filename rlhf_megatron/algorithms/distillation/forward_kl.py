@@ -1,0 +1,13 @@
+"""KL(teacher || student), "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531): the student covers what
+the teacher says."""
+
+from __future__ import annotations
+
+from rlhf_megatron.algorithms.distillation.base import DISTILLATION_LOSSES, DistillationParams
+from rlhf_megatron.lazy import Tensor
+
+
+@DISTILLATION_LOSSES.register("forward_kl", DistillationParams)
+def forward_kl(student_TN: Tensor, teacher_TN: Tensor) -> Tensor:
+    """Return sum of p_teacher (log p_teacher - log p_student), nats."""
+    return (teacher_TN.exp() * (teacher_TN - student_TN)).sum(-1)

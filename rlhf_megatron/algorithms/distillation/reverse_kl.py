@@ -1,0 +1,12 @@
+"""KL(student || teacher), "MiniLLM" (arXiv 2306.08543): the student leaves out what the teacher does not say."""
+
+from __future__ import annotations
+
+from rlhf_megatron.algorithms.distillation.base import DISTILLATION_LOSSES, DistillationParams
+from rlhf_megatron.lazy import Tensor
+
+
+@DISTILLATION_LOSSES.register("reverse_kl", DistillationParams)
+def reverse_kl(student_TN: Tensor, teacher_TN: Tensor) -> Tensor:
+    """Return sum of p_student (log p_student - log p_teacher), nats."""
+    return (student_TN.exp() * (student_TN - teacher_TN)).sum(-1)

@@ -1,0 +1,156 @@
+"""What a rank tells of its node, and what nodes try on each other, before anything is asked of NCCL or gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhf_megatron.cli.doctor.facts import run_tool
+from rlhf_megatron.parallel.device import device_id, memory, name_of
+
+GIB = 1 << 30
+CONNECT_S = 3.0
+NUM_ASKED = 5  # times; of a clock, the answer that came fastest counts
+NUM_ASKED_AT_ONCE = 64  # nodes
+SEEN_S = 10.0  # a network file system shows a new file late
+PACKAGES = ("megatron-core", "transformers", "numpy", "triton", "transformer-engine", "rlhf-megatron")
+PREFIXES = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_", "NVTE_", "GLOO_", "UCX_", "CUBLAS_", "OMP_")
+OF_ONE_NODE = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # may differ between nodes
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank is and has. `alike`: what should be the same on all, by its name."""
+
+    rank: int
+    local_rank: int
+    node: int
+    host: str
+    device: str  # "NVIDIA H200, 139 GiB"
+    device_id: str  # of no other rank; "" of a CPU
+    used_bytes: int  # of the device's memory, by all processes
+    alike: Mapping[str, str]
+
+
+def rank_facts(device: torch.device) -> RankFacts:
+    """Looks at this process. `device`: made current."""
+    stats = memory(device)
+    name = f"{name_of(device)}, {stats.total / GIB:.0f} GiB" if device.type == "cuda" else "CPU"
+    return RankFacts(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        node=int(os.environ.get("GROUP_RANK", "0")),
+        host=socket.gethostname(),
+        device=name,
+        device_id=device_id(device),
+        used_bytes=stats.used,
+        alike={"device": name, **_versions(device), **_settings()},
+    )
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if device.type == "cuda":
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        query = run_tool(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        found["driver"] = query.strip().partition("\n")[0]
+    return found
+
+
+def _settings() -> dict[str, str]:
+    adapters = Path("/sys/class/infiniband")
+    found = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and name not in OF_ONE_NODE}
+    found = {name: value for name, value in found.items() if not name.startswith("TORCHELASTIC_")}
+    return found | {
+        "CPUs": str(len(os.sched_getaffinity(0))),
+        "open files": str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        "InfiniBand": ", ".join(sorted(path.name for path in adapters.iterdir())) if adapters.is_dir() else "none",
+    }
+
+
+@contextlib.contextmanager
+def answering(address: str) -> Iterator[int]:
+    """Listens on a free port of `address` and tells everybody who connects what time it is. Yields the port."""
+    with socket.create_server((address, 0), backlog=512) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # closed: it is over
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, contextlib.suppress(OSError):
+                        connection.sendall(f"{time.time()!r}\n".encode())
+
+        threading.Thread(target=answer, name="doctor", daemon=True).start()
+        yield int(listener.getsockname()[1])
+
+
+def ask(address: str, port: int) -> tuple[float | None, str]:
+    """Returns by how many seconds a clock that answers there is ahead of this one, and ""; None and why it does not."""
+    best: tuple[float, float] | None = None
+    for _ in range(NUM_ASKED):
+        start = time.time()
+        try:
+            with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+                text = connection.makefile().readline()
+            end = time.time()
+            best = min(best or (end - start, 0.0), (end - start, float(text) - (start + end) / 2))
+        except (OSError, ValueError) as error:
+            return None, str(error)
+    assert best is not None
+    return best[1], ""
+
+
+def ask_all(places: Sequence[tuple[str, int]]) -> list[tuple[float | None, str]]:
+    """`ask` of each place, many at a time: one that does not answer takes CONNECT_S, and all ranks wait."""
+    with ThreadPoolExecutor(min(NUM_ASKED_AT_ONCE, len(places))) as pool:
+        return list(pool.map(lambda place: ask(*place), places))
+
+
+def own_address(towards: str) -> str:
+    """The address of this machine on the interface that leads to `towards`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@contextlib.contextmanager
+def left_in(folder: Path, name: str) -> Iterator[str]:
+    """Leaves a file in a folder in the meantime. Yields "", or why it cannot."""
+    path = folder / name
+    try:
+        path.write_text("")
+        why_not = ""
+    except OSError as error:
+        why_not = str(error)
+    try:
+        yield why_not
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def not_seen(folder: Path, names: Sequence[str]) -> list[str]:
+    """The names that do not appear in a folder within SEEN_S."""
+    deadline = time.monotonic() + SEEN_S
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(folder)  # a network file system looks again
+        missing = [name for name in names if not (folder / name).exists()]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(0.2)

@@ -1,0 +1,74 @@
+"""Rules of the section `reward_model`: a frozen model that scores the samples of a step as they are annotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
+from rlhf_megatron.config.rules.parts import MODEL_PART, entry_of
+from rlhf_megatron.config.rules.run import (
+    has_reward_model,
+    holds_the_longest,
+    reward_model_ranks,
+)
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import Loaded
+
+PATH, GRANULARITY, BUDGET = "reward_model.path", "reward_model.granularity", "reward_model.max_token_len_per_gpu"
+FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
+
+
+@idle
+def idle_reward_model_settings(config: RunConfig) -> Iterator[Idle]:
+    chosen = config.reward_model
+    yield not has_reward_model(config), ("reward_model",), PATH, "name a model there"
+    yield chosen.num_ranks == 0, ("reward_model.megatron",), "reward_model.num_ranks", "give the model ranks of its own"
+    fix = "set that to step"
+    yield chosen.granularity != "step", ("reward_model.step_separator",), GRANULARITY, fix
+    yield chosen.granularity == "response", ("reward_model.step_reduction",), GRANULARITY, fix
+
+
+@rule_of_rl
+def reward_model(loaded: Loaded) -> Findings:
+    """It scores behind the stage that scores by rules: what reads rewards before that stage ends would miss it."""
+    c = loaded.config
+    if not has_reward_model(c):
+        return
+    chosen = c.reward_model
+    yield wrong(
+        chosen.granularity == "step" and not chosen.step_separator,
+        "reward_model.step_separator ('') must be the text that ends a step; write a line break, or what the model was"
+        " trained with.",
+        ("reward_model.step_separator",),
+    )
+    yield wrong(
+        c.algorithm.filter_groups.enable
+        and c.algorithm.filter_groups.metric.partition("/")[0] in ("reward", MODEL_PART),
+        f"{METRIC} ({c.algorithm.filter_groups.metric}) is read before the model of {PATH} scores; name the reward of"
+        f" `reward` that decides, such as {c.reward.name}, or serve the model and name it in reward.terms.",
+        (METRIC, FILTER, PATH),
+    )
+    entry = entry_of("advantage estimator", c.algorithm.adv_estimator)
+    yield wrong(
+        entry is not None and "greedy_rewards" in entry.needs,
+        f"algorithm.adv_estimator ({c.algorithm.adv_estimator}) compares with greedy samples, which the model of"
+        f" {PATH} does not score; use another estimator, or serve the model and name it in reward.terms.",
+        ("algorithm.adv_estimator", PATH),
+    )
+    names = {c.reward.name, *(one.name for one in (*c.reward.by_source.values(), *c.reward.terms))}
+    yield wrong(
+        MODEL_PART in names,
+        f"a reward named {MODEL_PART} would share its metrics with the model of {PATH}; rename it.",
+        ("reward", PATH),
+    )
+    has_pool = reward_model_ranks(c) > 0
+    section = "reward_model.megatron" if has_pool else "actor.megatron"
+    budget = chosen.max_token_len_per_gpu or c.actor.ppo_max_token_len_per_gpu
+    megatron = chosen.megatron if has_pool else c.actor.megatron
+    yield from holds_the_longest(c, BUDGET, budget, section, megatron, num_behind=1)
+    yield wrong(
+        c.rollout.colocated and not chosen.param_offload,
+        "reward_model.param_offload (false) must be true with rollout.colocated: the model would keep memory that the"
+        " engines need; set it to true.",
+        ("reward_model.param_offload", "rollout.colocated"),
+    )

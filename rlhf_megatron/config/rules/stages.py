@@ -1,0 +1,33 @@
+"""Layers of pipeline stages, where a configuration tells them one by one."""
+
+from __future__ import annotations
+
+import re
+
+from rlhf_megatron.config.schema import MegatronConfig
+
+MOST_LAYERS = 10_000  # of a model that some machine can hold
+
+
+def num_chunks(megatron: MegatronConfig) -> int:
+    """Return the model chunks of all stages: stages x virtual stages."""
+    return megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+
+
+def parse_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each model chunk of a `pipeline_model_parallel_layout` in megatron-core's language.
+
+    "Et*3|(tt|)*2t*3L": `|` ends a chunk, E is the embedding, t a layer, L the loss, x*n and (x)*n repeat. Raises
+    ValueError for another text, and for what is not built here: layers for further tokens (m), and chunks without a
+    layer.
+    """
+    plain = re.sub(r"[, ]", "", text)
+    for pattern in (r"\(([^()]*)\)\*(\d{1,5})", r"([Et|L])\*(\d{1,5})"):
+        if len(plain) <= 3 * MOST_LAYERS:
+            plain = re.sub(pattern, lambda found: found[1] * int(found[2]), plain)
+    if not re.fullmatch(r"Et+(\|t+)*L", plain) or plain.count("t") > MOST_LAYERS:
+        raise ValueError(
+            f"pipeline_model_parallel_layout ({text[:80]!r}) must be E, then layers t with | between the chunks and at"
+            f" least one t in each, and L at the end, such as Et*3|t*4|t*3L (x*n repeats x); at most {MOST_LAYERS} t."
+        )
+    return tuple(chunk.count("t") for chunk in plain.split("|"))

@@ -1,0 +1,198 @@
+"""Who sends what in a weight sync, and who takes it. Pure integers: provable on any machine.
+
+Coordinates are those of the Hugging Face tensors: both sides' cuts are spans of them. The ranks of a pipeline stage
+fall into copies, each of which holds the stage's tensors once (`Layout.copy_size`); a copy serves every engine that is
+given to it. In a copy each rank sends what it alone holds, and a share of what several hold.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from rlhf_megatron.models.table import HFTensor, Rule, Span, hf_spans, rules_of_stage
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.resharding.manifest import DTYPE_BYTES
+
+
+@dataclass
+class Share:
+    """What one rank of a copy sends."""
+
+    rules: list[Rule] = field(default_factory=list)  # in table order
+    spans: dict[str, tuple[Span, ...]] = field(default_factory=dict)  # by Megatron name: what it has of `Rule.hf`
+
+
+def shares_of(rules: Sequence[Rule], layout: Layout) -> tuple[Share, ...]:
+    """By place in a copy: what the rank there sends, so that all of `rules` is sent once. A fusion group that several
+    hold goes, whole, to whoever has least so far."""
+    shares = tuple(Share() for _ in range(layout.copy_size))
+    loads = [0] * layout.copy_size
+    wanted: dict[tuple[int, ...], dict[str, list[tuple[Rule, tuple[Span, ...]]]]] = defaultdict(dict)
+    for rule in rules:
+        for places, spans in _held(rule, layout):
+            wanted[places].setdefault(rule.fusion_group, []).append((rule, spans))
+    senders: dict[str, list[int]] = defaultdict(list)
+    for places in sorted(wanted, key=len):  # those that have no choice first
+        groups = wanted[places].values()
+        for group in sorted(groups, key=lambda group: -sum(num_elements(*one) for one in group)):
+            place = min(places, key=lambda p: (loads[p], p))
+            for rule, spans in group:
+                senders[rule.megatron_name].append(place)
+                shares[place].spans[rule.megatron_name] = spans
+                loads[place] += num_elements(rule, spans)
+    for rule in rules:
+        for place in senders[rule.megatron_name]:
+            shares[place].rules.append(rule)
+    return shares
+
+
+def num_elements(rule: Rule, spans: Sequence[Span]) -> int:
+    return sum(prod(span.shape_in(hf.shape)) for hf, span in zip(rule.hf, spans, strict=True))
+
+
+def _held(rule: Rule, layout: Layout) -> Iterator[tuple[tuple[int, ...], tuple[Span, ...]]]:
+    """(places in a copy whose ranks hold a shard, what of the HF tensors it is) of each shard of a rule."""
+    places = range(layout.copy_size)
+    if rule.expert is None:
+        ways, number_at = layout.tp, {place: place % layout.tp for place in places}
+    else:
+        owner, ways = rule.expert // (rule.num_experts // layout.ep), layout.etp
+        number_at = {p: p % layout.etp for p in places if p // layout.etp % layout.ep == owner}
+    if rule.split == "replicated":
+        yield tuple(number_at), hf_spans(rule, 1, 0)
+        return
+    for number in range(ways):
+        yield tuple(p for p, n in number_at.items() if n == number), hf_spans(rule, ways, number)
+
+
+def num_copies(layout: Layout) -> int:
+    """Copies of a stage that can serve engines: all of them, where they are alike."""
+    is_alike = layout.copy_size % layout.tp == 0 and layout.copy_size % (layout.ep * layout.etp) == 0
+    return layout.stage_size // layout.copy_size if is_alike else 1
+
+
+def copy_of(layout: Layout, rank: int) -> int:
+    """The number of a rank's copy in its stage."""
+    return layout.place_in_stage(rank) // layout.copy_size
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each over tp / ep."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a shape that cannot be."""
+        if self.tp % self.ep:
+            raise ValueError(f"an engine's tp size ({self.tp}) must be a multiple of its ep size ({self.ep}).")
+
+
+_VOCABULARY_MULTIPLE = 64  # rows that SGLang pads a vocabulary to, before it cuts it
+
+
+def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span | None:
+    """What an engine's rank takes of one tensor of a rule; None: nothing.
+
+    Fewer key-value heads than ranks: several ranks hold the same one, as SGLang has it.
+    """
+    ways, number = engine.tp, rank
+    if rule.expert is not None:
+        ways = engine.tp // engine.ep
+        owner, number = divmod(rank, ways)
+        if owner != rule.expert // (rule.num_experts // engine.ep):
+            return None
+    if rule.split == "replicated" or ways == 1:
+        return Span.whole(hf)
+    axis = 1 if rule.split == "columns" else 0
+    size = hf.shape[axis]
+    if rule.owner != "layer" and axis == 0:
+        padded = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        each = -(-padded // ways)
+    else:
+        # Rows of keys and values, of which each block has as many as heads: they are not cut within one.
+        blocks = rule.num_blocks if rule.num_blocks and len(rule.hf) > 1 and hf is not rule.hf[0] else None
+        if blocks is not None and blocks < ways:
+            number, ways = number * blocks // ways, blocks
+        each = size // ways
+    start = min(number * each, size)
+    return Span(axis, start, min(each, size - start))
+
+
+def overlap(one: Span, other: Span, shape: tuple[int, ...]) -> Span | None:
+    """What two parts of a tensor have in common; None: nothing. Raises ValueError where they cut it along two axes."""
+    for mine, theirs in ((one, other), (other, one)):
+        if mine.count == shape[mine.axis]:
+            return theirs if theirs.count else None
+    if one.axis != other.axis:
+        raise ValueError(f"{one} and {other} cut a tensor of {shape} along two axes; it must be sent whole.")
+    start, stop = max(one.start, other.start), min(one.start + one.count, other.start + other.count)
+    return Span(one.axis, start, stop - start) if start < stop else None
+
+
+def is_whole(spans: Iterable[Span], shape: tuple[int, ...]) -> bool:
+    """Whether these parts, along one axis, are all of a tensor, each entry once."""
+    found = sorted((span.start, span.count, span.axis) for span in spans if span.count or not shape[span.axis])
+    reached = 0
+    for start, count, axis in found:
+        if start != reached or axis != found[0][2]:
+            return False
+        reached += count
+    return bool(found) and reached == shape[found[0][2]]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One part of one tensor from a rank of a copy to a rank of an engine."""
+
+    source: int  # place in the copy
+    target: int  # rank of the engine
+    hf: HFTensor
+    span: Span
+    num_bytes: int
+
+
+def transfers(shares: Sequence[Share], engine: EngineLayout, dtype: str) -> Iterator[Transfer]:
+    """All that an engine takes from one copy of a stage."""
+    for source, share in enumerate(shares):
+        for rule in share.rules:
+            width = DTYPE_BYTES[rule.dtype or dtype]
+            for hf, sent in zip(rule.hf, share.spans[rule.megatron_name], strict=True):
+                for target in range(engine.tp):
+                    taken = taken_by(rule, hf, engine, target)
+                    common = None if taken is None else overlap(sent, taken, hf.shape)
+                    if common is not None:
+                        yield Transfer(source, target, hf, common, prod(common.shape_in(hf.shape)) * width)
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """Bytes that one copy of a stage sends to one engine."""
+
+    by_link: Mapping[tuple[int, int], int]  # (place in the copy, rank of the engine)
+    stage_bytes: int  # of the stage's tensors, each once
+
+    @property
+    def sent(self) -> dict[int, int]:
+        """By place."""
+        found: dict[int, int] = defaultdict(int)
+        for (source, _), num_bytes in self.by_link.items():
+            found[source] += num_bytes
+        return dict(found)
+
+
+def stage_links(table: Sequence[Rule], layout: Layout, engine: EngineLayout, dtype: str) -> tuple[StageLinks, ...]:
+    """By stage. Raises ValueError when the layers do not divide."""
+    stages = []
+    for stage in range(layout.pp):
+        rules = rules_of_stage(table, stage, layout)
+        by_link: dict[tuple[int, int], int] = defaultdict(int)
+        for one in transfers(shares_of(rules, layout), engine, dtype):
+            by_link[one.source, one.target] += one.num_bytes
+        num_bytes = sum(prod(hf.shape) * DTYPE_BYTES[rule.dtype or dtype] for rule in rules for hf in rule.hf)
+        stages.append(StageLinks(dict(by_link), num_bytes))
+    return tuple(stages)

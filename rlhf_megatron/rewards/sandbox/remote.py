@@ -1,0 +1,127 @@
+"""Programs in a sandbox server: SandboxFusion's protocol, or a plain one.
+
+plain: POST {"language": "python", "code", "stdin", "timeout_s", "memory_mib"}; the answer is {"ending": "exit" |
+"timeout" | "memory", "code", "stdout", "stderr"}.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError
+from rlhf_megatron.rewards.sandbox.base import Program, RunResult, SandboxUnavailable
+from rlhf_megatron.rewards.sandbox.harness import PRELUDE
+
+Protocol = Literal["sandbox_fusion", "plain"]
+VALUE_MARK = "\u2407value "  # begins the last line, which holds what a function returned
+CALL = """
+import json as _json, sys as _sys
+_target = Solution() if "Solution" in globals() and hasattr(Solution, {name!r}) else None
+_function = getattr(_target, {name!r}) if _target is not None else globals()[{name!r}]
+_value = _json.dumps(_function(*_json.loads(_sys.stdin.read())), default=lambda one: one.tolist())
+print("\\n" + {mark!r} + _value)
+"""
+
+
+@dataclass(frozen=True)
+class RemoteSandbox:
+    """See `base.Sandbox`."""
+
+    endpoint: Endpoint
+    protocol: Protocol
+    timeout_s: float
+    memory_mib: int
+
+    @contextlib.contextmanager
+    def session(self, program: Program) -> Iterator[RemoteSession]:
+        """See `base.Sandbox`. Each run is a request of its own."""
+        yield RemoteSession(self, program)
+
+    def close(self) -> None:
+        """See `base.Sandbox`."""
+
+
+@dataclass(frozen=True)
+class RemoteSession:
+    """See `base.Session`."""
+
+    sandbox: RemoteSandbox
+    program: Program
+
+    def run(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> RunResult:
+        """See `base.Session`."""
+        code = with_prelude(self.program.code)
+        if self.program.function is not None:
+            stdin = json.dumps(arguments)
+            code += CALL.format(name=self.program.function, mark=VALUE_MARK)
+        ask = fusion if self.sandbox.protocol == "sandbox_fusion" else plain
+        try:
+            result = ask(self.sandbox, code, stdin)
+        except (EndpointError, msgspec.ValidationError, KeyError, TypeError) as error:
+            raise SandboxUnavailable(f"{type(error).__name__}: {error}") from error
+        printed, mark, value = result.stdout.rpartition("\n" + VALUE_MARK)
+        if self.program.function is None or not mark:
+            return result
+        return RunResult(result.ending, result.code, printed, result.stderr, value.rstrip("\n"))
+
+
+def with_prelude(code: str) -> str:
+    """`code` behind the prelude; what it imports from __future__ stays in front, since nothing else may stand there."""
+    lines = code.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the server's to tell
+        body = []
+    ends = [one.end_lineno or 0 for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+    place = max(ends, default=0)
+    return "\n".join([*lines[:place], PRELUDE, *lines[place:]])
+
+
+class FusionRun(msgspec.Struct):
+    status: Literal["Finished", "TimeLimitExceeded", "Error"]
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+def fusion(sandbox: RemoteSandbox, code: str, stdin: str) -> RunResult:
+    """https://github.com/bytedance/SandboxFusion: POST /run_code."""
+    body = {
+        "compile_timeout": sandbox.timeout_s,
+        "run_timeout": sandbox.timeout_s,
+        "code": code,
+        "stdin": stdin,
+        "memory_limit_MB": sandbox.memory_mib,
+        "language": "python",
+        "files": {},
+        "fetch_files": [],
+    }
+    answer = sandbox.endpoint.ask(body).answer
+    if answer["status"] == "SandboxError":
+        raise EndpointError(f"the sandbox server failed: {answer.get('message')!r}")
+    if answer.get("run_result") is None:
+        return RunResult("exit", 1, stderr=str(answer.get("message") or ""))  # it did not get to run
+    run = msgspec.convert(answer["run_result"], FusionRun)
+    ending: Literal["timeout", "exit"] = "timeout" if run.status == "TimeLimitExceeded" else "exit"
+    return RunResult(ending, run.return_code or int(run.status == "Error"), run.stdout or "", run.stderr or "")
+
+
+class PlainRun(msgspec.Struct):
+    ending: Literal["exit", "timeout", "memory"]
+    code: int = 0
+    stdout: str = ""
+    stderr: str = ""
+
+
+def plain(sandbox: RemoteSandbox, code: str, stdin: str) -> RunResult:
+    limits = {"timeout_s": sandbox.timeout_s, "memory_mib": sandbox.memory_mib}
+    answer = sandbox.endpoint.ask({"language": "python", "code": code, "stdin": stdin, **limits}).answer
+    run = msgspec.convert(answer, PlainRun)
+    return RunResult(run.ending, run.code, run.stdout, run.stderr)

@@ -1,0 +1,73 @@
+"""1 when the response is JSON that fits a schema (the label, or one of all), else 0, by the library jsonschema."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+
+BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class JsonSchemaParams:
+    schema: dict[str, Any] = field(default_factory=dict)  # empty: each label is a schema
+
+    def __post_init__(self) -> None:
+        if self.schema:
+            _validator(json.dumps(self.schema))
+
+    def prepare(self) -> None:
+        """Import the library. Raises ValueError when it is not installed."""
+        _validator("{}")
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    """Of draft 2020-12, or of the draft that `$schema` names. Raises ValueError for what is no schema."""
+    try:
+        from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError as error:
+        raise ValueError(
+            f"the reward json_schema needs a package that is not there ({error}); pip install"
+            " 'rlhf-megatron[json-schema]'."
+        ) from error
+    found = json.loads(schema)
+    kind = validator_for(found, default=Draft202012Validator)
+    try:
+        kind.check_schema(found)
+    except SchemaError as error:
+        raise ValueError(f"schema at {error.json_path}: {error.message:.200}.") from error
+    return kind(found, format_checker=kind.FORMAT_CHECKER, registry=Registry())  # which fetches nothing
+
+
+@REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))
+def json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
+    """Read the last fenced block, or the whole response where there is none. What is no JSON is malformed."""
+    try:
+        validator = _validator(json.dumps(params.schema) if params.schema else sample.label)
+    except ValueError as error:
+        return masked("bad_label", f"The label is no schema: {error}")
+    from referencing.exceptions import Unresolvable
+
+    blocks = BLOCK.findall(sample.response)
+    try:
+        value = json.loads(blocks[-1] if blocks else sample.response, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return RewardResult(0.0, MALFORMED)
+    try:
+        return RewardResult(float(validator.is_valid(value)))
+    except OverflowError:  # an integer too large for the schema's fraction
+        return RewardResult(0.0)
+    except (Unresolvable, RecursionError) as error:  # a $ref that leads nowhere, or in circles
+        return masked("bad_label", f"The schema cannot be followed: {error}")
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")

@@ -1,0 +1,53 @@
+"""1 when the letter that the response chooses is the label's, else 0.
+
+The letter is read as the authors of MMLU-Pro (arXiv 2406.01574) and GPQA's graders do: the last of "the answer is (C)",
+"Answer: C" and a box, and with `lenient` else the last letter that stands alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.scorers.answer import last_boxed
+from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, masked
+
+
+@dataclass(frozen=True)
+class MultipleChoiceParams:
+    letters: str = "ABCDEFGHIJ"  # of the choices
+    lenient: bool = False  # true: where none is named as the answer, the last capital letter that stands alone
+    allow_truncated: bool = False  # true: also read a response that ended by length
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters):
+            raise ValueError(f"letters ({self.letters!r}) must be two capital letters or more, each once.")
+
+
+def letter_of(text: str, letters: str) -> str | None:
+    """The letter that a label or the content of a box is: C, (C), C. or C) with the text of the choice behind it."""
+    found = re.match(rf"\s*(?:\\text\{{)?\(?([{letters}])(?:[).:}}]|\s*$)", text, re.IGNORECASE)
+    return found.group(1).upper() if found else None
+
+
+def chosen_letter(response: str, letters: str, lenient: bool) -> str | None:
+    """Return the letter of the last statement of an answer, or None."""
+    box = last_boxed(response)
+    stated = rf"(?i:answer\s*(?:is|:)[\s*:]*)\$?\(?\**([{letters}])\b(?!')"
+    said = [(match.end(), match.group(1)) for match in re.finditer(stated, response)]
+    if box is not None and (letter := letter_of(box, letters)):
+        said.append((response.rindex(box), letter))
+    if not said and lenient:
+        said = [(match.end(), match.group()) for match in re.finditer(rf"\b[{letters}]\b(?!')", response)]
+    return max(said)[1] if said else None
+
+
+@REWARDS.register("multiple_choice", MultipleChoiceParams)
+def multiple_choice(sample: RewardSample, params: MultipleChoiceParams) -> RewardResult:
+    """A label that is none of the letters is masked."""
+    label = letter_of(sample.label, params.letters)
+    if label is None:
+        return masked("bad_label", f"The label {sample.label!r:.80} begins with none of the letters {params.letters}.")
+    can_read = sample.finish_reason != "length" or params.allow_truncated
+    letter = chosen_letter(sample.response, params.letters, params.lenient) if can_read else None
+    return RewardResult(0.0, MALFORMED) if letter is None else RewardResult(float(letter == label))

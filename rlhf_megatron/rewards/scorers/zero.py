@@ -1,0 +1,18 @@
+"""0 for every sample: a reward model, or terms, say all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+
+
+@dataclass(frozen=True)
+class ZeroParams:
+    """It has none."""
+
+
+@REWARDS.register("zero", ZeroParams)
+def zero(sample: RewardSample, params: ZeroParams) -> RewardResult:
+    """Nothing is read."""
+    return RewardResult(0.0)

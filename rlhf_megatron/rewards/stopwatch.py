@@ -1,0 +1,59 @@
+"""How long a process has been at a sample, where time that the machine kept it waiting does not count."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.process_tree import descendants, fields_of
+
+POLL_S = 0.05  # between two looks
+MAX_COUNTED_S = 2 * POLL_S  # of the time since the last look: the one who looks was kept waiting himself
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+AWAKE = b"RD"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
+
+
+@dataclass
+class Stopwatch:
+    """Counts the seconds of one process that are not spent waiting for a CPU. The first look starts it."""
+
+    pid: int
+    counted_s: float = 0.0
+    _looked_at: float | None = None
+    _cpu_s: float = 0.0
+
+    def reset(self) -> None:
+        self.counted_s, self._looked_at = 0.0, None
+
+    def look(self) -> float:
+        """Return the seconds that count so far. Call it every POLL_S."""
+        now = time.monotonic()
+        seen = list(_tree(self.pid))
+        cpu_s = sum(seconds for _, seconds in seen)
+        if self._looked_at is not None:
+            used = max(0.0, cpu_s - self._cpu_s)  # a child that nobody waited for takes its time with it
+            asleep = (
+                0.0 if any(state and state in AWAKE for state, _ in seen) else min(now - self._looked_at, MAX_COUNTED_S)
+            )
+            self.counted_s += max(used, asleep)
+        self._looked_at, self._cpu_s = now, cpu_s
+        return self.counted_s
+
+
+def _tree(root: int) -> Iterator[tuple[bytes, float]]:
+    """(state, CPU seconds) of each thread of a process and of those below it, and of children that have ended: their
+    parent, or who reaps in its place, has their time. Nothing where there is no /proc."""
+    for pid in (root, *descendants(root)):
+        if whole := fields_of(pid):
+            yield b"", _seconds(whole[13:15])
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                if own := fields_of(f"{pid}/task/{thread}"):
+                    yield own[0], _seconds(own[11:13])
+
+
+def _seconds(ticks: Sequence[bytes]) -> float:
+    return sum(map(int, ticks)) / TICKS_PER_S

@@ -1,0 +1,329 @@
+"""Engines on several machines under torchrun: a keeper on each machine that has engines, but for the controller's.
+
+    agent 0 --- host 0 --- controller --- server of machine 0
+    agent 1 --- host 8 --- keeper ------- server of machine 1        as long as machine 1 has ranks
+                           keeper ------- server of machine 2        started by launch/torchrun.sh there, without ranks
+
+A keeper registers on the control channel like a host, and so ends with the run, and the run with it. It makes its
+launches from its own copy of the settings, which all machines must have alike: what the controller tells it is a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.rules.machines import machines_of_engines
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.parallel.device import num_devices
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.resharding.transfer_dir import TransferDir, make_transfer_dir_at
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.process import LOOPBACK, Launch, Progress, Seat, stop_together
+from rlhf_megatron.rollout.fleet.start import EngineSetup
+from rlhf_megatron.rollout.kinds import engine_kind
+from rlhf_megatron.rollout.sglang.environment import BASE, VISIBLE
+from rlhf_megatron.runtime import channel, registration
+from rlhf_megatron.runtime.controller import Deadlines
+from rlhf_megatron.runtime.failures import HostError, describe
+from rlhf_megatron.runtime.host import Activity
+from rlhf_megatron.runtime.keepers import Answer, KeptLaunch, LateAnswerError, ProcessLostError, Report, ServerKeeper
+from rlhf_megatron.runtime.messages import BUILD, Call, Reply
+from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
+from rlhf_megatron.runtime.processes import die_with_parent, on_signals, redirect_output
+from rlhf_megatron.runtime.ray.places import gpus_per_engine
+from rlhf_megatron.runtime.routed import RoutedGroups
+from rlhf_megatron.runtime.service import Service
+from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
+
+logger = logging.getLogger(__name__)
+
+
+KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # in the environment of a keeper: the number of its machine
+_ADDRESS_ENV = "RLHF_MEGATRON_KEEPER_OF"  # and HOST:PORT of the controller, where a host has started it
+_VERBS = ("report", "send_signal", "request_stop", "stop", "kill")
+_FRESH_S = 0.1  # reports of all engines are asked for together, not more often
+
+
+@dataclass(frozen=True)
+class KeeperPool(PoolSpec):
+    """The keepers of a job, after its ranks."""
+
+    machines: tuple[int, ...] = ()  # by place in the pool
+
+    def where(self, rank: int) -> str:
+        return f"[{self.name} of machine {self.machines[rank]}]"
+
+
+def keeper_pool(config: RunConfig) -> KeeperPool | None:
+    """None where all engines are on the controller's machine."""
+    machines = tuple(sorted(set(machines_of_engines(config)) - {0})) if config.job == "train" else ()
+    if not machines:
+        return None
+    return KeeperPool(ENGINES, Layout(len(machines)), pools_of(config)[-1].end, machines)
+
+
+def seat_on(config: RunConfig, machine: int, place: int, address: str) -> Seat:
+    """The seat of the engine with that place among those of `machine`: the first free devices there, and those of its
+    ranks, whose memory it opens. Raises EngineError where there are too few."""
+    rollout, user = config.rollout, config.rollout.sglang
+    names = {name.replace("_", "-") for name in user.args}
+    if config.trainer.device == "cpu" or not num_devices() or BASE in names or VISIBLE in user.env:
+        return Seat(address)
+    given = os.environ.get(VISIBLE)
+    visible = [str(n) for n in range(num_devices())] if given is None else [n.strip() for n in given.split(",")]
+    of_ranks = visible[: config.trainer.n_gpus_per_node] if machine < config.trainer.nnodes else []
+    size = gpus_per_engine(rollout)
+    first = place * size + (0 if rollout.colocated else len(of_ranks))
+    own = visible[first : first + size]
+    if len(own) < size:
+        raise EngineError(
+            f"engine {place} of machine {machine} needs devices {first} to {first + size - 1}, but {len(visible)} are"
+            " visible there; lower rollout.num_engines, tp-size or trainer.n_gpus_per_node, or set"
+            " rollout.engine_machines."
+        )
+    return Seat(address, {VISIBLE: ",".join(dict.fromkeys([*own, *of_ranks]))} if own else {})
+
+
+# ---- in the controller ----
+
+
+class MachineEngines:
+    """A `rollout.fleet.process.Place`: engines of machine 0 start here, others with their machine's keeper."""
+
+    def __init__(self, config: RunConfig, group: RoutedGroups) -> None:
+        """`group`: of the job, keepers included."""
+        self._config = config
+        self._group = group
+        self._address = LOOPBACK if config.rollout.weight_transport == "tensor" else group.own_address
+        self._machines = machines_of_engines(config)
+        self._keepers = keeper_pool(config)
+        self._num_placed = 0
+        self._lock = threading.Lock()
+        self._reports: dict[str, Report] = {}
+        self._asked_at = 0.0
+
+    def __call__(self, launch: Launch) -> Launch:
+        index = self._num_placed
+        self._num_placed += 1
+        machine = self._machines[index]
+        if machine == 0:
+            launch.take(seat_on(self._config, 0, self._machines[:index].count(0), self._address))
+            return launch
+        remote = _Kept(self, machine, launch.name)
+
+        def begin(is_again: bool) -> tuple[_Kept, Answer]:
+            return remote, remote.submit("begin", index, launch.transfer_dir, is_again)
+
+        return KeptLaunch(launch, begin, machine=machine)
+
+    def submit(self, machine: int, name: str, method: str, arguments: Sequence[Any]) -> Future[list[Any]]:
+        """All keepers get the call; the one of the machine obeys."""
+        order = {"machine": machine, "name": name, "verb": method, "arguments": list(arguments)}
+        return self._group.broadcast(f"{ENGINES}.order", **order)
+
+    def answer(self, future: Future[list[Any]], machine: int, timeout_s: float) -> Any:
+        """Raises ProcessLostError and LateAnswerError."""
+        assert self._keepers is not None
+        try:
+            return future.result(timeout_s)[self._keepers.machines.index(machine)]
+        except HostError as error:
+            raise ProcessLostError(str(error)) from error
+        except TimeoutError as error:
+            raise LateAnswerError(f"the keeper of machine {machine} did not answer within {timeout_s:g} s.") from error
+
+    def report(self, name: str, timeout_s: float) -> Report:
+        """Of an engine elsewhere. Raises as `answer`."""
+        with self._lock:
+            if time.monotonic() - self._asked_at >= _FRESH_S:
+                try:
+                    found = self._group.broadcast(f"{ENGINES}.reports").result(timeout_s)
+                except HostError as error:
+                    raise ProcessLostError(str(error)) from error
+                except TimeoutError as error:
+                    raise LateAnswerError(f"not all keepers answered within {timeout_s:g} s.") from error
+                self._reports = {name: report for reports in found for name, report in reports.items()}
+                self._asked_at = time.monotonic()
+            return self._reports.get(name, Report())
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The keeper of one engine; see `runtime.keepers.Remote`."""
+
+    engines: MachineEngines
+    machine: int
+    name: str
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        if method == "report":
+            return self.engines.report(self.name, timeout_s)
+        return self.submit(method, *arguments).result(timeout_s)
+
+    def submit(self, method: str, *arguments: Any) -> _Answer:
+        return _Answer(self, self.engines.submit(self.machine, self.name, method, arguments))
+
+    def kill(self) -> None:
+        """The keeper stays, for the machine's other engines."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    kept: _Kept
+    future: Future[list[Any]]
+
+    @property
+    def is_done(self) -> bool:
+        return self.future.done()
+
+    def result(self, timeout_s: float) -> Any:
+        return self.kept.engines.answer(self.future, self.kept.machine, timeout_s)
+
+
+# ---- in a keeper ----
+
+
+def start_keeper(
+    machine: int, controller: str, secret: bytes, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Start the keeper of this machine, which ends with the control channel: `python arguments`."""
+    own = {KEEPER_ENV: str(machine), _ADDRESS_ENV: controller, channel.SECRET_ENV: secret.decode()}
+    subprocess.Popen([sys.executable, *arguments], env={**environment, **own})
+
+
+def keep(machine: int, config: RunConfig, run_dir: Path, deadlines: Deadlines) -> int:
+    """The life of a keeper. Returns its exit code. Raises ValueError where no engine of the run is on this machine,
+    ConnectionError where there is no controller. On the main thread."""
+    pool = keeper_pool(config)
+    if pool is None or machine not in pool.machines:
+        raise ValueError(
+            f"no engine of this run is on machine {machine}; name it in rollout.engine_machines, or start fewer"
+            " machines."
+        )
+    secret = channel.given_secret(os.environ)
+    os.environ.pop(channel.SECRET_ENV, None)
+    if (controller := os.environ.pop(_ADDRESS_ENV, None)) is None:
+        from rlhf_megatron.runtime.torchrun.launcher import find_controller
+
+        controller, secret = find_controller(deadlines.startup_s, secret)
+    assert secret is not None, "who started this process gave it the secret"
+    host, _, port = controller.rpartition(":")
+    die_with_parent(signal.SIGTERM)
+    rank = pool.machines.index(machine)
+    found = registration.register_host(host, int(port), secret, rank, ENGINES, deadlines.startup_s)
+    die_with_parent(0)  # from here on it ends with the control channel, in order
+    console = redirect_output(run_dir / "logs" / f"engines{machine}.log")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    os.close(console)
+    stopping = HostStop(deadlines.stop_s)
+    on_signals(SIGNALS, stopping.on_signal)
+    activity = Activity(pool.where(rank))
+    service = Service(found, activity, lambda: 1)
+    stopping.send, stopping.is_startup = service.tell, False
+    service.answer(Reply(BUILD))
+    with contextlib.closing(MachineKeeper(config, machine, run_dir, found.own_address)) as keeper:
+        while (call := service.next_call()) is not None:
+            with activity.doing(call.method, "running"):
+                service.answer(_obeyed(keeper, call, activity.where))
+    service.leave()
+    return 0
+
+
+def _obeyed(keeper: MachineKeeper, call: Call, where: str) -> Reply:
+    try:
+        is_order = call.method == f"{ENGINES}.order"
+        return Reply(call.id, value=keeper.order(**call.arguments) if is_order else keeper.reports())
+    except Exception as error:  # whatever it is, the controller must learn it
+        logger.exception("%s failed", call.method)
+        return Reply(call.id, failure=describe(error, where))
+
+
+class MachineKeeper:
+    """Parent of the servers of one machine."""
+
+    def __init__(self, config: RunConfig, machine: int, run_dir: Path, address: str) -> None:
+        """`address`: of this machine, as the controller reaches it."""
+        self._config = config
+        self._machine = machine
+        self._run_dir = run_dir
+        self._address = address
+        self._launches: dict[str, Launch] = {}  # of all engines of the run, not started
+        self._keepers: dict[str, ServerKeeper] = {}
+        self._transfer: TransferDir | None = None  # made here
+
+    def order(self, machine: int, name: str, verb: str, arguments: Sequence[Any]) -> Any:
+        """Obey, where that is this machine."""
+        if machine != self._machine:
+            return None
+        if verb == "begin":
+            return self._begin(name, *arguments)
+        assert verb in _VERBS, f"a keeper does not {verb}"
+        return getattr(self._keepers[name], verb)(*arguments)
+
+    def reports(self) -> dict[str, Report]:
+        """By engine."""
+        return {name: keeper.report() for name, keeper in self._keepers.items()}
+
+    def close(self) -> None:
+        """All servers end."""
+        stop_together([keeper.process for keeper in self._keepers.values() if keeper.process is not None])
+        if self._transfer is not None:
+            self._transfer.close()
+
+    def _begin(self, name: str, index: int, transfer_dir: Path, is_again: bool) -> None:
+        rollout = self._config.rollout
+        if not engine_kind(rollout.engine).is_elsewhere and rollout.weight_transport == "tensor":
+            # Weights come through memory of this machine alone, and so does what the engine says of them.
+            self._transfer = self._transfer or make_transfer_dir_at(transfer_dir)
+        if not self._launches:
+            EngineSetup.of(self._config).start(self._run_dir, transfer_dir, None, self._recorded)
+        place = machines_of_engines(self._config)[:index].count(self._machine)
+        seat = partial(seat_on, self._config, self._machine, place, self._address)
+        keeper = self._keepers[name] = ServerKeeper()
+        keeper.begin(copy.copy(self._launches[name]), seat, is_again, rollout.startup_timeout_s)
+
+    def _recorded(self, launch: Launch) -> Launch:
+        self._launches[launch.name] = launch
+        return _Recorded(launch)
+
+
+@dataclass
+class _Recorded:
+    """A launch that starts nothing: it is looked at for the kind's way to start."""
+
+    launch: Launch
+    process: None = None
+
+    @property
+    def name(self) -> str:
+        return self.launch.name
+
+    @property
+    def log(self) -> Path:
+        return self.launch.log
+
+    @property
+    def transfer_dir(self) -> Path:
+        return self.launch.transfer_dir
+
+    def take(self, seat: Seat) -> None:
+        raise AssertionError("it has none")
+
+    def start(self) -> None:
+        pass
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        return EngineAddress(self.name, "", "", "")

@@ -1,0 +1,139 @@
+"""AdamW whose moments and float32 parameters stand in host memory (`actor.megatron.optimizer_cpu_offload`).
+
+In a step they pass through the device in pieces, two at a time: one is computed on while another one is copied.
+megatron-core's HybridDeviceOptimizer computes on the host instead, which cannot be run, nor compared, without CUDA.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from rlhf_megatron.parallel.device import CopyQueue, page_lock, page_unlock
+from rlhf_megatron.workers.optimizer_state import MAIN, MOMENTS
+
+PIECE = 16 << 20  # elements: a piece and its moments are 192 MiB, of which there are two on the device
+
+
+def stream_states(part: Any, device: torch.device) -> None:
+    """Put a StreamedAdam in place of the Adam of `part`, one of megatron's optimizers that has made no step yet."""
+    names = ("shard_float16_groups", "shard_fp32_from_float16_groups")
+    if not isinstance(part, DistributedOptimizer):
+        names = ("float16_groups", "fp32_from_float16_groups")
+    models, mains = (list(chain(*getattr(part, name, ()))) for name in names)
+    part.optimizer = StreamedAdam(part.optimizer.param_groups, dict(zip(mains, models, strict=True)), device)
+    part._copy_main_params_to_model_params = _is_done  # in the step itself, piece by piece
+
+
+class StreamedAdam:
+    """Has what megatron's optimizers ask of an Adam: `param_groups`, `state` and `step`.
+
+    `models`: float32 parameter -> that of the model in half precision. The former lose their bytes on the device;
+    theirs stand in `state`, beside the moments. Parameters of a float32 model stay where they are.
+    """
+
+    def __init__(
+        self, param_groups: list[dict[str, Any]], models: Mapping[Tensor, Tensor], device: torch.device
+    ) -> None:
+        self.param_groups = param_groups
+        self._models = models
+        self._device = device
+        mains: list[Tensor] = [main for group in param_groups for main in group["params"]]
+        kinds = {main: [*MOMENTS, MAIN] if main in models else list(MOMENTS) for main in mains}
+        room = torch.zeros(sum(main.numel() * len(kinds[main]) for main in mains))
+        if page_lock(room, device):
+            weakref.finalize(self, page_unlock, room)
+        parts = iter(room.split([main.numel() for main in mains for _ in kinds[main]]))
+        self.state: dict[Tensor, dict[str, Tensor]] = {
+            main: {"step": torch.zeros(()), **{kind: next(parts).view(main.shape) for kind in kinds[main]}}
+            for main in mains
+        }
+        for main in models:
+            self.state[main][MAIN].copy_(main.detach())
+            main.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step with the gradients of the parameters. Returns when the new state stands in host memory."""
+        pieces = list(self._pieces())
+        queue, size = CopyQueue(self._device), max((len(piece.grad) for piece in pieces), default=0)
+        rooms = [torch.empty(3, size, device=self._device) for _ in range(2)]
+
+        def bring(number: int) -> Any:
+            with queue.after_computation():
+                for here, host in zip(rooms[number % 2], pieces[number].hosts, strict=False):
+                    here[: len(host)].copy_(host, non_blocking=True)
+                return queue.mark()
+
+        marks = [bring(0)] if pieces else []
+        for number, piece in enumerate(pieces):
+            if number + 1 < len(pieces):
+                marks.append(bring(number + 1))
+            if marks[number] is not None:
+                queue.wait(marks[number])
+            here = [room[: len(piece.grad)] for room in rooms[number % 2]]
+            piece.update(here)
+            with queue.after_computation():
+                for host, new in zip(piece.hosts, here, strict=False):
+                    host.copy_(new, non_blocking=True)
+        queue.synchronize()
+
+    def _pieces(self) -> Iterator[_Piece]:
+        for group in self.param_groups:
+            for main in group["params"]:
+                if main.grad is None:
+                    continue
+                state = self.state[main]
+                state["step"] += 1
+                model = self._models.get(main, main).detach().view(-1)
+                hosts = [state[kind].view(-1) for kind in (*MOMENTS, MAIN) if kind in state]
+                whole = [main.grad.view(-1), model, *hosts]
+                for grad, target, *of_state in zip(*(tensor.split(PIECE) for tensor in whole), strict=True):
+                    yield _Piece(grad, target, of_state, group, float(state["step"]))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some elements of a parameter, flat."""
+
+    grad: Tensor
+    model: Tensor  # what the forward pass reads
+    hosts: list[Tensor]  # the moments, and the float32 parameter where `model` is in half precision
+    group: Mapping[str, Any]
+    num_steps: float  # this one included
+
+    def update(self, here: list[Tensor]) -> None:
+        """`here`: `hosts` on the device, changed in place like `model`."""
+        first, second, main = here
+        is_copied = len(self.hosts) == 3
+        beta1, beta2 = self.group["betas"]
+        adamw(
+            [main if is_copied else self.model],
+            [self.grad],
+            [first],
+            [second],
+            [],
+            [torch.full((), self.num_steps - 1, device=self.grad.device)],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=self.group["lr"],
+            weight_decay=self.group["weight_decay"],
+            eps=self.group["eps"],
+            maximize=False,
+        )
+        if is_copied:
+            self.model.copy_(main)
+
+
+def _is_done() -> None:
+    """Stands for a copy that has been made."""

@@ -1,0 +1,111 @@
+"""Machines in network namespaces: engines on each of them, machines with engines alone, and one that is lost."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end_tools import DP2, Finished, train, write_config
+from launch_tools import MARKER, processes_with
+from namespaces import Machines, has_namespaces
+from test_launch_nodes import QUICK, numbers
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.long,
+    pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces"),
+]
+AXES = ("tensor_model", "pipeline_model")
+RANK_EACH = {"trainer.n_gpus_per_node": 1, **{f"actor.megatron.{axis}_parallel_size": 1 for axis in AXES}}
+SHORT = RANK_EACH | {"warmup.max_steps": 0, "trainer.deterministic": True}
+ENDLESS = QUICK | RANK_EACH | {"trainer.total_training_steps": 100_000, "trainer.save_freq": 1}
+TWO = {"rollout.num_engines": 2}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    started: list[Machines] = []
+
+    def begin(settings: dict[str, Any], num_machines: int, num_spares: int = 0, **variables: str) -> Machines:
+        started.append(Machines(write_config(tmp_path), settings, num_machines, num_spares, **variables))
+        return started[-1]
+
+    yield begin
+    for machines in started:
+        machines.end()
+
+
+def finished(machines: Machines) -> Finished:
+    codes = machines.wait()
+    assert codes == [0] * machines.num_machines, machines.consoles()
+    assert machines.left_over() == []
+    return Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+
+
+def learned(run: Finished) -> list[dict[str, Any]]:
+    """All numbers but those of the processes' memory, which a colocated run tells."""
+    return [{key: value for key, value in row.items() if not key.startswith("memory/")} for row in numbers(run)]
+
+
+@pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
+def test_engines_on_two_machines_give_the_numbers_of_one(
+    start, tmp_path_factory: pytest.TempPathFactory, colocated: bool
+) -> None:
+    settings = SHORT | TWO | {"rollout.colocated": colocated}
+    alone = train(write_config(tmp_path_factory.mktemp("alone")), DP2 | settings | {"trainer.n_gpus_per_node": 2})
+    assert alone.exit_code == 0, alone.console
+    run = finished(start(settings | {"trainer.nnodes": 2}, 2))
+    assert "engines by machine: machine 0: engine0; machine 1: engine1" in run.console
+    assert learned(run) == learned(alone), "bit for bit"
+
+
+def test_machines_with_engines_alone_serve_a_trainer_on_one(start) -> None:
+    """Weights reach them as files; /dev/shm of the trainer's machine is not theirs."""
+    apart = {"rollout.engine_machines": [1, 2], "rollout.weight_transport": "disk", "trainer.nnodes": 1}
+    run = finished(start(SHORT | TWO | apart, 3))
+    assert "engines by machine: machine 1: engine0; machine 2: engine1" in run.console
+    assert len(run.rows("step")) == 2
+
+
+def lose(machines: Machines, machine: int) -> None:
+    """It loses its network, and then its power."""
+    metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
+    machines.wait_for(lambda: metrics.exists() and "step" in metrics.read_text())
+    machines.cut(machine)
+    for pid in processes_with(f"{MARKER}={machines.marker}"):
+        if f"NODE_RANK={machine}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_lost_machine_ends_the_others_and_is_named(start) -> None:
+    machines = start(ENDLESS | {"rollout.num_engines": 4, "trainer.nnodes": 4}, 4)
+    lose(machines, 1)
+    codes = machines.wait()
+    assert codes[1] == 137 and all(code == 1 for code in codes[:1] + codes[2:]), machines.consoles()
+    assert "HostLostError: the machine machine1 (10.77.0.2) is lost" in machines.console(0)
+    assert machines.left_over() == []
+
+
+def test_a_lost_machine_0_ends_the_others(start) -> None:
+    machines = start(ENDLESS | {"trainer.nnodes": 3}, 3)
+    lose(machines, 0)
+    codes = machines.wait()
+    assert codes == [137, 1, 1], machines.consoles()
+    assert "node 0 (10.77.0.1) was lost, with no sign for 15 s, before this run was over" in machines.console(1)
+    assert machines.left_over() == []
+
+
+def test_a_spare_machine_takes_the_place_of_a_lost_one(start) -> None:
+    steps = {"trainer.total_training_steps": 60, "trainer.save_last": "none"}
+    machines = start(ENDLESS | TWO | steps | {"trainer.nnodes": 2}, 3, num_spares=1, MAX_RESTARTS="1")
+    lose(machines, 1)
+    machines.join(2, node_rank=1)
+    codes = machines.wait()
+    assert codes == [0, 137, 0], machines.consoles()
+    assert "HostLostError: the machine machine1 (10.77.0.2) is lost" in machines.console(0)
+    assert "the run is started again (1 of 1)" in machines.console(0)
+    run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+    assert [row["step"] for row in run.rows("step")] == list(range(1, 61))
+    assert machines.left_over() == []

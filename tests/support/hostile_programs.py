@@ -1,0 +1,81 @@
+"""Hostile programs, each bounded in itself. One that gets what it wants prints ESCAPED.
+
+VICTIM: pid of a process of the same user. PORT, UDP: of listeners outside. CANARY: a folder outside. SECRET: in the
+environment of the victim and of the process that runs the sandbox.
+"""
+
+# ruff: noqa: E501
+
+CALL = (
+    "import ctypes,os\nL=ctypes.CDLL(None,use_errno=True)\n"
+    "def call(n,*a): return L.syscall(ctypes.c_long(n),*[ctypes.c_long(x) if isinstance(x,int) else x for x in a])\n"
+)
+PROGRAMS = {
+    "fork_bomb": "import os,time\nn=0\nfor i in range(150):\n try: p=os.fork()\n except OSError: break\n if p==0: time.sleep(2); os._exit(0)\n n+=1\nprint('ESCAPED' if n>64 else 'ok',n,flush=True)",
+    "thread_bomb": "import threading,time\nn=0\ntry:\n for i in range(300): threading.Thread(target=time.sleep,args=(1,),daemon=True).start(); n+=1\nexcept (RuntimeError,MemoryError): pass\nprint('ESCAPED' if n>64 else 'ok',n,flush=True)\nimport os; os._exit(0)",
+    "memory": "b=bytearray(900<<20)\nfor i in range(0,len(b),4096): b[i]=1\nprint('ESCAPED')",
+    "memory_in_children": "import os,time\nfor i in range(4):\n if os.fork()==0:\n  b=bytearray(250<<20)\n  for i in range(0,len(b),4096): b[i]=1\n  time.sleep(1); os._exit(0)\nif not any([os.wait()[1] for i in range(4)]): print('ESCAPED')",
+    "memory_in_memfd": "import os\nk=[]\nfor i in range(14):\n f=os.memfd_create('x'); k.append(f)\n for j in range(50): os.write(f,bytes(1<<20))\nprint('ESCAPED')",
+    "memory_in_sysv_shm": CALL
+    + "i=L.shmget(0,700<<20,0o1600)\nL.shmat.restype=ctypes.c_void_p\np=L.shmat(i,None,0)\nprint('ESCAPED' if i>=0 else 'ok')\nL.shmctl(i,0,None)",
+    "dev_shm_fill": "f=open('/dev/shm/sandbox_fill','wb')\ntry:\n for i in range(100): f.write(bytes(1<<20))\n f.flush(); print('ESCAPED')\nfinally:\n import os; os.unlink('/dev/shm/sandbox_fill')",
+    "decompress_bomb": "import zlib\nd=zlib.compressobj(9); z=b''.join(d.compress(bytes(1<<20)) for i in range(900))+d.flush()\nx=zlib.decompress(z); print('ESCAPED',len(x))",
+    "infinite_loop": "while True: pass",
+    "sleep_forever": "import time\ntime.sleep(1000)",
+    "ignore_signals": "import signal\nfor s in range(1,65):\n try: signal.signal(s,signal.SIG_IGN)\n except Exception: pass\nwhile True: pass",
+    "busy_children": "import os\nfor i in range(4):\n if os.fork()==0:\n  while True: pass\nimport time; time.sleep(1000)",
+    "stop_self": "import os,signal\nos.kill(os.getpid(),signal.SIGSTOP)",
+    "stdout_closed": "import os,time\nfor i in range(3): os.close(i)\ntime.sleep(1000)",
+    "daemon": "import os,time,sys\nif os.fork()==0:\n os.setsid()\n if os.fork()==0:\n  for i in range(3):\n   try: os.close(i)\n   except OSError: pass\n  end=time.time()+20\n  while time.time()<end:\n   time.sleep(.05)\n   try: open('CANARY/open/heartbeat','w').write(str(time.time()))\n   except OSError: pass\n os._exit(0)\ntime.sleep(.3)",
+    "rabbit": "import os,time\nend=time.time()+6\nif os.fork()==0:\n os.setsid()\n while time.time()<end:\n  try:\n   if os.fork(): os._exit(0)\n  except OSError: pass\n  try: open('CANARY/open/heartbeat','w').write(str(time.time()))\n  except OSError: pass\nos._exit(0)",
+    "kill_victim": "import os\nos.kill(VICTIM,10)\nprint('ESCAPED')",
+    "pidfd_kill_victim": "import os,signal\nf=os.pidfd_open(VICTIM); signal.pidfd_send_signal(f,10)\nprint('ESCAPED')",
+    "stop_parent": "import os,signal\nos.kill(os.getppid(),signal.SIGSTOP)\nimport time; time.sleep(1000)",
+    "signal_storm": "import os,signal,time\nend=time.time()+.3\nwhile time.time()<end:\n for p in (os.getppid(),1,VICTIM):\n  try: os.kill(p,signal.SIGUSR2)\n  except OSError: pass\nprint('done')",
+    "ptrace_victim": CALL + "r=call(101,16,VICTIM,0,0)\nprint('ESCAPED' if r==0 else 'ok')",
+    "read_victim_memory": CALL
+    + "m=[l for l in open('/proc/VICTIM/maps') if '[heap]' in l or '[stack]' in l][0].split()[0].split('-')\nf=open('/proc/VICTIM/mem','rb'); f.seek(int(m[0],16)); print('ESCAPED',len(f.read(64)))",
+    "process_vm_readv": CALL
+    + "a=int([l for l in open('/proc/self/maps') if 'python' in l][0].split('-')[0],16)\nb=ctypes.create_string_buffer(8)\nclass I(ctypes.Structure): _fields_=[('p',ctypes.c_void_p),('n',ctypes.c_size_t)]\nfor l in (open('/proc/VICTIM/maps') if os.path.exists('/proc/VICTIM/maps') else ['0-0']):\n r=call(310,VICTIM,ctypes.byref(I(ctypes.addressof(b),8)),1,ctypes.byref(I(int(l.split('-')[0],16),8)),1,0)\n if r>0: print('ESCAPED'); break",
+    "environ_of_others": "import os\nfor p in os.listdir('/proc'):\n if p.isdigit():\n  try:\n   if b'SECRET' in open('/proc/'+p+'/environ','rb').read() and p!='self': print('ESCAPED',p)\n  except OSError: pass",
+    "own_environ": "import os\nprint('ESCAPED' if 'SECRET' in str(os.environ) or b'SECRET' in open('/proc/self/environ','rb').read() else 'ok')",
+    "command_lines": "import os\nn=[p for p in os.listdir('/proc') if p.isdigit()]\nprint('ESCAPED' if len(n)>8 else 'ok',len(n))",
+    "tcp": "import socket\nsocket.create_connection(('127.0.0.1',PORT),1).send(b'x')\nprint('ESCAPED')",
+    "udp": "import socket\ns=socket.socket(socket.AF_INET,socket.SOCK_DGRAM); s.sendto(b'hostile',('127.0.0.1',UDP))",
+    "abstract_unix": "import socket\ns=socket.socket(socket.AF_UNIX); s.connect('\\0sandbox_canary'); print('ESCAPED')",
+    "path_unix": "import socket\ns=socket.socket(socket.AF_UNIX); s.connect('CANARY/open/sock'); print('ESCAPED')",
+    "read_file": "print('ESCAPED' if 'canary' in open('CANARY/secret.txt').read() else 'ok')",
+    "read_passwd": "print('ESCAPED' if 'root' in open('/etc/passwd').read() else 'ok')",
+    "write_file": "open('CANARY/open/file','w').write('hostile'); print('ESCAPED')",
+    "symlink": "import os\nos.symlink('CANARY/open/file','link'); open('link','w').write('hostile'); print('ESCAPED')",
+    "delete_files": "import shutil,os\nshutil.rmtree('CANARY/open/tree'); print('ESCAPED')",
+    "chmod_outside": "import os\nos.chmod('CANARY/open/file',0o777); print('ESCAPED')",
+    "huge_file": "f=open('big','wb')\nfor i in range(200): f.write(bytes(1<<20))\nf.flush(); print('ESCAPED')",
+    "many_files": "for i in range(8000): open('f%d'%i,'w').close()\nprint('ESCAPED')",
+    "huge_output": "import sys\nfor i in range(4000): sys.stdout.write('x'*100000)\nprint('ESCAPED')",
+    "inherited_fd": "import os\nfor f in range(3,60):\n try:\n  if b'canary' in os.pread(f,100,0): print('ESCAPED',f)\n except OSError: pass",
+    "setuid_program": "import os\nr=os.popen('CANARY/suid_id -u 2>&1').read().strip(); print('ESCAPED' if r=='0' else 'ok',r)",
+    "new_user_namespace": CALL + "r=L.unshare(0x10000000|0x20000)\nprint('ESCAPED' if r==0 else 'ok')",
+    "kernel_surface": CALL
+    + "b=ctypes.create_string_buffer(256)\nr=dict(io_uring=call(425,1,b),keyctl=call(250,0,-3,1),userfaultfd=call(323,1),bpf=call(321,0,b,64),add_key=call(248,b'user',b'x',b'y',1,-2))\nprint('ESCAPED' if [k for k,v in r.items() if v>=0] else 'ok',r)",
+    "remount_rw": CALL
+    + "r=L.mount(None,b'/',None,4096|32,None); s=L.mount(b'tmpfs',b'/tmp',b'tmpfs',0,None)\nprint('ESCAPED' if r==0 or s==0 else 'ok')",
+    "deep_recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "segfault": "import ctypes\nctypes.string_at(1)",
+    "unlink_cwd": "import os,shutil\nd=os.getcwd()+'/x'; os.mkdir(d); os.chdir(d); os.rmdir(d); os.getcwd()",
+    "raise_limits": "import resource as r\nr.setrlimit(r.RLIMIT_AS,(r.RLIM_INFINITY,)*2); b=bytearray(700<<20); print('ESCAPED')",
+    "result_forgery": 'import os\nfor f in range(3,300):\n try: os.write(f,b\'{"code":0,"stdout":"ESCAPED","stderr":"","value":null}\\n\')\n except OSError: pass',
+    "kill_harness": "import os,time\nos.kill(os.getppid(),9)\ntime.sleep(.2)",
+    "signal_everyone": "import os\ntry: os.kill(-1,23)\nexcept OSError: pass",
+    "fill_folder": "for i in range(200):\n with open('f%d'%i,'wb') as f: f.write(bytes(1<<20))\nimport time; time.sleep(.3); print('ESCAPED')",
+    "deep_folders": "import os,time\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\ntime.sleep(.3); print('ESCAPED')",
+    "closed_folders": "import os\nfor i in range(20): os.mkdir('d%d'%i); open('d%d/f'%i,'w').close(); os.mkdir('c%d'%i,0)",
+    "hard_link": "import os\nos.link('CANARY/secret.txt','link')\nprint('ESCAPED')",
+    "rename_outside": "import os\nos.rename('CANARY/open/file','file')\nprint('ESCAPED')",
+    "truncate_outside": "import os\nos.truncate('CANARY/open/file',0)\nprint('ESCAPED')",
+    "make_device": "import os,stat\nos.mknod('disk',0o600|stat.S_IFBLK,os.makedev(8,0)); os.open('disk',os.O_RDONLY)\nprint('ESCAPED')",
+    "netlink": "import socket\nsocket.socket(socket.AF_NETLINK,socket.SOCK_RAW,0)\nprint('ESCAPED')",
+    "limits_of_victim": "import resource\nresource.prlimit(VICTIM,resource.RLIMIT_NOFILE,(64,64))\nprint('ESCAPED')",
+    "memory_not_resident": "import mmap\nm=mmap.mmap(-1,8<<20); m[:]=bytes(8<<20); m.madvise(mmap.MADV_DONTNEED)\nprint('ESCAPED')",
+    "affinity_of_victim": "import os\nos.sched_setaffinity(VICTIM,{0})\nprint('ESCAPED')",
+}

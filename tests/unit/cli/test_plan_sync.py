@@ -1,0 +1,109 @@
+"""`rlhf-megatron plan sync`: figures by hand, and the largest models within seconds."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from table_samples import DEEPSEEK_V3
+
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.cli.plan.sync import engines_of
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig
+
+RUN = ROOT / "configs" / "qwen3_235b_512_ranks.yaml"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", "sync", *arguments]) in (None, 0)
+    return capsys.readouterr().out
+
+
+def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """tp2 on two GPUs, to an engine of tp2 on the same ones: each rank's half stays on its GPU, and of the norms, which
+    one of the two sends, a copy goes over NVLink."""
+    hf_config = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    layout = ["nnodes=1", "n_gpus_per_node=2"]
+    megatron = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=1", "expert_model_parallel_size=1"]
+    unset = ["num_layers_in_first_pipeline_stage=null", "num_layers_in_last_pipeline_stage=null"]
+    of_experts = ["moe_router_load_balancing_type=none", "moe_aux_loss_coeff=0.0"]
+    picture = tmp_path / "sync.svg"
+    out = plan(
+        capsys,
+        str(RUN),
+        f"model.path={tmp_path}",
+        *(f"trainer.{setting}" for setting in layout),
+        *(f"actor.megatron.{setting}" for setting in [*megatron, *unset, *of_experts]),
+        "actor.megatron.expert_tensor_parallel_size=null",
+        "critic.path=null",
+        "rollout.colocated=true",
+        "reference.param_offload=true",
+        "rollout.weight_transport=tensor",
+        "rollout.num_engines=1",
+        *(f"rollout.sglang.args.{s}" for s in ("tensor_parallel_size=2", "ep_size=1", "mem_fraction_static=0.5")),
+        f"--picture={picture}",
+    )
+    cut = 2 * (256 * 64 + (64 + 32 + 32) * 64 + 64 * 64 + 3 * 128 * 64)
+    norms = 2 * 3 * 64
+    assert f"own GPU        {(cut + norms) / 1000:.3g} kB over 2 links" in out
+    assert f"NVLink         {norms} B over" in out and "network  " in out
+    assert "whole tensors  " not in out
+    assert "this run" not in out
+    svg = picture.read_text()
+    assert svg.startswith("<svg ") and svg.count('class="cell"') == 4
+
+
+def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """59 GB for each rank of an engine at 50 GB/s, or each stage's 59 GB to 32 engines by one rank."""
+    out = plan(capsys, str(RUN))
+    assert "floor          1.18 s: engine" in out and "receives 59 GB by network" in out
+    assert "whole tensors  38.2" in out
+    assert "senders        8 stages x 4 copies x 16 ranks" in out
+    assert "this run       sends whole tensors: rollout.weight_transport is process_group" in out
+
+
+def test_attached_engines_are_counted() -> None:
+    rollout = RolloutConfig(engine="sglang", endpoints=("http://a:1", "http://b:1", "http://c:1"))
+    assert engines_of(RunConfig(rollout=rollout)).count == 3
+
+
+@pytest.mark.long
+def test_a_trillion_parameters_take_seconds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Kimi-K2's shape: 384 experts a layer."""
+    sizes = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
+    hf_config = {**DEEPSEEK_V3, **sizes, "n_group": 1, "topk_group": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    out = plan(
+        capsys,
+        str(RUN),
+        f"model.path={tmp_path}",
+        "actor.megatron.num_layers_in_first_pipeline_stage=8",
+        "actor.megatron.num_layers_in_last_pipeline_stage=5",
+        "actor.megatron.moe_router_load_balancing_type=none",
+        "actor.megatron.moe_aux_loss_coeff=0.0",
+        "critic.path=null",
+        "rollout.num_engines=16",
+        "rollout.sglang.args.tensor_parallel_size=32",
+        "rollout.sglang.args.ep_size=32",
+    )
+    assert "weights        1.99 TB" in out and "floor" in out
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - used < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20

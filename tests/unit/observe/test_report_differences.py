@@ -1,0 +1,88 @@
+"""`rlhf-megatron report A B` names every difference of two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from report_samples import Page, evaluation_row, step_row, write_run_dir
+
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.observe.report.differences import differences
+from rlhf_megatron.observe.report.files import read_run
+
+LOCK = {
+    "packages": {"python": "3.11.2", "torch": "2.13.0"},
+    "digests": {"model.path config.json": "0123456789abcdef", "data.train_files[0]": "1111111111111111"},
+}
+
+
+def make(path: Path, reward: float = 0.5, lock: object = LOCK, **more: float) -> Path:
+    rows = [
+        evaluation_row(0, 0.2, 0.1, 0.3),
+        step_row(1, 0.25),
+        *(step_row(step, reward, **more) for step in (2, 3, 4)),
+    ]
+    made = write_run_dir(path, [*rows, evaluation_row(4, reward, reward - 0.05, reward + 0.05)])
+    if lock is not None:
+        (made / "config.lock.yaml").write_text(yaml.safe_dump({"lock": lock}))
+    return made
+
+
+def test_equal_runs_are_called_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = make(tmp_path / "one"), make(tmp_path / "other", **{"timing_s/step": 9.0, "perf/mfu": 0.1})
+    assert main(["report", str(one), str(other), "--open", "no"]) == 0
+    said = capsys.readouterr().out
+    assert "settings, versions and files are the same\n" in said
+    assert "curves are the same, bit for bit, in all 6 rows that both have\n" in said
+    text = Page((one / "report-compare" / "index.html").read_text()).text
+    assert "What differs" in text and "Settings, versions and files are the same." in text
+
+
+def test_every_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = make(tmp_path / "one")
+    lock = {
+        "packages": {"python": "3.11.2", "torch": "2.12.0"},
+        "digests": {"model.path config.json": "0123456789abcdef", "data.train_files[0]": "2222222222222222"},
+    }
+    other = make(tmp_path / "other", reward=0.75, lock=lock, **{"actor/entropy": 0.3})
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("0.001", "0.1").replace("seed: 1", "seed: 2"))
+    assert main(["report", str(one), str(other), "--open", "no"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "setting actor.optim.lr: 0.001 | 0.1",
+        "setting trainer.seed: 1 | 2",
+        "version torch: 2.13.0 | 2.12.0",
+        "file data.train_files[0]: 1111111111111111 | 2222222222222222",
+        # Newcombe, of [0.45, 0.55] and [0.7, 0.8]: 0.25 -+ sqrt(0.05^2 + 0.05^2).
+        "held-out accuracy: 0.500 [0.450, 0.550] | 0.750 [0.700, 0.800], difference +0.250 [+0.179, +0.321]",
+        # Two steps of 8 samples with deviation 0.5: half 1.96 x sqrt(2 x 0.25 / 8) / 2; of the difference x sqrt 2.
+        "reward, last 2 steps: 0.500 [0.255, 0.745] | 0.750 [0.505, 0.995], difference +0.250 [-0.096, +0.596]",
+        "curves first differ at step 2: critic/rewards/mean, actor/entropy",
+    ):
+        assert line in lines, lines
+    assert not [line for line in lines if "python" in line or "config.json" in line or "settings, versions" in line]
+    text = Page((one / "report-compare" / "index.html").read_text()).text
+    assert "actor.optim.lr" in text and "2222222222222222" in text and "+0.250 [+0.179, +0.321]" in text
+
+
+def test_a_metric_whose_interval_leaves_0_out_is_named(tmp_path: Path) -> None:
+    """It is 2.5 and 2 at the last steps of one run, 4.5 and 4 in the other: t(2) x sqrt(2 x 0.125 / 2)."""
+    runs = []
+    for name, shift in (("one", 0.0), ("other", 2.0)):
+        rows = [step_row(step, 0.5, **{"actor/entropy": 1 + step / 2 + shift}) for step in (1, 2, 3)]
+        runs.append(write_run_dir(tmp_path / name, [*rows, step_row(4, 0.5, **{"actor/entropy": 2.0 + shift})]))
+    found = differences(*map(read_run, runs))
+    reward, entropy = found.curves
+    assert (reward.name, reward.is_apart, entropy.name, entropy.change.value) == (
+        "reward, last 2 steps",
+        False,
+        "actor/entropy",
+        2.0,
+    )
+    assert entropy.change.low == pytest.approx(2 - 4.302653 * 0.125**0.5, abs=1e-5)
+    assert found.notes == tuple(
+        f"{name} has no config.lock.yaml: its versions and files cannot be compared" for name in ("one", "other")
+    )

@@ -1,0 +1,151 @@
+"""What `plan memory` and `plan layout` print, against sums made anew and by hand."""
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+from table_samples import DEEPSEEK_V3
+
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.table import rules_of_stage
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.proof.check.memory_table import Memory
+from rlhf_megatron.proof.plan.gpus import GB, cache_elements, engine_memory
+from rlhf_megatron.proof.plan.layouts import Question, best, plans, refusal
+from rlhf_megatron.proof.plan.phases import host_bytes, phases_of
+from rlhf_megatron.resharding.plan import StageTraffic
+from rlhf_megatron.workers.activations import Sizes, Trained, state_bytes
+from rlhf_megatron.workers.memory_plan import StageMemory
+
+QWEN3_8B = read_hf_config(ROOT / "examples" / "qwen3_8b")
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (DEEPSEEK_V3, Layout(512, tp=4, pp=16, ep=32, etp=1, first_layers=3, last_layers=2)),
+        ({**QWEN3_8B, "vocab_size": 151937}, Layout(16, tp=4, pp=2)),
+        (QWEN3_8B, Layout(1)),
+    ],
+)
+def test_sizes_are_those_of_the_weight_table(config: dict[str, Any], layout: Layout) -> None:
+    """Rule by rule, with the vocabulary padded for tp."""
+    sizes, table = Sizes.of(Trained(config, torch.bfloat16, 1)), table_for(config, layout.tp)
+    for stage in {0, 1 % layout.pp, layout.pp - 1}:
+        experts = others = 0
+        for rule in rules_of_stage(table, stage, layout):
+            count = math.prod(rule.megatron_shape)
+            experts += 0 if rule.expert is None else count
+            others += 0 if rule.expert is not None else count // (1 if rule.split == "replicated" else layout.tp)
+        assert sizes.of_stage(layout, stage) == (experts // layout.ep // layout.etp, others)
+
+
+def test_an_engine_by_hand() -> None:
+    """Qwen3-8B at tp 8: 36 layers, one of 8 key-value heads of 128 a rank, in bfloat16; latent vectors are not cut."""
+    table = table_for(QWEN3_8B)
+    whole = sum(math.prod(hf.shape) for rule in table for hf in rule.hf)
+    norms = sum(rule.megatron_shape[0] for rule in table if rule.split == "replicated")
+    found = engine_memory(table, QWEN3_8B, "bfloat16", {"tp-size": 8, "mem-fraction-static": 0.5}, 80 * GB)
+    assert found.token_bytes == 36 * 2 * 128 * 2 and found.weights == 2 * ((whole - norms) // 8 + norms)
+    assert found.num_tokens == (40 * GB - found.weights) // found.token_bytes
+    assert cache_elements(DEEPSEEK_V3, 16) == 61 * (512 + 64)
+
+
+def test_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Trained(QWEN3_8B, torch.bfloat16, 8192)
+    question = Question(model, Sizes.of(model), 8, 80 * GB, 64)
+    found = list(plans(question))
+    fits = best(found, question.limit)
+    assert fits and all(plan.peak <= 60 * GB for plan in fits)
+    first = fits[0]
+    assert first.num_split == min(plan.num_split for plan in found if plan.peak <= 60 * GB)
+    megatron = MegatronConfig(use_distributed_optimizer=True)
+    stages = range(first.layout.pp)
+    assert first.states in [state_bytes(model, megatron, first.layout, stage) for stage in stages]
+    pipelined = next(plan for plan in found if plan.layout.pp == 4 and plan.layout.tp == 1 and plan.layout.cp == 1)
+    assert pipelined.bubble == 3 / (64 // 2 + 3) and pipelined.tp_bytes == 0
+    assert pipelined.pp_bytes == 2 * 4096 * 2 * 8192
+    words = ["plan", "layout", str(ROOT / "examples" / "qwen3_8b"), "--gpus", "8", "--samples", "64", "--most", "3"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{len(fits)} of" in lines[0] and str(first.layout) in lines[2] and len(lines) == 6
+
+
+def test_what_cannot_fit_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Trained(DEEPSEEK_V3, torch.bfloat16, 32768)
+    question = Question(model, Sizes.of(model), 8, 80 * GB, 64)
+    found = list(plans(question))
+    assert not best(found, question.limit)
+    least = min(found, key=lambda plan: plan.peak)
+    assert f"the nearest is {least.layout} with {least.peak / GB:.1f} GB" in refusal(question, found)
+    assert main(["plan", "layout", str(ROOT / "examples" / "deepseek_v3"), "--gpus", "8", "--seq", "32768"]) == 1
+    assert "nothing fits into 60.0 GB a GPU" in capsys.readouterr().err
+
+
+def test_an_optimizer_on_the_host_and_a_critic_by_hand() -> None:
+    """What optimizer_cpu_offload moves is in no phase of a GPU; actor and critic keep activations by turns."""
+    given = {"stage": 0, "num_ranks": 8, "num_parameters": 10, "parameters": 20, "gradients": 40, "reference": 20}
+    own = StageMemory(**given, main_parameters=(5, 4), moments=(10, 9), is_optimizer_on_host=True)
+    critic = replace(own, is_optimizer_on_host=False)
+    traffic = StageTraffic(stage=0, num_buckets=1, gathered=1, sent=1, peak_buffer=7)
+    memory = Memory((own,), (critic,), False, (), False, (traffic,), None, (3,), (11,))
+    config = RunConfig()
+    found = {phase.name: phase.total for phase in phases_of(config, memory, 0, None)}
+    states = 20 + 40 + (20 + 40 + 15)
+    assert found == {"generate": states, "log-probs": states, "update": states + 11, "sync": states + 7}
+    shared = replace(config, rollout=replace(config.rollout, colocated=True))
+    ranks = config.trainer.n_gpus_per_node
+    host = host_bytes(shared, memory)
+    assert host["optimizer"] == 15 * ranks and host["trainer while engines generate"] == 20 * ranks
+
+
+def plan_memory(*words: str, config: Path = ROOT / "configs" / "qwen3_8b.yaml") -> tuple[int, str]:
+    """The command in a process of its own: megatron-core is changed in it."""
+    command = [sys.executable, "-m", "rlhf_megatron", "plan", "memory", str(config), *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.dist
+def test_memory_by_phase(tmp_path: Path) -> None:
+    """Engines have the GPU in their turn and the trainer in its own; a GPU is a line in the picture."""
+    picture = tmp_path / "plan.svg"
+    code, text = plan_memory("--gpu", "h100-80g", "--picture", str(picture))
+    assert code == 0, text
+    for phase in ("generate", "log-probs", "update", "sync"):
+        assert f"stage 0 (8 ranks) {phase}" in text
+    generate = next(line for line in text.splitlines() if " generate " in line)
+    assert "52.00: engine weights" in generate and "moments" not in generate  # 0.65 of 80 GB
+    assert "host memory of a machine: trainer while engines generate" in text
+    assert picture.read_text().count("<rect") > 8
+    code, text = plan_memory("--gpu", "a100-40g")
+    assert code == 1 and "does not fit: stage 0" in text
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
+    """The largest phase that its first lines name, the engine's weights and its cache."""
+    head = recipe.read_text().partition("\nmodel:")[0]
+    gpu = re.search(r"plan memory \S+ --gpu (\S+)", head)
+    phase = re.search(r"(log-probs|update) takes? ([\d.]+) GB", head)
+    engine = re.search(r"weights take ([\d.]+) GB; its cache holds ([\d,]+) tokens", head)
+    assert gpu is not None and phase is not None and engine is not None, head
+    code, text = plan_memory("--gpu", gpu[1], config=recipe)
+    assert code == 0 and "Warning" not in text, text
+    totals = [float(number) for number in re.findall(rf"ranks\) {phase[1]} +([\d.]+):", text)]
+    assert abs(max(totals) - float(phase[2])) < 0.06  # both are rounded
+    found = re.search(r"weights ([\d.]+), cache [\d.]+, which is (\d+) tokens", text)
+    assert found is not None and abs(float(found[1]) - float(engine[1])) < 0.06
+    assert round(int(found[2]), -3) == int(engine[2].replace(",", ""))

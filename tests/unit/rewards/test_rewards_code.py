@@ -1,0 +1,289 @@
+"""Programs against tests: both styles and schemas, what counts as equal, and cheats, each of which scores 0."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.rewards.endpoint import Endpoint
+from rlhf_megatron.rewards.sandbox.base import Program
+from rlhf_megatron.rewards.sandbox.local import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.code import (
+    CodeParams,
+    code,
+    last_block,
+    read_tests,
+    same_text,
+    same_value,
+    sandbox_of,
+)
+from rlhf_megatron.rewards.service.scorer import make_scorer
+
+PARAMS = CodeParams(test_timeout_s=1.0)
+SHARE = CodeParams(test_timeout_s=1.0, score="share")
+SUM = json.dumps({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]})
+TWICE = json.dumps({"fn_name": "twice", "inputs": ["[1, 2]", "[]"], "outputs": ["[2, 4]", "[]"]})
+ADDS = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
+ONE_LINE = ADDS.replace("\n", ";")
+DOUBLES = "class Solution:\n    def twice(self, a: List[int]) -> List[int]:\n        return [2 * x for x in a]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    try:
+        sandbox_of(PARAMS).start()
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield
+    for params in (PARAMS, SHARE):
+        sandbox_of(params).close()
+    sandbox_of.cache_clear()
+
+
+def sample(program: str, label: str, **row: Any) -> RewardSample:
+    return RewardSample("", f"So:\n```python\n{program}\n```\n", label, "s", "stop", 9, json.dumps(row) if row else "")
+
+
+def score(program: str, label: str, params: CodeParams = PARAMS, **row: Any) -> RewardResult:
+    return code(sample(program, label, **row), params)
+
+
+@pytest.mark.parametrize(
+    ("program", "label"),
+    [
+        (ADDS, SUM),
+        ("print(sum(int(x) for x in open(0).read().split()))", SUM),
+        ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())), '')\nsys.exit()", SUM),
+        ("a, b = map(int, (input() + ' ' + (sys.stdin.read() or '')).split())\nprint(float(a + b))", SUM),
+        (DOUBLES, TWICE),
+        ("def twice(a):\n    print('noise')\n    return tuple(2 * x for x in a)", TWICE),
+        (
+            f"import threading\ndef main():\n  time.sleep(0.1)\n  {ONE_LINE}\nthreading.Thread(target=main).start()",
+            SUM,
+        ),
+        (f"import atexit\n@atexit.register\ndef last():\n    {ONE_LINE}", SUM),
+        (
+            "def f(a: int, b): return a + (f.__annotations__['a'] is int)",
+            json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[2]]}),
+        ),
+        ("def f(a, b): return a + b", json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})),
+    ],
+)
+def test_right_programs(program: str, label: str) -> None:
+    assert score(program, label) == RewardResult(1.0, parts={"passed": 1.0})
+
+
+def test_the_program_is_the_last_block_of_python() -> None:
+    def block(mark: str, text: str) -> str:
+        return f"```{mark}\n{text}\n```\nprose\n"
+
+    shown = (
+        block("python", "draft") + block("Python", "program") + block("text", "3") + block("", "3") + block("text", "4")
+    )
+    assert last_block(shown) == "program\n"
+    assert last_block(block("", "draft") + block("", "program") + block("cpp", "int x;")) == "program\n"
+    assert last_block(block("cpp", "int x;")) is None
+
+
+def test_livecodebench() -> None:
+    printed = json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])
+    called = json.dumps([{"input": "[1]", "output": "[2]", "testtype": "functional"}])
+    metadata = json.dumps({"func_name": "twice"})
+    assert score(ADDS, printed).score == 1.0
+    assert score(DOUBLES, called, metadata=metadata).score == 1.0
+    assert score(DOUBLES, called).status == "masked:bad_label"
+
+
+FRAMES = """
+import gc, sys
+frame, texts = sys._getframe(), []
+while frame:
+    texts += [str(v) for v in frame.f_locals.values()]
+    frame = frame.f_back
+texts += [str(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple)) and len(o) < 50]
+found = [t for t in texts if "EXPECTED" in t]
+print(found[0] if found else "", end="")
+print("7391" * bool(found))
+"""
+EQUAL = """
+class Any(list):
+    __eq__ = lambda self, other: True
+    __hash__ = None
+def twice(a): return Any()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "label"),
+    [
+        (FRAMES, json.dumps({"inputs": ["1"], "outputs": ["EXPECTED 7391"]})),
+        (EQUAL, TWICE),
+        (EQUAL.replace("(list)", "(int)"), json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]})),
+        ("import os; os._exit(0)", SUM),
+        ("exit(0)", SUM),
+        ("def twice(a): raise SystemExit(0)", TWICE),
+        ("import builtins, sys\nsys.modules['__main__'] = None\nprint(3)", SUM),  # the first test only
+        ("print(3)\nprint(7)", SUM),
+        ("def twice(a): return True", json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["1"]})),
+        ("def twice(a): return 1", json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["[1, 2]"]})),
+        ("def twice(a): return float('nan')", json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]})),
+        ("def twice(a):\n    x = []\n    for _ in range(9**5): x = [x]\n    return x", TWICE),
+        ("import json\njson.dump = lambda *a, **k: a[1].write('[2, 4]')\ndef twice(a): return 0", TWICE),
+        ("print('3'); raise ValueError", json.dumps({"inputs": ["1 2"], "outputs": ["3"]})),
+        ("def other(a): return a", TWICE),
+        ("this is no Python", SUM),
+    ],
+)
+def test_cheats_and_mistakes_score_0(program: str, label: str) -> None:
+    result = score(program, label)
+    assert (result.score, result.status) == (0.0, "ok")
+
+
+def test_what_is_no_program_or_hangs() -> None:
+    assert code(RewardSample("", "print(3)", SUM, "s", "stop", 9), PARAMS).status == "malformed"
+    cut = RewardSample("", f"```python\n{ADDS}\n```", SUM, "s", "length", 9)
+    assert code(cut, PARAMS).status == "malformed"
+    assert score("while True: pass", SUM) == RewardResult(0.0, "timeout", {"passed": 0.0})
+    half = "a = sys.stdin.read().split()\nwhile a[0] == '1': pass\nprint(7)"
+    assert score(half, SUM, SHARE) == RewardResult(0.5, parts={"passed": 0.5}), "a fresh sandbox after the first test"
+
+
+@pytest.mark.parametrize("label", ["", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '"x"', '[{"input": "1"}]'])
+def test_labels_that_hold_no_tests(label: str) -> None:
+    assert score(ADDS, label).status == "masked:bad_label"
+
+
+def test_a_label_is_cut_to_max_tests() -> None:
+    params = CodeParams(test_timeout_s=1.0, max_tests=1)
+    assert score("print(3)", SUM, params).score == 1.0
+    sandbox_of(params).close()
+    assert len(read_tests(SUM, "").cases) == 2
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        (" 3 \n\n", "3", True),
+        ("3.0", "3", True),
+        ("1e1 2", "10 2.00", True),
+        ("3.0000001", "3", False),
+        ("3\n4", "4\n3", False),
+        ("Yes", "YES", False),
+        ("", "", True),
+        ("", "0", False),
+        ("nan", "nan", True),
+        ("sNaN", "3", False),
+        ("1 x", "1.0 x", False),
+    ],
+)
+def test_printed_text(printed: str, expected: str, same: bool) -> None:
+    """By the rules of LiveCodeBench, worked out by hand."""
+    assert same_text(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        (3.0, 3, True),
+        (True, 1, False),
+        (1, True, False),
+        (False, False, True),
+        ([1, [2]], [1, [2]], True),
+        ([1], [1, 2], False),
+        ([], [None], False),
+        ({"a": 1}, {"a": 1.0}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ("1", 1, False),
+        (None, None, True),
+        (None, 0, False),
+    ],
+)
+def test_values(found: object, expected: object, same: bool) -> None:
+    assert same_value(found, expected) is same
+
+
+def test_too_few_layers_are_refused_unless_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"too few layers .*in force: none.*the network.*allow_open: true"):
+        LocalSandbox(SandboxSettings(layers=()), 1.0).start()
+    open_one = LocalSandbox(SandboxSettings(layers=(), allow_open=True), 1.0)
+    with open_one.session(Program("print(input())")) as session:
+        assert session.run("hello").stdout == "hello\n"
+    open_one.close()
+
+
+def test_in_worker_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Through the pool, which ends what a killed worker's sandbox has started."""
+    config = RewardConfig(name="code", params={"test_timeout_s": 1.0}, num_workers=2, timeout_s=20.0)
+    samples = [sample(ADDS, SUM), sample("while True: pass", SUM), sample("print(3)", SUM), sample(DOUBLES, TWICE)]
+    with make_scorer(config, tmp_path / "log") as scorer:
+        results = scorer(samples)
+    assert [(r.score, r.status) for r in results] == [(1.0, "ok"), (0.0, "timeout"), (0.0, "ok"), (1.0, "ok")]
+    assert caplog.messages[0].startswith("sandbox: ") and "limits are in force" in caplog.messages[0]
+
+
+class Server(BaseHTTPRequestHandler):
+    """Both protocols, over a real local sandbox. Every third request is answered by a 503."""
+
+    sandbox: LocalSandbox
+    bodies: list[dict[str, Any]] = []  # noqa: RUF012
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            self.bodies.append(body)
+            if len(self.bodies) % 3 == 0:
+                self.send_error(503)
+                return
+            with self.sandbox.session(Program(body["code"])) as session:
+                result = session.run(body["stdin"])
+        is_slow = result.ending == "timeout"
+        run = {"stdout": result.stdout, "stderr": result.stderr}
+        fusion = {
+            "status": "Success" if result.is_good else "Failed",
+            "run_result": {"status": "TimeLimitExceeded" if is_slow else "Finished", "return_code": result.code, **run},
+        }
+        plain = {"ending": result.ending, "code": result.code, **run}
+        answer = json.dumps(fusion if self.path == "/run_code" else plain).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    Server.sandbox = LocalSandbox(SandboxSettings(), 1.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+    Server.sandbox.close()
+
+
+@pytest.mark.parametrize(("path", "protocol"), [("/run_code", "sandbox_fusion"), ("/run", "plain")])
+def test_a_server(server: str, path: str, protocol: Any) -> None:
+    params = CodeParams(server=Endpoint(server + path), protocol=protocol, test_timeout_s=1.0)
+    wanted = [(ADDS, SUM, 1.0, "ok"), (DOUBLES, TWICE, 1.0, "ok"), ("exit(0)", SUM, 0.0, "ok")]
+    for program, label, right, status in [*wanted, ("while True: pass", SUM, 0.0, "timeout")]:
+        result = score(program, label, params)
+        assert (result.score, result.status) == (right, status), program
+    assert {"run_timeout", "memory_limit_MB", "language"} <= Server.bodies[-1].keys() or protocol == "plain"
+
+
+def test_a_server_that_is_down_or_refuses_is_not_the_policys_fault(server: str) -> None:
+    down = CodeParams(server=Endpoint("http://127.0.0.1:9/run_code", patience_s=0.3))
+    assert score(ADDS, SUM, down).status == "masked:sandbox"
+    assert "gave no answer in 0.3 s" in score(ADDS, SUM, down).error

@@ -1,0 +1,78 @@
+"""What is known of processes below a process: which there are, and the CPU time that they have used."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.rewards import process_tree
+from rlhf_megatron.rewards.process_tree import children, descendants
+from rlhf_megatron.rewards.sandbox.remote import with_prelude
+from rlhf_megatron.rewards.stopwatch import Stopwatch
+
+BURNING = """
+import subprocess, sys
+burn = "import time\\nwhile time.process_time() < 0.2: pass"
+sys.stdin.readline()
+for _ in range(3):
+    subprocess.run([sys.executable, "-S", "-c", burn], check=True)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_cpu_time_of_children_that_have_ended_counts() -> None:
+    with subprocess.Popen([sys.executable, "-c", BURNING], stdin=-1, stdout=-1, text=True, bufsize=1) as program:
+        watch = Stopwatch(program.pid)
+        watch.look()
+        assert program.stdin is not None and program.stdout is not None
+        program.stdin.write("go\n")
+        assert program.stdout.readline() == "done\n"
+        assert watch.look() >= 0.5, "three children of 0.2 s each, of which one tick each may be cut off"
+        program.stdin.write("end\n")
+
+
+def test_kernels_without_lists_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parents of all processes say the same."""
+    shell = ["sh", "-c", "sleep 60 & echo $!; wait"]
+    with subprocess.Popen(shell, stdout=-1, text=True) as program:
+        assert program.stdout is not None
+        grandchild = int(program.stdout.readline())
+        assert children(program.pid) == [grandchild] and program.pid in children(os.getpid())
+        opened = builtins.open
+
+        def without_lists(path: Any, *arguments: Any) -> Any:
+            if str(path).endswith("/children"):
+                raise FileNotFoundError(path)
+            return opened(path, *arguments)
+
+        monkeypatch.setattr(process_tree, "open", without_lists, raising=False)
+        assert children(program.pid) == [grandchild]
+        assert set(descendants(os.getpid())) >= {program.pid, grandchild}
+        assert set(descendants(os.getpid(), {program.pid})).isdisjoint({program.pid, grandchild})
+        os.kill(grandchild, 9)
+        program.wait()
+        assert children(program.pid) == []
+
+
+FUTURE = "from __future__ import annotations\n"
+
+
+@pytest.mark.parametrize(
+    "code", [f"{FUTURE}x: No = 1\nprint(x)", f"'A text.'\n{FUTURE}x: No = 1; print(x)", "print(1)"]
+)
+def test_the_prelude_stands_behind_future_imports(code: str) -> None:
+    code = code.replace("\n", "\r\n")
+    done = subprocess.run(
+        [sys.executable, "-c", with_prelude(code + "\nprint(gcd(4, 6))")], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", "2"], done.stderr
+
+
+def test_a_program_that_does_not_parse_is_the_servers_to_tell() -> None:
+    assert with_prelude("def f(:").endswith("\ndef f(:")

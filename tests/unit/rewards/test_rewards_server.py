@@ -1,0 +1,158 @@
+"""A reward model behind HTTP servers: real servers on this machine, of which one is killed, refuses or lies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.rewards.endpoint import Endpoint
+from rlhf_megatron.rewards.scorers import RewardSample, reward_server
+from rlhf_megatron.rewards.scorers.reward_server import RewardServerParams
+
+score = reward_server.reward_server
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+def embedding(*numbers: float) -> Answer:
+    return lambda body: (200, [{"embedding": list(numbers)}])
+
+
+def of_length(body: dict[str, Any]) -> tuple[int, Any]:
+    return 200, {"embedding": [len(body["text"]) / 10]}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as `answer` says, and counts what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.asked = answer, list[dict[str, Any]]()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def url(self, path: str = "/classify") -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}{path}"
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        status, answer = self.server.answer(body)
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Answer], Server]]:
+    servers: list[Server] = []
+
+    def started(answer: Answer) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
+
+    reward_server._resting.clear()
+    yield started
+    for server in servers:
+        server.stop()
+
+
+def params_of(*urls: str, **settings: Any) -> RewardServerParams:
+    return RewardServerParams(tuple(Endpoint(url, timeout_s=20.0) for url in urls), **settings)
+
+
+def sample(response: str) -> RewardSample:
+    return RewardSample("Q: ", response, "", "s", "stop", 3)
+
+
+def test_every_sample_is_scored_once_when_a_replica_ends(
+    start: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_server, "FAILOVER_S", 0.01)
+    first, second = start(of_length), start(of_length)
+    params = params_of(first.url(), second.url(), ending="!", rest_s=3600.0)
+    assert params.prepare() == "reward model: 2 of 2 servers answer"
+    first.asked.clear()
+    second.asked.clear()
+    results = []
+    for number in range(60):
+        if number == 30:
+            before = len(first.asked)
+            first.stop()
+        results.append(score(sample("a" * number), params))
+    assert [(result.status, result.score) for result in results] == [("ok", (number + 4) / 10) for number in range(60)]
+    asked = [body["text"] for server in (first, second) for body in server.asked]
+    assert sorted(map(len, asked)) == list(range(4, 64)) and 0 < before == len(first.asked)
+    assert sum(result.parts["failovers"] for result in results) == 1, "a server that failed rests"
+
+
+def test_a_server_that_comes_back_is_asked_again(start: Callable[[Answer], Server]) -> None:
+    answers = iter([(503, {}), (503, {}), *[(200, {"embedding": [2.0]})] * 40])
+    flaky = start(lambda body: next(answers))
+    params = RewardServerParams((Endpoint(flaky.url(), patience_s=0.01),), rest_s=3600.0, patience_s=60.0)
+    assert score(sample("a"), params).parts == {"failovers": 2.0}
+    assert reward_server._resting == {} and score(sample("b"), params).score == 2.0
+
+
+def test_no_server_at_all_masks_the_sample(start: Callable[[Answer], Server]) -> None:
+    gone = start(of_length)
+    url = gone.url()
+    gone.stop()
+    params = RewardServerParams((Endpoint(url, patience_s=0.01),), patience_s=0.0)
+    assert score(sample("a"), params).status == "masked:endpoint"
+    with pytest.raises(ValueError, match="no server of the reward model gives a score"):
+        params.prepare()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (embedding(0.1, 0.2, 0.3), "answered 3 numbers, the first 0.1, in place of one score"),
+        (embedding(float("nan")), "answered 1 numbers, the first nan"),
+        (lambda body: (200, {"data": "?"}), "which has no embedding"),
+        (lambda body: (400, {"error": "too long"}), "answered 400"),
+    ],
+)
+def test_what_is_no_score_is_refused_at_once(start: Callable[[Answer], Server], answer: Answer, text: str) -> None:
+    server = start(answer)
+    with pytest.raises(ValueError, match=text):
+        params_of(server.url()).prepare()
+    result = score(sample("a"), params_of(server.url()))
+    assert result.status == "masked:endpoint" and text in result.error and len(server.asked) == 2
+
+
+def test_replicas_with_biases_of_their_own_are_refused(start: Callable[[Answer], Server]) -> None:
+    params = params_of(start(embedding(0.5)).url(), start(embedding(0.54)).url())
+    with pytest.raises(ValueError, match=r"servers score one text differently .* write score.bias \(0\)"):
+        params.prepare()
+
+
+def test_a_router_is_asked_for_embeddings(start: Callable[[Answer], Server]) -> None:
+    router = start(lambda body: (200, {"data": [{"embedding": [len(body["input"])]}]}))
+    assert score(sample("ab"), params_of(router.url("/v1/embeddings"), model="rm")).score == 5
+    assert router.asked == [{"model": "rm", "input": "Q: ab"}]
+
+
+def test_paths_that_say_1_for_all() -> None:
+    with pytest.raises(ValueError, match=r"gives 1\.0 for every text"):
+        params_of("http://127.0.0.1:1/v1/classify")
+    with pytest.raises(ValueError, match="servers must name one server"):
+        params_of()

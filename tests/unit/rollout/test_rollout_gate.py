@@ -1,0 +1,102 @@
+"""Generate calls that wait: for the end of a pause, or for one of the connections that a process may have."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from rlhf_megatron.rollout import http
+from rlhf_megatron.rollout.gate import Gate
+from rlhf_megatron.rollout.http import Connections, run, start
+
+
+async def call(gate: Gate, name: str = "", hold: asyncio.Event | None = None, timeout_s: float = 30.0) -> bool:
+    """Whether it ran; inside of the gate until `hold` is set."""
+    async with gate.passing(timeout_s, name) as is_running:
+        if hold is not None:
+            await hold.wait()
+        return is_running
+
+
+async def made(function: Callable[[], asyncio.Event | Connections]) -> asyncio.Event | Connections:
+    return function()
+
+
+@pytest.fixture
+def one_connection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that may have eight files: six connections, of which five are taken here."""
+    monkeypatch.setattr(http, "allow_open_files", lambda: 8)
+    few = run(made(Connections), 30.0)
+    assert isinstance(few, Connections)
+    for _ in range(5):
+        run(few.acquire(), 30.0)
+
+    async def swap(new: Connections | None) -> Connections | None:
+        loop = asyncio.get_running_loop()
+        old = http._connections.pop(loop, None)
+        if new is not None:
+            http._connections[loop] = new
+        return old
+
+    before = run(swap(few), 30.0)
+    yield
+    run(swap(before), 30.0)
+
+
+def test_a_pause_holds_calls_and_an_abort_ends_them() -> None:
+    gate = Gate()
+    assert run(call(gate), 30.0) and gate.wait_until_empty(0.01)
+    gate.close()
+    with pytest.raises(TimeoutError):
+        run(call(gate, timeout_s=0.01), 30.0)
+    for let_through, expected in ((gate.abort, False), (gate.open, True)):
+        future = start(call(gate))
+        with pytest.raises(TimeoutError):
+            future.result(0.02)
+        let_through()
+        assert future.result(30) is expected and gate.wait_until_empty(0.01)
+
+
+def test_calls_beyond_the_files_of_a_process_wait_and_it_says_so_once(
+    one_connection: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of three calls is aborted by its name as it waits; the third runs when the first has ended."""
+    gate, threads = Gate(), threading.active_count()
+    hold = run(made(asyncio.Event), 30.0)
+    assert isinstance(hold, asyncio.Event)
+    first = start(call(gate, "first", hold))
+    waiting = {name: start(call(gate, name)) for name in ("second", "third")}
+    until(lambda: len(http._connections[http._loop(http.os.getpid())]._waiters or ()) == 2)  # type: ignore[attr-defined]
+    assert not gate.wait_until_empty(0.01) and threading.active_count() == threads
+    gate.abort(["second"])
+    http._loop(http.os.getpid()).call_soon_threadsafe(hold.set)  # type: ignore[attr-defined]
+    assert first.result(30) and not waiting["second"].result(30) and waiting["third"].result(30)
+    (told,) = caplog.messages
+    assert "may not open more than 8 files; raise the hard limit" in told
+
+
+def test_a_pause_that_begins_as_a_call_waits_for_its_connection_holds_it(one_connection: None) -> None:
+    """It gives the connection to another engine's call meanwhile."""
+    gate, other = Gate(), Gate()
+    hold = run(made(asyncio.Event), 30.0)
+    assert isinstance(hold, asyncio.Event)
+    first = start(call(other, hold=hold))
+    second: Future[bool] = start(call(gate))
+    gate.close()
+    third = start(call(other))
+    http._loop(http.os.getpid()).call_soon_threadsafe(hold.set)  # type: ignore[attr-defined]
+    assert first.result(30) and third.result(30) and not second.done()
+    gate.open()
+    assert second.result(30)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,116 @@
+"""Which machine an engine is on, which devices it has there, and who sends it weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from config_samples import VALID
+
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.machines import machines_of_engines, told
+from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.transports.delivery import served_by_copies
+from rlhf_megatron.runtime.torchrun import engines
+from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_on
+
+TWO = ["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]
+FOUR_ENGINES = [*TWO, "rollout.num_engines=4"]
+DISK = "rollout.weight_transport=disk"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[list[str]], Loaded]:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID)
+    return lambda overrides: read_run_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machines"),
+    [
+        (["rollout.num_engines=3"], [0, 0, 0]),
+        (FOUR_ENGINES, [0, 1, 0, 1]),
+        ([*FOUR_ENGINES, "rollout.engine_machines=[1]"], [1, 1, 1, 1]),
+        ([*FOUR_ENGINES, "rollout.engine_machines=[2,3]", DISK], [2, 3, 2, 3]),
+        # One tensor parallel group over both machines of one rank each: no machine has the actor whole.
+        ([*TWO, "trainer.n_gpus_per_node=1", "rollout.num_engines=2"], [0, 0]),
+        # Of two machines of 3 ranks at tp 2, each has a copy whole and half of another.
+        ([*TWO, "trainer.n_gpus_per_node=3", "rollout.num_engines=2"], [0, 1]),
+        (["trainer.runtime=ray", *FOUR_ENGINES], [0, 0, 0, 0]),
+    ],
+)
+def test_engines_are_dealt_to_machines_that_weights_reach(load, overrides: list[str], machines: list[int]) -> None:
+    assert machines_of_engines(load(overrides).config) == machines
+
+
+def test_the_rule_is_told(load) -> None:
+    assert told(load(FOUR_ENGINES).config) == "machine 0: engine0, engine2; machine 1: engine1, engine3"
+    assert told(load([]).config) == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.engine_machines=[1,1]"], "rollout.engine_machines ([1, 1]) must name each machine once"),
+        (["rollout.engine_machines=[2]"], "(tensor) does not reach engines on machines [2] of 2 with ranks"),
+        (["rollout.colocated=true"], "(true) needs an engine on each machine with ranks, 0 to 1, and no other, but"),
+    ],
+)
+def test_what_cannot_be_is_refused(load, overrides: list[str], words: str) -> None:
+    (problem,) = validate(load([*TWO, *overrides]))
+    assert words in problem
+
+
+def test_an_engine_on_each_machine_may_be_colocated(load) -> None:
+    assert validate(load([*TWO, "rollout.colocated=true", "rollout.num_engines=2"])) == []
+
+
+def test_keepers_are_where_the_controller_is_not(load) -> None:
+    pool = keeper_pool(load([*FOUR_ENGINES, "rollout.engine_machines=[0,2,5]", DISK]).config)
+    assert pool is not None and pool.machines == (2, 5) and pool.where(1) == "[engines of machine 5]"
+    assert keeper_pool(load([]).config) is None
+
+
+def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "num_devices", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def devices(machine: int, place: int, *overrides: str) -> str:
+        config: RunConfig = load([*TWO, "trainer.n_gpus_per_node=6", "trainer.device=auto", *overrides]).config
+        return seat_on(config, machine, place, "10.0.0.2").env["CUDA_VISIBLE_DEVICES"]
+
+    assert devices(1, 0) == "6,0,1,2,3,4,5", "its own first; it opens the memory of the others"
+    assert devices(1, 1) == "7,0,1,2,3,4,5"
+    assert devices(2, 1) == "1", "no ranks are there"
+    assert devices(1, 1, "rollout.colocated=true") == "1,0,2,3,4,5"
+    with pytest.raises(EngineError, match="engine 2 of machine 1 needs devices 8 to 8, but 8 are visible there"):
+        devices(1, 2)
+
+
+def addresses(*machines: int) -> list[EngineAddress]:
+    return [EngineAddress(f"e{i}", "local", "", "", machine=machine) for i, machine in enumerate(machines)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "each", "machines", "served"),
+    [
+        (Layout(4), None, (0, 0), {0: ["e0"], 1: ["e1"], 2: [], 3: []}),
+        (Layout(4), 2, (0, 1, 0, 1, 1), {0: ["e0"], 1: ["e2"], 2: ["e1", "e4"], 3: ["e3"]}),
+        (Layout(8, tp=2), 4, (0, 1), {0: ["e0"], 1: [], 2: ["e1"], 3: []}),
+        (Layout(4, tp=4), 2, (0,), {}),  # no machine has a copy: whole tensors from the first rank
+        (Layout(4, pp=2), 2, (0,), {}),
+    ],
+)
+def test_copies_serve_the_engines_of_their_machine(
+    layout: Layout, each: int | None, machines: tuple[int, ...], served: dict[int, list[str]]
+) -> None:
+    place: Any = SimpleNamespace(layout=layout, rank=0, is_in_pieces=False, device=torch.device("cpu"))
+    found = served_by_copies(place, "tensor", addresses(*machines), each)
+    assert {copy: [engine.name for engine in mine] for copy, mine in found.items()} == served

@@ -1,0 +1,83 @@
+"""Where the package does something else on a GPU than on a CPU: functions, found by reading the sources. Each is run by
+the rehearsal on device cuda, or is excused here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "rlhf_megatron"
+KINDS = ("cuda", "cpu")
+ATTRIBUTES, CALLS = ("is_available", "is_cuda", "device_count"), ("has_accelerator", "num_devices")
+# Text about devices, or a setting of another program: nothing is computed there.
+APART = ("cli/", "verl/", "config/", "proof/", "simulator/", "parallel/cpu_platform.py")
+TAKEN = Path(__file__).with_name("branches.txt")  # those that the last rehearsal of all cases has come to
+_NO_PACKAGE = "Transformer Engine and Apex have no wheels: nothing of theirs is installed where this runs"
+_NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
+_STOCK = "stock SGLang's CUDA server has kernels that the host cannot compute"
+EXCUSED: dict[str, str] = {
+    "algorithms/aggregate.py:sequence_sums": "sums of columns on the controller, which has them on the CPU",
+    "generation/source.py:_defaults": "chooses stock SGLang where it sees a GPU, for files without a configuration",
+    "kernels/head_memory.py:head_memory": "arithmetic on shapes: the device is an argument, tests give both",
+    "kernels/log_prob_chunked.py:_rows_with_gradient": _NO_TRACE,
+    "kernels/log_prob_fused_triton.py:_num_processors": "a Triton kernel: by its interpreter, which asks nothing",
+    "kernels/log_prob_fused_triton.py:fused_forward": "a Triton kernel: by its interpreter, apart from whole runs",
+    "models/fused.py:choose_adam": _NO_PACKAGE,
+    "parallel/device.py:backend": _STOCK,
+    "parallel/weight_grad.py:wgrad_gemm_accum_fp32": _NO_TRACE,
+    "rollout/fleet/start.py:EngineSetup.machine": _STOCK,
+    "rollout/sglang/attach.py:_of_settings": _STOCK,
+    "rollout/sglang/environment.py:on_cpu": _STOCK,
+    "rollout/transports/tensor.py:SGLangTensorTransport.deliver": _STOCK,
+    "runtime/ray/driver.py:_devices": "Ray counts devices by itself, and finds none of the null library's",
+    "runtime/torchrun/engines.py:seat_on": "several machines: arithmetic on numbers of devices, with a unit test",
+}
+
+
+def device_branches() -> set[str]:
+    """Returns "path:qualified name" of each function that asks for the kind of device."""
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if not name.startswith(APART):
+            found |= {f"{name}:{function}" for function in _asking(ast.parse(path.read_text()), "")}
+    return found
+
+
+def listed(folder: Path) -> Path:
+    """Writes the list that a rehearsal of numbers reads, and forgets what an earlier one has seen."""
+    path = folder / "branches"
+    path.write_text("\n".join(sorted(device_branches())))
+    path.with_suffix(".seen").unlink(missing_ok=True)
+    return path
+
+
+def not_seen(path: Path) -> list[str]:
+    """The functions of the list that no process has called on device cuda and that are not excused."""
+    return sorted(set(path.read_text().splitlines()) - seen(path) - EXCUSED.keys())
+
+
+def seen(path: Path) -> set[str]:
+    """Those that some process has called."""
+    return set(path.with_suffix(".seen").read_text().splitlines())
+
+
+def _asking(tree: ast.AST, inside: str) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function or isinstance(node, ast.ClassDef):
+            yield from _asking(node, f"{inside}{node.name}{'.<locals>.' if is_function else '.'}")
+        else:
+            if inside and _asks(node):
+                yield inside.removesuffix(".<locals>.").removesuffix(".")
+            yield from _asking(node, inside)
+
+
+def _asks(node: ast.AST) -> bool:
+    """Whether a comparison with a kind, or a question for devices, stands in a node that is no function."""
+    if isinstance(node, ast.Compare):
+        return any(isinstance(part, ast.Constant) and part.value in KINDS for part in (node.left, *node.comparators))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in CALLS
+    return isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES

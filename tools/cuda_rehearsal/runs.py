@@ -1,0 +1,154 @@
+"""Runs cases on device cuda with right numbers and compares them with the CPU, figure by figure, sample by sample."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.cuda_rehearsal.cases import BASELINES, SHORT, Baseline, Case
+from tools.cuda_rehearsal.environment import REPOSITORY, environment, on_cpu
+
+TIMEOUT_S = 900.0  # of one run
+# Float32's rounding; figures that are differences of equal numbers are 1e-7 on both sides.
+RELATIVE, ABSOLUTE = 1e-4, 1e-5
+# Not of the model: time, memory, and how work was spread.
+NOT_COMPARED = (
+    "timing",
+    "perf/",
+    "memory/",
+    "sync/",
+    "checkpoint/",
+    "global_seqlen/",
+    "seconds",
+    "rollout/cached",
+    "actor/num_micro",
+)
+STEPS = "trainer.total_training_steps"
+KINDS = ("step", "evaluation", "warmup")
+
+
+class RunFailedError(Exception):
+    """A run did not end well. The message has the end of its output."""
+
+
+def run_baseline(name: str, folder: Path, num_steps: int) -> Path:
+    """Returns the directory of the run on the CPU."""
+    settings = {**SHORT, **BASELINES[name].settings, **_ranks(1), "trainer.device": "cpu", STEPS: num_steps}
+    return _train(f"cpu-{name}", BASELINES[name], settings, folder, on_cpu())
+
+
+def run_case(case: Case, folder: Path, built: Path, num_steps: int) -> Path:
+    """Returns the directory of the run on device cuda."""
+    settings = settings_of(case, folder) | {STEPS: num_steps}
+    return _train(
+        _directory(case.name), BASELINES[case.baseline], settings, folder, environment(built, True, case.num_ranks)
+    )
+
+
+def settings_of(case: Case, folder: Path) -> dict[str, Any]:
+    """All settings of a case beside its configuration. `folder`: where the case that it resumes has run."""
+    own: dict[str, Any] = {"trainer.device": "cuda"}
+    if case.resumes:
+        source = folder / _directory(case.resumes) / "checkpoints" / "step_000001"
+        own |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(source)}
+    return {**SHORT, **BASELINES[case.baseline].settings, **_ranks(case.num_ranks), **own, **case.settings}
+
+
+def differences(found: Path, expected: Path, is_resumed: bool = False) -> list[str]:
+    """What differs between two runs, in words. `is_resumed`: `found` has only what comes after the first step."""
+    problems = []
+    for kind in KINDS:
+        here, there = ({row["step"]: row for row in _rows(run, kind)} for run in (found, expected))
+        if not is_resumed and here.keys() != there.keys():
+            problems.append(f"{kind} rows of steps {sorted(here)}, on the CPU {sorted(there)}")
+        for step in sorted(here.keys() & there.keys()):
+            problems += [f"{kind} {step}: {words}" for words in _unlike(here[step], there[step])]
+    here, there = (_samples(run) for run in (found, expected))
+    wrong = [place for place in here if here[place] != there.get(place)]
+    if wrong or not here:
+        problems.append(f"{len(wrong)} of {len(here)} samples differ, the first at {wrong[:1]}")
+    return problems
+
+
+def _unlike(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    words = []
+    for key in sorted(here.keys() | there.keys()):
+        if key.startswith(NOT_COMPARED):
+            continue
+        a, b = here.get(key), there.get(key)
+        if isinstance(a, float) and isinstance(b, float):
+            if math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
+                continue
+        elif a == b:
+            continue
+        words.append(f"{key} {a} on cuda, {b} on the CPU")
+    return words
+
+
+def _train(name: str, baseline: Baseline, settings: Mapping[str, Any], folder: Path, env: Mapping[str, str]) -> Path:
+    directory = folder / name
+    shutil.rmtree(directory, ignore_errors=True)
+    own = {**settings, "trainer.default_local_dir": str(folder), "trainer.experiment_name": name}
+    words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+    command = [sys.executable, "-m", "rlhf_megatron", "train", f"configs/{baseline.config}.yaml", *words]
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=dict(env), stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
+        )
+    if done.returncode:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        raise RunFailedError(f"{name} ended with code {done.returncode} ({log}):\n{end}")
+    return directory
+
+
+def _ranks(num_ranks: int) -> dict[str, Any]:
+    """One machine, and no model parallelism but what a case adds."""
+    axes = dict.fromkeys(("tensor_model", "pipeline_model"), 1)
+    return {"trainer.n_gpus_per_node": num_ranks, **{f"actor.megatron.{a}_parallel_size": n for a, n in axes.items()}}
+
+
+def _directory(case: str) -> str:
+    return f"cuda-{case.replace(' ', '-')}"
+
+
+def _rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def _samples(run: Path) -> dict[tuple[Any, ...], int]:
+    """How often each sample is among those of its step."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for line in (run / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        place = (row["step"], row["prompt"], row["response"], row["reward"])
+        counts[place] = counts.get(place, 0) + 1
+    return counts
+
+
+def rehearse(cases: Sequence[Case], folder: Path, built: Path, num_steps: int = 2) -> int:
+    """Runs all and prints a line each. Returns the number of those that failed."""
+    baselines: dict[str, Path] = {}
+    num_failed = 0
+    for case in cases:
+        start = time.monotonic()
+        try:
+            if case.is_compared and case.baseline not in baselines:
+                baselines[case.baseline] = run_baseline(case.baseline, folder, num_steps)
+            found = run_case(case, folder, built, num_steps)
+            problems = differences(found, baselines[case.baseline], bool(case.resumes)) if case.is_compared else []
+        except (RunFailedError, subprocess.TimeoutExpired) as error:
+            problems = [str(error)]
+        num_failed += bool(problems)
+        print(f"{'FAILED' if problems else 'ok':7}{case.name:24}{time.monotonic() - start:6.0f} s", flush=True)
+        for words in problems[:10]:
+            print(f"       {words}", flush=True)
+    return num_failed
