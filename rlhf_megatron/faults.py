@@ -27,7 +27,7 @@ DIRECTORY_ENV = "RLHF_MEGATRON_FAULTS_DIR"
 
 POINTS = {
     "loop.step_begins": "controller: before the prompts of a step are drawn",
-    "rollout.mid_generate": "controller: some groups of the step have come, more are under way",
+    "rollout.mid_generate": "controller: some groups of the step are taken and journalled, others are not yet",
     "rollout.after_generate": "controller: all groups have come",
     "reward.before_score": "controller: before the rewards are computed",
     "loop.after_score": "controller: rewards are known",

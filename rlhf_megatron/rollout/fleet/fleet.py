@@ -139,6 +139,7 @@ class EngineFleet:
         self._learn_version()
         known = self._current(known or {})
         results: list[list[GeneratedSample] | None] = [known.get(index) for index in range(len(requests))]
+        num_missing = results.count(None)
         chunks = self._balancer.cut(requests, len(self._supervisor.members), self.is_closed)
         with self._working(without_known(chunks, known, self.is_closed)) as work:
             while not work.is_finished:
@@ -147,9 +148,10 @@ class EngineFleet:
                     for run in unknown_runs(chunk.start, len(groups), known):
                         new = groups[run.start - chunk.start :][: len(run)]
                         results[run.start : run.stop] = new
+                        num_missing -= len(run)
                         if on_groups is not None:
                             on_groups(run.start, new)
-                    if not work.is_finished:
+                    if num_missing:
                         faults.reach("rollout.mid_generate")
         assert all(group is not None for group in results), "a group was lost"
         return [group for group in results if group is not None]
