@@ -67,10 +67,12 @@ class Endpoint:
 
     def ask(self, body: Any) -> Asked:
         """Post `body` as JSON. Raises EndpointError when the server gives no answer in time, or refuses."""
-        start, pause, num_retries = time.monotonic(), FIRST_PAUSE_S, 0
+        first: float | None = None
+        pause, num_retries = FIRST_PAUSE_S, 0
         while True:
             with self._turn():
                 sent = time.monotonic()
+                first = sent if first is None else first  # waiting for a turn is no failure of the server
                 status, text, wait_s = self._post(json.dumps(body).encode())
             if status == 200:
                 try:
@@ -80,7 +82,7 @@ class Endpoint:
             if status is not None and status not in PASSING:
                 raise Refused(f"{self.url} answered {status}: {text[:200]!r}.")
             pause_s = max(wait_s, pause * random.uniform(0.5, 1.5))
-            if time.monotonic() + pause_s - start > self.patience_s:
+            if time.monotonic() + pause_s - first > self.patience_s:
                 told = f"status {status}: {text[:200]!r}" if status else text[:200].decode(errors="replace")
                 raise EndpointError(f"{self.url} gave no answer in {self.patience_s:g} s ({told}).")
             time.sleep(pause_s)

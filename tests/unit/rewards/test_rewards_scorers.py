@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhf_megatron.rewards import endpoint
 from rlhf_megatron.rewards.endpoint import Endpoint, _await_slot
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.scorers.json_schema import JsonSchemaParams, json_schema
@@ -206,6 +208,17 @@ def test_requests_that_fail_are_sent_again(url: str) -> None:
     lost = llm_judge(sample("good"), LlmJudgeParams(Endpoint(url, patience_s=0.5), "judge"))
     Judge.fails = 0
     assert lost.status == "masked:endpoint" and "gave no answer in 0.5 s (status 503" in lost.error
+
+
+def test_a_request_that_waited_long_for_its_turn_is_sent_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of six a minute is no failure of the server, whose patience begins with the first request."""
+    waited_s = [1000.0, 0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 - sum(waited_s), sleep=time.sleep)
+    monkeypatch.setattr(endpoint, "time", clock)
+    monkeypatch.setattr(endpoint, "_await_slot", lambda path, interval_s: waited_s.pop(0))
+    Judge.fails = 1
+    params = LlmJudgeParams(Endpoint(url, requests_per_s=0.1), "judge")
+    assert llm_judge(sample("good"), params).parts["retries"] == 1
 
 
 def _ask(url: str, count: int, settings: dict[str, Any]) -> None:
