@@ -1,5 +1,4 @@
-"""Chat templates in the style of well-known families, whose ways with turns they have, and a small tokenizer that
-has their control tokens."""
+"""Chat templates in the style of two families, and a small tokenizer that has their control tokens."""
 
 import json
 from pathlib import Path
@@ -66,84 +65,6 @@ LLAMA = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-HERMES_CALLS = """{%- for call in message.tool_calls or [] %}
-    {{- '\\n<tool_call>\\n' }}
-    {{- {"name": call.function.name, "arguments": call.function.arguments} | tojson }}{{- '\\n</tool_call>' }}
-{%- endfor %}"""
-HERMES_END = """{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-QWEN25 = (  # append-only; drops reasoning_content, and writes a newline behind its stop token
-    """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content }}"""
-    + HERMES_CALLS
-    + """{{- '<|im_end|>\\n' }}{%- endfor %}"""
-    + HERMES_END
-)
-QWEN3 = (  # keeps the thinking of the last turn only, and writes an empty one where it has none
-    """{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' and loop.index0 > ns.last %}
-        {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
-    {%- endif %}
-    {{- message.content }}"""
-    + HERMES_CALLS
-    + """{{- '<|im_end|>\\n' }}{%- endfor %}"""
-    + HERMES_END
-)
-LLAMA3 = """{%- for message in messages %}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-MISTRAL = """{{- bos_token }}{%- for message in messages %}
-    {%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
-    {%- else %}{{- ' ' + message.content + eos_token }}{%- endif %}
-{%- endfor %}"""
-DEEPSEEK_R1 = """{{- bos_token }}{%- for message in messages %}
-    {%- if message.role == 'user' %}{{- '<|User|>' + message.content }}
-    {%- else %}{{- '<|Assistant|>' + message.content.split('</think>')[-1] + eos_token }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}"""
-GLM4 = """{%- for message in messages %}
-    {%- if message.role == 'tool' %}{{- '<|observation|>\\n' + message.content }}
-    {%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}{%- endif %}
-    {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>' + call.function.name }}
-        {%- for key, value in call.function.arguments.items() %}{{- '\\n' + key + '=' + value | string }}{%- endfor %}
-        {{- '</tool_call>' }}
-    {%- endfor %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
-GPT_OSS = """{%- for message in messages %}
-    {{- '<|start|>' + message.role }}
-    {%- if message.role == 'assistant' %}
-        {%- if message.thinking and loop.last %}
-            {{- '<|channel|>analysis<|message|>' + message.thinking + '<|end|><|start|>assistant' }}
-        {%- endif %}
-        {{- '<|channel|>final' }}
-    {%- endif %}
-    {{- '<|message|>' + message.content }}
-    {{- '<|return|>' if loop.last and message.role == 'assistant' else '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
-PHI3 = """{%- for message in messages %}
-    {{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}"""
-FAMILIES = {  # template, stop tokens
-    "qwen25": (QWEN25, ["<|im_end|>"]),
-    "qwen3": (QWEN3, ["<|im_end|>"]),
-    "llama3": (LLAMA3, ["<|eot_id|>"]),
-    "mistral": (MISTRAL, ["<|eos|>"]),
-    "deepseek_r1": (DEEPSEEK_R1, ["<|eos|>"]),
-    "glm4": (GLM4, ["<|eos|>", "<|user|>", "<|observation|>"]),
-    "gpt_oss": (GPT_OSS, ["<|return|>"]),
-    "phi3": (PHI3, ["<|end|>", "<|eos|>"]),
-}
-OF_FAMILIES = (
-    *("<|eos|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|User|>", "<|Assistant|>"),
-    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
-)
-
 SPECIALS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -169,14 +90,4 @@ def write_chat_tokenizer(directory: Path, specials: tuple[str, ...] = SPECIALS, 
         **settings,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(written))
-    return directory
-
-
-def write_family(directory: Path, name: str) -> Path:
-    """The same with the template and the stop tokens of a family."""
-    template, stops = FAMILIES[name]
-    specials = (*SPECIALS, *OF_FAMILIES)
-    write_chat_tokenizer(directory, specials, chat_template=template, eos_token=stops[0])
-    config = {"eos_token_id": [specials.index(stop) for stop in stops]}
-    (directory / "generation_config.json").write_text(json.dumps(config))
     return directory

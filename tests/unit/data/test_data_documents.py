@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import write_family
+from published_templates import write_published
 
 from rlhf_megatron.cli.data import lines
 from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
@@ -72,7 +72,7 @@ def test_documents_to_be_scored_are_what_the_first_row_of_their_file_says(tmp_pa
     (sample, _) = load_held_out(DataConfig(train_files=(sums,), val_files=(sums,)), SFTConfig(), digits)
     assert sample.documents == (Document((3, 12, 3, 15, 4, 1), ((4, 6),)),)
     chats = write(tmp_path / "chats.jsonl", CHATS)
-    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     found = load_held_out(DataConfig(train_files=(chats,), val_files=(chats,)), SFTConfig(), tokenizer)
     assert [tokenizer.decode(s.documents[0].token_ids[slice(*s.documents[0].trained[0])]) for s in found] == [
         "Hello!",
@@ -83,7 +83,7 @@ def test_documents_to_be_scored_are_what_the_first_row_of_their_file_says(tmp_pa
 
 
 def test_conversations(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     files = (write(tmp_path / "chats.jsonl", CHATS),)
     data = DataConfig(train_files=files, val_files=files, apply_chat_template=True)
     sets = load_documents(data, SFTConfig(messages_key="messages"), tokenizer, is_pairs=False)
@@ -103,7 +103,7 @@ def test_conversations(tmp_path: Path) -> None:
     ],
 )
 def test_bad_conversations(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     data = DataConfig(train_files=(write(tmp_path / "rows.jsonl", [row]),), apply_chat_template=True)
     with pytest.raises(ValueError, match=rf"rows.jsonl:1: {problem}"):
         load_documents(data, SFTConfig(messages_key="messages"), tokenizer, is_pairs=False)
@@ -116,7 +116,7 @@ def test_pairs(digits: Tokenizer, tmp_path: Path) -> None:
     one = [[((3, 12, 3, 15, 4, 1), ((4, 6),)), ((3, 12, 3, 15, 5, 1), ((4, 6),))]]
     assert ids_and_spans(sets.sources[0].items) == one
     assert sets.sources[0].items.batch([0]).tokens.offsets.tolist() == [0, 6, 12]
-    tokenizer = load_tokenizer(write_family(tmp_path, "llama3"))
+    tokenizer = load_tokenizer(write_published(tmp_path, "llama3"))
     data = replace(data, train_files=(write(tmp_path / "chats.jsonl", PAIRS[1:]),), apply_chat_template=True)
     shown = list(lines(load_documents(data, SFTConfig(loss_mode="dpo"), tokenizer, True).sources, tokenizer, 1))
     assert shown[1].endswith("\n\n2=<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦2<|eot_id|>⟧")

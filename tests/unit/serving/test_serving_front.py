@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from chat_templates import write_family
+from published_templates import write_published
 from serve_tools import KEY, ask_with_openai, needs_openai
 
 from rlhf_megatron.data.chat_template import make_chat_format
@@ -90,7 +90,7 @@ def test_answers_and_streams_of_a_front(tmp_path: Path) -> None:
 @needs_openai
 def test_openai_s_own_client_reads_calls_of_tools(tmp_path: Path) -> None:
     """Of a model that calls a tool whatever it is asked, with the template and the tokens of a Qwen2.5."""
-    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     text = 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     said = (*tokenizer.encode(text), tokenizer.eos_token_id)
 
