@@ -89,7 +89,8 @@ def test_conversations(tmp_path: Path) -> None:
     sets = load_documents(data, SFTConfig(messages_key="messages"), tokenizer, is_pairs=False)
     assert sets.counts.told() == ["4 conversations in one document"] and sets.held_out[0].name == "chats"
     shown = list(lines(sets.sources, tokenizer, 1, ("[", "]")))
-    assert shown[1] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello!<|im_end|>]"
+    own = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    assert shown[1] == own + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello!<|im_end|>]"
     assert shown[0].startswith("--- chats 1 of 2: ") and shown[0].endswith(" train")
 
 
