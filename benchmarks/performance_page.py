@@ -4,7 +4,7 @@
     python -m benchmarks.performance_page            # exit code 1 where the page is not what the files say
 
 Each section tells the command, the hardware, versions and commit of its figures; a benchmark that has not been run is
-named with the command that runs it. A case with many figures is shown by the worst of each kind; the file has all.
+named with the command that runs it. A case of kernels is shown by the figure nearest to its bar, and all that missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from benchmarks.kernels.report import bar_of, figures_of, verdict_of
 from benchmarks.run_all import BENCHMARKS, Row, over_bar
 
 PAGE = ROOT / "docs" / "performance.md"
-MOST_FIGURES = 10  # of a case; above, the worst of each kind
 GPU_FILE = re.compile(r"gpu_check-(\d{4}-\d{2}-\d{2})-(.+?)(-part\d)?\.json")
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "liger-kernel", "cut-cross-entropy")
 
@@ -34,8 +33,8 @@ Written by `python -m benchmarks.performance_page --write` from the files in `be
 
 A value in `x` is ours over the baseline of the same run: below 1 is faster, or smaller. CPU figures are CPU seconds of
 one thread unless they say wall time. What each case does is told at the top of its file: `benchmarks/kernels/` for
-C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest. Of a case that
-has bars only the figures with one are shown; the files have all.
+C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest. Of a case of
+kernels the number of figures, the one nearest to its bar and all that missed are shown; the command prints every one.
 """
 
 
@@ -55,7 +54,7 @@ def kernels_on_cpu(directory: Path) -> str:
     title = "## Kernels on a CPU\n"
     if result is None:
         return f"{title}\nNo run on a CPU has been recorded yet: `python -m benchmarks.kernels`.\n"
-    return f"{title}\n{provenance(result)}\n" + "".join(case_text(name, case) for name, case in result["cases"].items())
+    return f"{title}\n{provenance(result)}\n\n{cases_text(result['cases'])}"
 
 
 def kernels_on_gpu(directory: Path) -> str:
@@ -71,7 +70,7 @@ def kernels_on_gpu(directory: Path) -> str:
         text += f"\n{provenance(result)}\n"
         counts = ", ".join(f"{number} {kind}" for kind, number in sorted(result.get("counts", {}).items()))
         text += f"\nTests that need a GPU: {counts}.\n" if counts else ""
-        text += "".join(case_text(name, case) for name, case in result.get("cases", {}).items())
+        text += f"\n{cases_text(result.get('cases', {}))}"
         left_out = result.get("out_of_time", [])
         text += f"\nNot run, for want of time: {', '.join(left_out)}.\n" if left_out else ""
     return text
@@ -90,48 +89,29 @@ def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:
     return runs[newest]
 
 
-def case_text(name: str, case: Mapping[str, Any]) -> str:
-    text = f"\n### {name}: {case['what']}\n\n"
-    why = _last_line(case.get("error") or case.get("message", ""))
+def cases_text(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """One table of all cases, and below it what was not measured."""
+    rows = [row for name, case in cases.items() for row in case_rows(f"{name}: {case['what']}", case)]
+    text = table(("case", "nearest to its bar", "value", "bar", "", "beside"), rows)
+    for name, case in cases.items():
+        details = case.get("details", {})
+        absent = {**details.get("absent", {}), **details.get("skipped", {}), **details.get("failed", {})}
+        why = {"not complete": case.get("message", "")} if case["figures"] and case.get("message") else {}
+        lines = [f"{what}: {_last_line(reason)}" for what, reason in {**why, **absent}.items()]
+        text += f"\nNot measured in {name}: {'; '.join(lines)}.\n" if lines else ""
+    return text
+
+
+def case_rows(title: str, case: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Figures that missed their bar, else the nearest to it; without bars all of them."""
     if not case["figures"]:
-        return f"{text}No result: {why or 'nothing was measured'}.\n"
-    shapes = {label: detail["shape"] for label, detail in case.get("details", {}).items() if _has_shape(detail)}
-    if shapes:
-        text += "; ".join(f"{label}: {shape}" for label, shape in shapes.items()) + ".\n\n"
-    elif _has_shape(case.get("details")):
-        text += f"{case['details']['shape']}.\n\n"
-    every = figures_of(case)
-    figures = [figure for figure in every if figure.bar is not None] or every
-    rows = [_figure_cells(figure) for figure in figures] if len(figures) <= MOST_FIGURES else worst_of_each(figures)
-    text += table(("what", "value", "bar", "", "beside"), rows)
-    text += f"\nNot complete: {why}.\n" if why else ""
-    details = case.get("details", {})
-    absent = {**details.get("absent", {}), **details.get("skipped", {}), **details.get("failed", {})}
-    return text + "".join(f"\nNot measured: {what}: {_last_line(reason)}.\n" for what, reason in absent.items())
-
-
-def _parts(what: str) -> tuple[str, str]:
-    """("tp 2", "log-prob") of "tp 2: log-prob", ("lognormal, dp 1", "padding") of "lognormal, dp 1, padding"."""
-    sample, mark, quantity = what.rpartition(": ")
-    return (sample, quantity) if mark else (what.rpartition(", ")[0], what.rpartition(", ")[2])
-
-
-def worst_of_each(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
-    """Figures by quantity, unit and bar (`_parts`); those without a bar stand for themselves."""
-    groups: dict[tuple[Any, ...], list[Figure]] = {}
-    for index, figure in enumerate(figures):
-        sample, quantity = _parts(figure.what)
-        key = (quantity, figure.unit, figure.bar) if figure.bar is not None and sample else (index,)
-        groups.setdefault(key, []).append(figure)
-    rows = []
-    for key, group in groups.items():
-        worst = max(group, key=over_bar)
-        cells = _figure_cells(worst)
-        if len(group) > 1:
-            sample = _parts(worst.what)[0]
-            cells = (str(key[0]), *cells[1:4], f"the worst of {len(group)}: {sample}")
-        rows.append(cells)
-    return rows
+        why = _last_line(case.get("error") or case.get("message", "")) or "nothing was measured"
+        return [(title, f"no result: {why}", "", "", "", "")]
+    figures = figures_of(case)
+    with_bar = [figure for figure in figures if figure.bar is not None]
+    missed = [figure for figure in with_bar if not figure.is_met]
+    shown = missed or sorted(with_bar, key=over_bar)[-1:] or figures
+    return [(f"{title} ({len(figures)})", *_figure_cells(figure)) for figure in shown]
 
 
 def section(title: str, directory: Path, wanted: Mapping[str, Callable[[Row], bool] | None]) -> str:
@@ -205,10 +185,6 @@ def _is_of_a_model(row: Row) -> bool:
 
 def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1].rstrip(".") if text.strip() else ""
-
-
-def _has_shape(detail: Any) -> bool:
-    return isinstance(detail, dict) and isinstance(detail.get("shape"), str)
 
 
 def main() -> int:

@@ -285,9 +285,11 @@ def test_the_share_of_a_bar() -> None:
 def test_the_page_shows_the_worst_and_what_failed(tmp_path: Path) -> None:
     common.write_result("kernels_cpu", "python -m benchmarks.kernels", {"cases": report.as_json(outcomes())}, tmp_path)
     text = performance_page.page(tmp_path)
-    assert "| error | 1.1e-06 nat | <= 1e-05 | OK | the worst of 12: sample 11 |" in text
-    assert "| gradient | nan x | <= 2 | MISSED | the worst of 2: sample 4 |" in text
-    assert "No result: ValueError: why." in text and "Not measured: a package: not installed." in text
+    assert "| C3: errors (14) | sample 3: gradient | 7 x | <= 2 | MISSED | naive |" in text
+    assert "| C3: errors (14) | sample 4: gradient | nan x | <= 2 | MISSED |  |" in text and "sample 11" not in text
+    assert "| C1: time (1) | A: time | 0.5 x | <= 0.8 | OK | naive |" in text
+    assert "| C9: broken | no result: ValueError: why |" in text
+    assert "Not measured in C1: a package: not installed." in text
     assert "No run on a GPU has been recorded yet" in text and "`make gpu-check PYTHON=python3`" in text
     assert "Not run yet: `python -m benchmarks.bench_grpo_step`." in text
 
@@ -316,10 +318,10 @@ def test_the_page_shows_the_latest_run_on_a_gpu(tmp_path: Path) -> None:
     write("gpu_check-2026-01-02-bbbbb-part2", "2026-01-02", {"G10": late})
     write("gpu_check-2026-01-03-ccccc", "2026-01-03", {"G2": case(1.0)}, is_quick=True)
     text = performance_page.page(tmp_path)
-    assert "| forward, rate | 700 TFLOP/s | >= 650 | OK |  |" in text and "### G10: forward" in text
-    assert "| forward, rate | 10 TFLOP/s | >= 650 | MISSED |  |" in text
-    assert "Not measured: a package: needs a wheel." in text and "too large: OutOfMemoryError: 1." in text
-    assert text.count("Not complete: not done after 9 s.") == 1
+    assert "| G2: forward (1) | forward, rate | 700 TFLOP/s | >= 650 | OK |  |" in text
+    assert "| G10: forward (1) | forward, rate | 10 TFLOP/s | >= 650 | MISSED |  |" in text
+    assert "a package: needs a wheel; too large: OutOfMemoryError: 1." in text
+    assert text.count("Not measured in G10: not complete: not done after 9 s;") == 1
     assert "A GPU; A CPU, 4 cores; python" in text and "torch 9.9" in text and "commit bbbbb, 2026-01-02" in text
     assert "100 TFLOP/s" not in text and "| forward, rate | 1 TFLOP/s" not in text
 
