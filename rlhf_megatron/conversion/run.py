@@ -201,7 +201,7 @@ class _Journal:
         path = aside / JOURNAL
         self._file = self._opened(path)
         lines = _whole_lines(self._file)
-        if lines[:1] != [{"identity": identity}]:
+        if lines[:1] != [{"identity": identity}] or not _stand(aside, target):
             shutil.rmtree(aside, ignore_errors=True)
             self._file.close()
             self._file = self._opened(path)  # before a file is made: another process may have come first
@@ -210,6 +210,9 @@ class _Journal:
                 with open(aside / file, "wb") as opened:
                     opened.write(target.begins.get(file, b""))
                     opened.truncate(size)
+                fsync(aside / file)  # before the journal says that it is there
+            for folder in {(aside / file).parent for file in target.sizes} | {aside}:
+                fsync(folder)
             self._append({"identity": identity})
         else:
             self._digests = {line["group"]: line["digests"] for line in lines[1:]}
@@ -251,11 +254,30 @@ class _Journal:
         os.fsync(self._file.fileno())
 
 
+def _stand(aside: Path, target: Target) -> bool:
+    """Whether all files are there, of full size and with their beginning, which no group writes again."""
+    for file, size in target.sizes.items():
+        begin = target.begins.get(file, b"")
+        try:
+            with open(aside / file, "rb") as opened:
+                if os.fstat(opened.fileno()).st_size != size or opened.read(len(begin)) != begin:
+                    return False
+        except OSError:
+            return False
+    return True
+
+
 def _whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
-    """A line that was cut off is dropped from the file."""
+    """A line that was cut off, or not written before the power went, is dropped from the file with all after it."""
     file.seek(0)
-    lines = file.read().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        file.truncate(sum(map(len, lines[:-1])))
-        lines.pop()
-    return [json.loads(line) for line in lines]
+    found, end = list[dict[str, Any]](), 0
+    for line in file.read().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n"):
+                break
+            found.append(json.loads(line))
+        except ValueError:
+            break
+        end += len(line)
+    file.truncate(end)
+    return found
