@@ -3,9 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.bench_convert [--gb 4] [--processes 2] [--dir /tmp] [--repetitions 3]
 
 A Qwen3-MoE of random bytes whose experts have the shape of Qwen3-30B's. Every target is written once and removed before
-anything is timed, so that all meet the same warm pages; medians count, flushes to disk are part of all. --memory: the
-largest anonymous and shared memory of a process, polled, on sparse files of one and of ten times the size. Writes
+anything is timed, so that all meet the same warm pages; medians count, flushes to disk are part of all. Writes
 benchmarks/results/convert.json.
+
+--memory measures, in place of that, the largest anonymous and shared memory of a process, polled, on sparse files of
+one and of ten times the size, and writes benchmarks/results/convert_memory.json.
 """
 
 from __future__ import annotations
@@ -165,17 +167,19 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--memory", action="store_true", help="also sparse files of one and ten times the size")
+    parser.add_argument("--memory", action="store_true", help="memory instead, on sparse files of one and ten times it")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         result: dict[str, Any] = {"settings": {"gb": args.gb, "processes": args.processes}}
         if args.memory:
             result["memory"] = [memory(Path(root), args.gb * times, args.processes) for times in (1, 10)]
-        result |= throughput(Path(root), args)
+        else:
+            result |= throughput(Path(root), args)
     command = f"python -m benchmarks.bench_convert --gb {args.gb:g} --processes {args.processes}"
     print(json.dumps(result, indent=1))
-    print(write_result("convert", command + " --memory" * args.memory, result))
+    name = "convert_memory" if args.memory else "convert"
+    print(write_result(name, command + " --memory" * args.memory, result))
 
 
 if __name__ == "__main__":

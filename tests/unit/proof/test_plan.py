@@ -13,6 +13,7 @@ import torch
 from places import ROOT
 from table_samples import DEEPSEEK_V3
 
+from benchmarks import bench_plan
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
@@ -149,3 +150,12 @@ def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
     found = re.search(r"weights ([\d.]+), cache [\d.]+, which is (\d+) tokens", text)
     assert found is not None and abs(float(found[1]) - float(engine[1])) < 0.06
     assert round(int(found[2]), -3) == int(engine[2].replace(",", ""))
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("model", bench_plan.MODELS)
+def test_the_largest_shapes_take_four_gigabytes_at_most(model: str, tmp_path: Path) -> None:
+    """DeepSeek-V3 and Kimi-K2: sync, memory, layouts, and a conversion of an index without files."""
+    found = bench_plan.run(model, tmp_path)
+    assert len(found) == 4 and all(row["peak_gb"] <= 4 and row["lines"] > 3 for row in found.values()), found
