@@ -4,8 +4,9 @@
 
 A sync: open the transaction, convert to Hugging Face tensors and write them with digests into shared memory, hand each
 bucket to a local engine (a process of its own) that loads it and digests what stands there, compare, commit. Shard to
-shard each rank writes what it holds; `whole` gathers whole tensors on one rank first, as files and broadcasts need
-them. Both in turns. Trainer ranks are processes over gloo that hold the shards a model would have; float32. Models:
+shard each rank writes what it holds, into shared memory (`shards`) or over a process group (`links`: gloo); `whole`
+gathers whole tensors on one rank first, as files and broadcasts need them. All in turns. Trainer ranks are processes
+over gloo that hold the shards a model would have; float32. Models:
 
     quickstart   the quickstart's model (3.2 MB), buckets of 4 MiB
     smollm2      about 135 million parameters in SmolLM2-135M's shapes with 12 heads and 4 key heads of 48 instead of 9
@@ -62,7 +63,8 @@ MODELS = {
     "smollm2": (SMOLLM2, 64 << 20),
 }
 PARTS = ("pack_shards", "gather_packed", "write_bucket", "digest_part", "deliver", "weight_digests")
-WAYS = {"shards": True, "whole": False}  # whether the engine takes parts
+WAYS = {"shards": ("tensor", True), "links": ("process_group", True), "whole": ("tensor", False)}
+"""The transport, and whether the engine takes parts."""
 
 
 class Clock:
@@ -113,6 +115,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     for module, name in [*parts, (shard_sender, "write_bucket")]:
         setattr(module, name, clock.wrap(name, getattr(module, name)))
     LocalEngine.update_weights = clock.wrap("deliver", LocalEngine.update_weights)  # type: ignore[method-assign]
+    LocalEngine.take_weights = clock.wrap("deliver", LocalEngine.take_weights)  # type: ignore[method-assign]
     LocalEngine.weight_digests = clock.wrap("weight_digests", LocalEngine.weight_digests)  # type: ignore[method-assign]
 
     groups = Groups()
@@ -126,11 +129,11 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
             world,
             groups,
             version=version,
-            engines=[replace(address, takes_parts=WAYS[way])],
+            engines=[replace(address, takes_parts=WAYS[way][1])],
             transfer_dir=transfer_dir,
             bucket_bytes=bucket_bytes,
             dtype="float32",
-            transport="tensor",
+            transport=WAYS[way][0],  # type: ignore[arg-type]
         )
 
     def reports_of(report: sender.SendReport) -> list[sender.SendReport]:
@@ -142,9 +145,10 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
         return found
 
     if world.rank:
-        for version in range(2 * (repetitions + 1)):
+        for version in range(len(WAYS) * (repetitions + 1)):
             dist.barrier()
-            reports_of(send(version, tuple(WAYS)[version % 2], [None, None]))
+            reports_of(send(version, tuple(WAYS)[version % len(WAYS)], [None, None]))
+        groups.close()
         return
     with engine(hf_config, bucket_bytes) as (client, transfer_dir):
 
@@ -160,6 +164,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
             return sum(report.num_bytes for report in reports)
 
         result = measure(sync, clock, repetitions, dist.barrier)
+        groups.close()
     output.write_text(json.dumps(result))
 
 
@@ -200,8 +205,8 @@ def measure(
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     parts: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
     copies, num_bytes = [], 0
-    for version in range(2 * (repetitions + 1)):
-        way = tuple(WAYS)[version % 2]
+    for version in range(len(WAYS) * (repetitions + 1)):
+        way = tuple(WAYS)[version % len(WAYS)]
         clock.seconds.clear()
         barrier()
         start = time.perf_counter()

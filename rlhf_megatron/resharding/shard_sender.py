@@ -21,7 +21,7 @@ from rlhf_megatron.parallel.device import SharedMemory, share, shareable_id, syn
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.buffers import Buffers, Segment, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.plan import Bucket, fingerprint, oversized, plan_buckets
+from rlhf_megatron.resharding.plan import ALIGNMENT, Bucket, fingerprint, oversized, plan_buckets
 from rlhf_megatron.resharding.sender import Order, Place, SendReport, SyncAbortedError, agree, write_bucket
 from rlhf_megatron.resharding.shards import copy_of, shares_of
 
@@ -32,6 +32,10 @@ _FAILED = -1  # in place of a number of bytes
 OpenShardBuffers = Callable[[Sequence[int], int, Sequence[str]], Buffers]
 """Given the bytes of each rank's part, the number of rounds and what `shareable_id` says of each rank's device, returns
 buffers: all parts one after the other in memory of the host, or the first part on the device of its rank."""
+
+OpenLinkBuffers = Callable[["Rounds"], Buffers]
+"""Called on every rank of a copy at once, returns buffers for this rank's part, from which it sends itself. All return,
+or all raise."""
 
 Attach = Callable[[str, int, int, int], Sequence[Tensor]]
 """Given the coordinates of the copy's first rank, where this rank's part of each buffer begins, its bytes and the
@@ -66,27 +70,31 @@ class Rounds:
         return list(accumulate(self.sizes, initial=0))
 
 
-def plan_rounds(rules: Sequence[Rule], layout: Layout, dtype: str, bucket_bytes: int) -> Rounds:
-    """Plans for all ranks of a copy, which share `bucket_bytes`."""
+def plan_rounds(
+    rules: Sequence[Rule], layout: Layout, dtype: str, bucket_bytes: int, alignment: int = ALIGNMENT
+) -> Rounds:
+    """Plans for all ranks of a copy, which share `bucket_bytes`. `alignment`: see `plan_buckets`."""
     shares = shares_of(rules, layout)
     own_bytes = -(-bucket_bytes // len(shares))
-    return Rounds(tuple(plan_buckets(share.rules, dtype, own_bytes, spans=share.spans) for share in shares))
+    return Rounds(tuple(plan_buckets(share.rules, dtype, own_bytes, alignment, share.spans) for share in shares))
 
 
 def send_shards(
     export: Iterable[tuple[Rule, Tensor | None]],
     place: Place,
     order: Order,
-    open_buffers: OpenShardBuffers,
-    attach: Attach,
+    open_buffers: OpenShardBuffers | None = None,
+    attach: Attach | None = None,
     num_readers: int = 1,
+    open_links: OpenLinkBuffers | None = None,
 ) -> SendReport:
     """Stream this stage's weights from the ranks of a copy. Call on every rank of a copy that serves an engine, and of
     the first one.
 
     `export`: the rules of this stage with this rank's shards, in table order. `open_buffers` is called on the copy's
     first rank. Where it returns memory of the host, `attach` is called on the others; where device memory, each rank
-    has buffers on its own device and lends them to `num_readers` ranks of engines.
+    has buffers on its own device and lends them to `num_readers` ranks of engines. `open_links` stands in for both:
+    each rank has buffers of its own and sends from them.
 
     The report has digests on the first copy only. Raises what failed on the rank where it failed, and SyncAbortedError
     on the other ranks of its copy: no rank is left waiting. The caller must then take the engines as stale.
@@ -94,7 +102,12 @@ def send_shards(
     start = time.monotonic()
     sending = _Sending(place, order, num_readers)
     try:
-        sending.prepare(export, open_buffers, attach)
+        sending.plan(export, ALIGNMENT if open_links is None else 1)
+        if open_links is not None:
+            sending.open_links(open_links)
+        else:
+            assert open_buffers is not None and attach is not None, "parts lie in memory of some kind"
+            sending.open(open_buffers, attach)
         for number in range(sending.rounds.count):
             sending.turn(number)
         sending.finish()
@@ -116,7 +129,7 @@ class _Sending:
         self.num_readers = num_readers
         self.own = place.copy_group.rank()
         self.rounds = Rounds(())
-        self.buffers: Buffers | None = None  # on the first rank: of all, or its own on its device
+        self.buffers: Buffers | None = None  # on the first rank: of all, or its own; over links on every rank
         self.num_bytes = 0
         self.digests: dict[str, str] = {}
         self._parts: Sequence[Tensor] = ()  # of the buffers, on the other ranks
@@ -124,21 +137,30 @@ class _Sending:
         self._unsent: Exception | None = None  # what failed on the first rank since the others were last told
         self._shards: dict[str, Tensor] = {}
 
-    def prepare(
-        self, export: Iterable[tuple[Rule, Tensor | None]], open_buffers: OpenShardBuffers, attach: Attach
-    ) -> None:
-        """All ranks of the copy have planned the same then, and have buffers; or all raise."""
+    def plan(self, export: Iterable[tuple[Rule, Tensor | None]], alignment: int) -> None:
+        """All ranks of the copy have planned the same then, or all raise."""
         failure: Exception | None = None
         plan = 0
         try:
             exported = list(export)
             self._shards = {rule.megatron_name: tensor for rule, tensor in exported if tensor is not None}
             rules = [rule for rule, _ in exported]
-            self.rounds = plan_rounds(rules, self.place.layout, self.order.type_name, self.order.bucket_bytes)
+            how = (self.order.type_name, self.order.bucket_bytes, alignment)
+            self.rounds = plan_rounds(rules, self.place.layout, *how)
             plan = fingerprint([bucket for mine in self.rounds.buckets for bucket in mine])
         except Exception as error:  # told to the other ranks first
             failure = error
         self._agree(failure, plan)
+
+    def open_links(self, open_links: OpenLinkBuffers) -> None:
+        """Every rank has buffers then, or all raise."""
+        if notice := oversized(self.rounds.buckets[self.own], self.order.bucket_bytes):
+            logger.warning("%s: %s", self.place.coordinates, notice)
+        self.buffers = open_links(self.rounds)
+
+    def open(self, open_buffers: OpenShardBuffers, attach: Attach) -> None:
+        """All ranks have a part of buffers then, or all raise."""
+        failure: Exception | None = None
         devices = self._devices()
         try:
             if self.own == 0:
@@ -197,7 +219,8 @@ class _Sending:
             failure = error
         found = self._told(mine, failure)
         if self.buffers is not None:
-            file, num_bytes = self.buffers.file(number), self.rounds.starts[-1]
+            found = found or [mine]  # over links each rank sends its own part
+            file, num_bytes = self.buffers.file(number), self.rounds.starts[-1] if self.own == 0 else buffer.numel()
             merged = tuple(
                 replace(entry, offset=entry.offset + start)
                 for start, one in zip(self.rounds.starts, found, strict=False)
@@ -269,3 +292,21 @@ def gather_bytes(mine: bytes | None, group: ProcessGroup, device: torch.device) 
     for rank, part in enumerate(parts[1:], 1):
         dist.recv(part, group=group, group_src=rank)
     return [bytes(part.cpu().numpy()) for part in parts]
+
+
+def tell(said: bytes | None, group: ProcessGroup, device: torch.device) -> bytes:
+    """What the first rank of a group says; its `said` alone counts. None there: it failed, and the others raise
+    SyncAbortedError."""
+    if group.size() == 1:
+        return said or b""
+    size = torch.tensor([_FAILED if said is None else len(said)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    if int(size) == _FAILED:
+        if group.rank() == 0:
+            return b""
+        raise SyncAbortedError("given up because the first rank of this copy failed; see its error.")
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if group.rank() == 0 and said:
+        data.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    dist.broadcast(data, group=group, group_src=0)
+    return bytes(data.cpu().numpy())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.rollout.fleet.start import EngineSetup
     from rlhf_megatron.rollout.sglang.attach import AttachedEngines
     from rlhf_megatron.rollout.transports.base import Transport
+    from rlhf_megatron.rollout.transports.links import LinkVerbs
     from rlhf_megatron.rollout.transports.process_group import Groups
 
 
@@ -64,6 +65,11 @@ class EngineKind:
         assert kind != "process_group", "config.rules.engines refuses it"
         return FileTransport(self.connect(address, transfer_dir), "files" if kind == "disk" else "shared_memory")
 
+    def link(self, address: EngineAddress, transfer_dir: Path) -> LinkVerbs:
+        """Make what asks an engine to take parts of tensors over a process group, where `transports` says that it
+        does."""
+        raise NotImplementedError(f"{type(self).__name__} takes no parts of tensors over process groups.")
+
 
 ENGINES: Registry[type[EngineKind]] = Registry("engine")
 
@@ -92,6 +98,7 @@ class LocalKind(EngineKind):
     """The bundled server."""
 
     settings = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
+    transports = ("tensor", "process_group", "disk")
 
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
@@ -131,6 +138,12 @@ class LocalKind(EngineKind):
         if kind == "tensor":
             return LocalTensorTransport(LocalEngine(address))
         return super().transport(address, kind, transfer_dir, place, groups)
+
+    def link(self, address: EngineAddress, transfer_dir: Path) -> LinkVerbs:
+        from rlhf_megatron.rollout.local.client import LocalEngine
+        from rlhf_megatron.rollout.transports.links import LocalLinkVerbs
+
+        return LocalLinkVerbs(LocalEngine(address))
 
 
 @ENGINES.register("sglang")
@@ -230,6 +243,11 @@ class SGLangKind(EngineKind):
         if kind == "disk":
             return SGLangDiskTransport(address, transfer_dir)
         return SGLangTensorTransport(address, transfer_dir)
+
+    def link(self, address: EngineAddress, transfer_dir: Path) -> LinkVerbs:
+        from rlhf_megatron.rollout.transports.links import SGLangLinkVerbs
+
+        return SGLangLinkVerbs(address, transfer_dir)
 
 
 @BALANCERS.register("balancer")

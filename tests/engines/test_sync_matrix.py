@@ -67,6 +67,8 @@ TIMEOUT_S = 900.0  # ranks that are started on a busy machine
 
 def send(world: Any, seed: int, arguments: dict[str, Any]) -> Any:
     """On every rank: the verb of a run, for a model of these weights."""
+    from types import SimpleNamespace
+
     from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
     from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.models.build import build_model
@@ -77,6 +79,8 @@ def send(world: Any, seed: int, arguments: dict[str, Any]) -> Any:
     load_hf(model.chunks, table, random_source(CONFIG, seed), world.coordinates.tp, world.layout.tp)
 
     class Actor:
+        backend = SimpleNamespace(exporting=world, hf_config=CONFIG)
+
         def export(self) -> Any:
             return local_shards(model.chunks, table)
 
@@ -173,9 +177,8 @@ def test_what_stands_in_sglang_is_what_was_exported(
     whole = sum(4 * prod(hf.shape) for rule in table for hf in rule.hf)
     same = sum(4 * prod(hf.shape) for rule in table if rule.split == "replicated" for hf in rule.hf)
     needed = whole + (tp_size - 1) * same  # what is split stands once, the rest in every rank
-    moved = whole * tp_size if transport == "process_group" else needed  # a broadcast brings each rank all of it
     assert metrics["sync/num_bytes"] == sum(tensor.nbytes for tensor in exported.values())
-    assert (metrics["sync/bytes_moved"], metrics["sync/bytes_needed"]) == (moved, needed)
+    assert metrics["sync/bytes_needed"] == needed <= metrics["sync/bytes_moved"] <= 1.001 * needed
     row = {
         "transport": transport,
         "trainer": layout,

@@ -9,10 +9,11 @@ import logging
 import os
 import resource
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 from rlhf_megatron.rollout.transports import process_group
 from rlhf_megatron.rollout.transports.base import Traffic, Transport
+from rlhf_megatron.rollout.transports.links import LinkTransport
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.probe import Probe
@@ -91,8 +93,7 @@ class DamagedTransport:
         if self.damage.kind == "doubled":
             self.transport.deliver(manifest, bucket)
         if self.damage.kind == "killed":
-            threading.Timer(0.02, self.damage.kill).start()
-            bucket = bucket.repeat(1)  # it stays as it is, whatever the sender fills next
+            self.damage.kill()
         if self.damage.kind == "flipped":
             return self._deliver_flipped(manifest, bucket)
         return self.transport.deliver(manifest, bucket)
@@ -181,6 +182,15 @@ def rig_with(servers: EngineServers, group: InlineGroup, model: Path, transfer: 
             return DamagedTransport(real(self, *arguments), damage, transfer)
 
         patch.setattr(kind, "transport", damaged)
+    real_link = LinkTransport.deliver
+
+    def deliver(self: LinkTransport, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+        whole: Any = SimpleNamespace(
+            name=self.name, memory=self.memory, open=self.open, deliver=partial(real_link, self)
+        )
+        return DamagedTransport(whole, damage, transfer).deliver(manifest, bucket)
+
+    patch.setattr(LinkTransport, "deliver", deliver)
     return Rig(group, servers, transfer, model, damage)
 
 

@@ -13,10 +13,10 @@ import torch
 from places import ROOT
 
 from rlhf_megatron.parallel import device as device_sharing
+from rlhf_megatron.parallel.links import Link
 from rlhf_megatron.resharding.buffers import in_memory
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.transports.process_group import UpdateGroup
 
 READER = """
 import msgspec, sys
@@ -90,9 +90,9 @@ def test_another_process_reads_each_bucket_where_it_lies() -> None:
 def test_a_broadcast_by_nccl() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a GPU for each rank")
-    group = UpdateGroup("weights-test", "127.0.0.1", 1, "nccl", 120.0)
+    group = Link.inviting("weights-test", "127.0.0.1", 2, "nccl", 120.0)
     bucket = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
-    member = child(MEMBER, "127.0.0.1", str(group.port), group.name, str(bucket.numel()))
+    member = child(MEMBER, "127.0.0.1", str(group.invitation.port), group.name, str(bucket.numel()))
     timer = threading.Timer(200.0, member.kill)
     timer.start()
     try:

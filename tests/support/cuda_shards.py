@@ -64,7 +64,7 @@ CONFIG = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-SYNCS = ("right", "stale", "missing", "offset", "right")
+SYNCS = ("right", "stale", "missing", "offset", "right", "links")  # the last one over NCCL
 
 
 def engine(rank: int, directory: Path) -> None:
@@ -134,7 +134,9 @@ def trainer(rank: int, directory: Path, url: str) -> None:
         before = torch.cuda.memory_allocated(device)
         with planted(kind, rank):
             how = {"version": version, "engines": [address], "transfer_dir": transfer, "bucket_bytes": 2048}
-            report = deliver_weights(export, place, Groups(), dtype="bfloat16", transport="tensor", **how)
+            groups, transport = Groups(), "process_group" if kind == "links" else "tensor"
+            report = deliver_weights(export, place, groups, dtype="bfloat16", transport=transport, **how)
+            groups.close()
         torch.cuda.ipc_collect()
         said = {"kind": kind, "kept": torch.cuda.memory_allocated(device) - before, **vars(report)}
         if rank == 0:

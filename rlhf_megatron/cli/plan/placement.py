@@ -97,7 +97,7 @@ def weights(config: RunConfig) -> Iterator[str]:
         return
     over = {
         "tensor": "memory of the engines' machines",
-        "process_group": "broadcasts over the network",
+        "process_group": "a process group of each copy and engine",
         "disk": f"files in {rollout.transfer_dir or 'the run directory'}, which all machines must see",
     }
     senders = [layout.rank(0, stage, 0) for stage in range(layout.pp)]

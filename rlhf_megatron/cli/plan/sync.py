@@ -44,7 +44,7 @@ def sync(args: argparse.Namespace) -> None:
         print(f"this run       sends whole tensors: {reason}")
     if not engines.is_colocated:
         seconds = seconds_whole([found.stage_bytes for found in stages], engines, network)
-        print(f"whole tensors  {seconds:.2f} s at least: one rank a stage broadcasts to each engine (process_group)")
+        print(f"whole tensors  {seconds:.2f} s at least: one rank a stage broadcasts to each engine")
     if args.picture is not None:
         args.picture.write_text(picture(stages, layout, engines), encoding="utf-8")
         print(f"picture        {args.picture}")
@@ -52,7 +52,7 @@ def sync(args: argparse.Namespace) -> None:
 
 def why_whole(config: RunConfig) -> str:
     """Why such a run on GPUs does not go shard to shard (`transports.delivery`); "": it can."""
-    if config.rollout.weight_transport != "tensor":
+    if config.rollout.weight_transport == "disk":
         return f"rollout.weight_transport is {config.rollout.weight_transport}"
     if config.actor.backend == "fsdp":
         return "actor.backend is fsdp"

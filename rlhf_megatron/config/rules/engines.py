@@ -159,6 +159,14 @@ def _of_some_engines(c: RunConfig) -> Findings:
                 " remove it.",
                 (f"rollout.{name}", "rollout.engine"),
             )
+    yield wrong(
+        transport == "process_group"
+        and not engine.build.is_elsewhere
+        and (c.trainer.nnodes > 1 or c.actor.backend == "fsdp"),
+        f"rollout.weight_transport (process_group) brings parts of tensors to rollout.engine {c.rollout.engine} on one"
+        " machine, from trainer.nnodes 1 and actor.backend megatron; use tensor or disk.",
+        ("rollout.weight_transport", "rollout.engine", "trainer.nnodes", "actor.backend"),
+    )
 
 
 def _draws(c: RunConfig) -> Findings:

@@ -145,7 +145,7 @@ class RolloutConfig:
         "size of one of the two weight-sync buffers a sender has, MiB", 512, MEBIBYTES
     )
     weight_transport: Literal["tensor", "process_group", "disk"] = doc(
-        "how weights get to the engines: memory of the same host, broadcasts over the network, or files", "tensor"
+        "how weights get to the engines: memory of the same host, process groups over the network, or files", "tensor"
     )
     transfer_dir: str | None = doc(
         "directory of weight buckets; null: /dev/shm where it is large enough, under disk: the run directory", None

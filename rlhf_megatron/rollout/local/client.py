@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.messages import Exchange
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     UNSYNCED,
@@ -91,6 +93,19 @@ class LocalEngine:
         """As `update_weights`, from device memory that the engine opens."""
         body = {"manifest": msgspec.Raw(manifest.to_json().encode()), "memory": memory}
         self._http.post("/open_weights", msgspec.json.encode(body).decode(), self._admin_timeout_s)
+
+    def join_link(self, invitation: Invitation, sender: str, num_senders: int, timeout_s: float) -> None:
+        """It becomes the last rank of a group with the ranks of a copy. Returns when all have joined."""
+        body = {"invitation": invitation, "sender": sender, "num_senders": num_senders}
+        self._http.post("/join_link", msgspec.json.encode(body).decode(), timeout_s)
+
+    def take_weights(self, manifest: BucketManifest, exchange: Exchange, timeout_s: float) -> None:
+        """As `update_weights`, from what the ranks of that copy send meanwhile."""
+        body = {"manifest": msgspec.Raw(manifest.to_json().encode()), "exchange": exchange}
+        self._http.post("/take_weights", msgspec.json.encode(body).decode(), timeout_s)
+
+    def leave_link(self, name: str, timeout_s: float) -> None:
+        self._http.post("/leave_link", {"name": name}, timeout_s)
 
     def commit_update(self, version: int) -> None:
         self._admin("/commit_weight_update", {"version": version})

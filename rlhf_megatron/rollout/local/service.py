@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.messages import Exchange
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, GeneratedSample, GenerateRequest, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import give_back
@@ -169,10 +170,12 @@ class DecodeService:
         self.weights.begin(version, full_resync)
         self._leave_cache()
 
-    def update_weights(self, manifest: BucketManifest, memory: Sequence[Segment] | None = None) -> None:
-        """`memory`: where the bucket lies; None: in its file."""
+    def update_weights(
+        self, manifest: BucketManifest, memory: Sequence[Segment] | None = None, exchange: Exchange | None = None
+    ) -> None:
+        """`memory`: where the bucket lies; `exchange`: how it is sent; without either it is in its file."""
         with self._fails_waiting():
-            self.weights.load(manifest, memory)
+            self.weights.load(manifest, memory, exchange)
 
     def commit_update(self, version: int) -> None:
         is_first = self.weights.is_open  # not one whose answer was lost

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from rlhf_megatron.models.table import Span
 from rlhf_megatron.parallel.device import synchronize
+from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Segment, map_bucket, open_segments, views
 from rlhf_megatron.resharding.digest import as_hex, digest, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.resharding.messages import BUCKET_TIMEOUT_S, Exchange, OpenLinks, take
 from rlhf_megatron.resharding.shards import is_whole
 from rlhf_megatron.rollout.local.model import storage_bytes
 
@@ -77,6 +79,7 @@ class WeightReceiver:
         self._open_version: int | None = None  # of the transaction
         self._standing: dict[str, dict[Span, int]] = {}  # name -> digests of its parts, taken when they were written
         self.is_released = False
+        self.links = OpenLinks()
 
     def begin(self, version: int, full_resync: bool) -> None:
         """Raises ValueError when `version` is not above the one that stands, or memory is released."""
@@ -92,16 +95,31 @@ class WeightReceiver:
         self._standing = {}
         self.stale_reason = f"a weight sync to version {version} is under way"
 
-    def load(self, manifest: BucketManifest, memory: Sequence[Segment] | None = None) -> None:
-        """Check a bucket, in its file or in `memory`, and copy it into the parameters. It may be overwritten then.
+    def join(self, invitation: Invitation, sender: str, num_senders: int) -> None:
+        """Joins a link with a copy of the trainer. Raises RuntimeError where one does not come in time."""
+        self.links.join(invitation, sender, num_senders, 0, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0][0].device
+
+    def load(
+        self, manifest: BucketManifest, memory: Sequence[Segment] | None = None, exchange: Exchange | None = None
+    ) -> None:
+        """Check a bucket, in its file, in `memory` or as it comes by the `exchange`, and copy it into the parameters.
+        It may be overwritten then.
 
         Raises ValueError. The sync has failed then, but for a bucket of another sync, which changes nothing.
         """
         if manifest.version != self._open_version:
             raise ValueError(f"bucket of version {manifest.version}, but the open sync is {self._open_version}.")
         try:
-            pieces = [(0, self._mapped(manifest))] if memory is None else open_segments(memory)
-            given = views(manifest, *pieces)
+            pieces: list[tuple[int, Tensor]] = []
+            if exchange is not None:
+                given = self._taken(manifest, exchange)
+            else:
+                pieces = [(0, self._mapped(manifest))] if memory is None else open_segments(memory)
+                given = views(manifest, *pieces)
             targets = [self._checked(manifest, entry) for entry in manifest.tensors]
             with torch.no_grad():
                 for entry, target in zip(manifest.tensors, targets, strict=True):
@@ -112,6 +130,13 @@ class WeightReceiver:
         except Exception as error:
             self._fail(str(error))
             raise
+
+    def _taken(self, manifest: BucketManifest, exchange: Exchange) -> dict[str, Tensor]:
+        came = take(exchange, manifest, self.links.find(exchange.link), 0, self._device, BUCKET_TIMEOUT_S)
+        for entry in manifest.tensors:
+            if entry.key not in came or came[entry.key][0].shape_in(entry.shape) != entry.span.shape_in(entry.shape):
+                raise ValueError(f"{manifest.place}: tensor {entry.key!r} did not come whole.")
+        return {key: values for key, (_, values) in came.items()}
 
     def _mapped(self, manifest: BucketManifest) -> Tensor:
         if self.transfer_dir is None:

@@ -10,8 +10,10 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import msgspec
 import numpy as np
 
+from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.messages import Exchange
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     Column,
@@ -82,6 +84,31 @@ class Bucket(Body):
     def read(self) -> BucketManifest:
         """Raises ValueError as `BucketManifest.from_json` does."""
         return BucketManifest.from_json(bytes(self.manifest).decode())
+
+
+class Exchanged(Body):
+    """{"manifest": {...}, "exchange": {"link": "...", "num_senders": N, "messages": [[{"source": N, ...}]]}}"""
+
+    manifest: msgspec.Raw
+    exchange: Exchange
+
+    def read(self) -> BucketManifest:
+        """Raises ValueError as `BucketManifest.from_json` does."""
+        return BucketManifest.from_json(bytes(self.manifest).decode())
+
+
+class Join(Body):
+    """{"invitation": {"name": "...", "address": "...", ...}, "sender": "...", "num_senders": N}"""
+
+    invitation: Invitation
+    sender: str
+    num_senders: int
+
+
+class Leave(Body):
+    """{"name": "..."}"""
+
+    name: str
 
 
 class Pause(Body):

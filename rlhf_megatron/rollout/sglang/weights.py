@@ -21,10 +21,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.table import Span
+from rlhf_megatron.models.table import HFTensor, Span
+from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Lent
 from rlhf_megatron.resharding.digest import as_hex
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.messages import Exchange, Roster
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.calls import sample_names
 from rlhf_megatron.rollout.http import HttpClient
@@ -263,7 +265,29 @@ class SGLangVerbs:
         check(self.address.name, manifest, receipts)
         return receipts
 
-    def order(self, order: dict[str, Any], what: str, lent: Lent = ()) -> list[Receipt]:
+    def take(self, manifest: BucketManifest, exchange: Exchange) -> list[Receipt]:
+        """Have every rank take what the senders, which must be at it, send it of a bucket, and load it; checked as
+        `load` does."""
+        receipts = self.order({"manifest": manifest.to_json(), "exchange": exchange}, manifest.place)
+        check(self.address.name, manifest, receipts)
+        return receipts
+
+    def join_link(self, invitation: Invitation, sender: str, num_senders: int) -> None:
+        """Its ranks become those after the senders. Returns when they have, so these must be joining."""
+        order = {"join": invitation, "sender": sender, "num_senders": num_senders}
+        self.order(order, f"process group {invitation.name}")
+
+    def holds(self, tensors: Sequence[HFTensor]) -> Roster:
+        """Which parts of them stand in its ranks."""
+        shapes = {hf.name: hf.shape for hf in tensors}
+        receipts = self.order({"holds": shapes}, "question for what its ranks hold")
+        return [{name: [Span(*span) for span in spans] for name, spans in one["holds"].items()} for one in receipts]
+
+    def leave_link(self, name: str, timeout_s: float) -> None:
+        """Its ranks end their part of it."""
+        self.order({"leave": name}, f"process group {name}", timeout_s=timeout_s)
+
+    def order(self, order: dict[str, Any], what: str, lent: Lent = (), timeout_s: float | None = None) -> list[Receipt]:
         """Have the run's loader carry out an order in every rank; returns the ranks' receipts.
 
         `lent`: by rank, the device memory that goes with it.
@@ -275,7 +299,7 @@ class SGLangVerbs:
         payload = base64.b64encode(pickle.dumps([("order", text)])).decode()
         payloads = [payload] * self.address.tp_size
         body = {"serialized_named_tensors": payloads, "load_format": LOAD_FORMAT, "flush_cache": False}
-        self._post(_TENSOR, body, what)
+        self._post(_TENSOR, body, what, timeout_s)
         return [self._receipt(name, rank, what) for rank in range(self.address.tp_size)]
 
     def abort_calls(self, names: Collection[str]) -> None:
@@ -295,17 +319,17 @@ class SGLangVerbs:
         body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
         self._post("/update_weights_from_disk", body, f"weights of {directory.name}")
 
-    def join(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
+    def join(self, group: Invitation) -> None:
         """Its ranks become the ranks after 0 of that group. Returns when they have, so this side must be joining."""
         body = {
-            "master_address": address,
-            "master_port": port,
+            "master_address": group.address,
+            "master_port": group.port,
             "rank_offset": 1,
-            "world_size": world_size,
-            "group_name": name,
-            "backend": backend,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
         }
-        self._post("/init_weights_update_group", body, f"process group {name}")
+        self._post("/init_weights_update_group", body, f"process group {group.name}")
 
     def leave(self, name: str, timeout_s: float) -> None:
         """It ends its part of the group."""

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
-from rlhf_megatron.models.table import Rule
+from rlhf_megatron.models.table import Rule, Span
 from rlhf_megatron.parallel.device import decline, shareable_id
+from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Buffers, Lent, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.messages import Roster
 from rlhf_megatron.resharding.plan import ALIGNMENT
 from rlhf_megatron.resharding.sender import Order, Place, SendReport, send_weights
-from rlhf_megatron.resharding.shard_sender import send_shards
+from rlhf_megatron.resharding.shard_sender import Rounds, gather_bytes, send_shards, tell
 from rlhf_megatron.resharding.shards import copy_of, num_copies
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, WeightTransport
 from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.rollout.transports.disk import FileBuffers
-from rlhf_megatron.rollout.transports.process_group import Groups
+from rlhf_megatron.rollout.transports.links import LinkTransport
+from rlhf_megatron.rollout.transports.process_group import MAX_AT_ONCE, Groups
 from rlhf_megatron.rollout.transports.tensor import SharedFiles, SharedMemoryBuffers, attach_buffers
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound=Transport)
+_BEFORE = "before its first bucket"
 
 
 class Delivery:
@@ -53,10 +59,12 @@ class Delivery:
         self.failures: dict[str, str] = {}  # engine name -> what it said first; it has not got everything
         self.traffic = Traffic()
         self._kind = kind
+        self._asks_engines = True  # over links the first rank of a copy does, and the others only send
         self._transfer_dir = transfer_dir
         self._place = place
         self._files = files
         self._transports = tuple(transports)
+        self._at_once = max(1, len(transports))  # the same ones on all ranks of a copy that send together
         self._threads = ThreadPoolExecutor(max(1, len(self._transports)), thread_name_prefix="deliver")
 
     @property
@@ -70,7 +78,7 @@ class Delivery:
 
     def open_shards(self, sizes: Sequence[int], num_buckets: int, devices: Sequence[str]) -> Buffers:
         """As `open_buffers`, where buckets have a part of each rank: see `shard_sender.OpenShardBuffers`."""
-        self._each(lambda transport: transport.open(devices), "before its first bucket")
+        self._each(lambda transport: transport.open(devices), _BEFORE, self._transports)
         standing = {transport.memory for transport in self._transports if transport.name not in self.failures}
         if self._kind != "disk" and standing == {"device_memory"}:
             return in_memory(self._place.device, sizes[0], num_buckets, self)
@@ -78,6 +86,58 @@ class Delivery:
         buffers = FileBuffers(*how) if self._kind == "disk" else SharedMemoryBuffers(*how, self._files)
         buffers.lock_pages(self._place.device)
         return buffers
+
+    def open_links(self, links: Sequence[LinkTransport], rounds: Rounds, dtype: str) -> Buffers:
+        """This rank's buffers, when all ranks of its copy and those of each engine are in one group; every rank of the
+        copy calls it. `dtype`: the engines'. An engine that one rank does not reach is left out on all. Raises what
+        failed, and SyncAbortedError on the other ranks."""
+        for link in links:
+            link.plan(rounds, dtype)
+        invited = self._invited(links)
+        new = [link for link in links if link.name in invited]
+        self._each(lambda link: link.join(invited[link.name]), _BEFORE, new)
+        own = self._place.copy_group.rank()
+        rosters: Mapping[str, Roster] = {}
+        if own == 0:
+            rosters = dict(self._each(lambda link: (link.name, link.ask()), _BEFORE, new))
+        self.failures, rosters = self._agreed(self.failures, rosters)
+        for link in links:
+            if link.name in rosters:
+                link.know(rosters[link.name])
+            if link.name in self.failures:
+                link.give_up()
+        self._asks_engines, self._at_once = own == 0, MAX_AT_ONCE
+        return in_memory(self._place.device, rounds.sizes[own], rounds.count, self)
+
+    def _invited(self, links: Sequence[LinkTransport]) -> dict[str, Invitation]:
+        """By engine with which not all ranks of the copy have kept the same group: to a new one."""
+        group, device = self._place.copy_group, self._place.device
+        kept = gather_bytes(msgspec.json.encode({link.name: link.kept() for link in links}), group, device)
+        answer, failure = None, None
+        if group.rank() == 0:
+            try:
+                found = [msgspec.json.decode(one, type=dict[str, str]) for one in kept or ()]
+                names = {link.name: {one[link.name] for one in found} for link in links}
+                new = [link for link in links if len(names[link.name]) > 1 or "" in names[link.name]]
+                made = self._each(lambda link: (link.name, link.invite()), _BEFORE, new)
+                answer = msgspec.json.encode(dict(made))
+            except Exception as error:  # told to the other ranks first
+                failure = error
+        told = tell(answer, group, device)
+        if failure is not None:
+            raise failure
+        return msgspec.json.decode(told, type=dict[str, Invitation])
+
+    def _agreed(
+        self, failures: dict[str, str], rosters: Mapping[str, Roster]
+    ) -> tuple[dict[str, str], Mapping[str, Roster]]:
+        """The failures of all ranks of the copy, and what the first one was told."""
+        group, device = self._place.copy_group, self._place.device
+        union: dict[str, str] = {}
+        for one in gather_bytes(msgspec.json.encode(failures), group, device) or ():
+            union = msgspec.json.decode(one, type=dict[str, str]) | union
+        told = tell(msgspec.json.encode((union, rosters)), group, device)
+        return msgspec.json.decode(told, type=tuple[dict[str, str], dict[str, list[dict[str, list[Span]]]]])
 
     def __call__(self, manifest: BucketManifest, bucket: Tensor, lent: Lent = ()) -> None:
         def deliver(transport: Transport) -> Traffic:
@@ -89,9 +149,12 @@ class Delivery:
             for transport in self._transports:
                 if transport.name in self.failures:
                     _decline(lent[self._readers(transport)])
-        for traffic in self._each(deliver, f"while it was given {manifest}"):
-            self.traffic += traffic
-        faults.reach("sync.after_bucket")
+        for start in range(0, len(self._transports), self._at_once):
+            some = self._transports[start : start + self._at_once]
+            for traffic in self._each(deliver, f"while it was given {manifest}", some):
+                self.traffic += traffic
+        if self._asks_engines:
+            faults.reach("sync.after_bucket")
 
     def _readers(self, transport: Transport) -> slice:
         """The place of an engine's ranks among all readers."""
@@ -99,13 +162,14 @@ class Delivery:
         first = sum(one.num_readers for one in before)
         return slice(first, first + transport.num_readers)
 
-    def _each(self, act: Callable[[Transport], T], when: str) -> list[T]:
+    def _each(self, act: Callable[[Kind], T], when: str, transports: Sequence[Kind]) -> list[T]:
         """Act on all that have not failed, at once; return what `act` returned for those that do not fail now."""
-        standing = [transport for transport in self._transports if transport.name not in self.failures]
+        standing = [transport for transport in transports if transport.name not in self.failures]
         futures = [(transport, self._threads.submit(act, transport)) for transport in standing]
+        wait([future for _, future in futures])  # while one reads the bucket nobody may be told that it can go
         results = []
         for transport, future in futures:
-            error = future.exception()  # has the deadline of the transport; raised, it would keep the bucket's memory
+            error = future.exception()  # raised, it would keep the bucket's memory
             if isinstance(error, EngineError):
                 self.failures[transport.name] = f"{str(error).rstrip('.')}, {when}."
                 logger.warning("%s is left out of this weight sync: %s", transport.name, error)
@@ -140,8 +204,8 @@ def deliver_weights(
     transport: WeightTransport,
     ranks_per_machine: int | None = None,
 ) -> SendReport:
-    """Send what `export` yields to all engines, shard to shard where all of them take parts of tensors from memory of
-    this machine, else as whole tensors. Every rank calls it.
+    """Send what `export` yields to all engines, shard to shard where all of them take parts of tensors (from memory of
+    this machine, or over process groups), else as whole tensors. Every rank calls it.
 
     `groups`: this process's groups with engines, kept between calls. `ranks_per_machine`: None where all ranks and
     engines are on one. An engine that fails stands in the report.
@@ -152,13 +216,24 @@ def deliver_weights(
     served = by_copy.get(own, ()) if by_copy else engines[: 0 if own else None]
     if own and not served:
         return SendReport(0, 0.0, {})
-    transports = [engine_kind(a.kind).transport(a, transport, transfer_dir, place, groups) for a in served]
+    transports: list[Transport] = []
+    links: list[LinkTransport] = []
+    if by_copy and transport == "process_group":
+        links = [LinkTransport(a, engine_kind(a.kind).link(a, transfer_dir), place, groups) for a in served]
+        transports += links
+    else:
+        transports += [engine_kind(a.kind).transport(a, transport, transfer_dir, place, groups) for a in served]
     with Delivery(transports, transport, transfer_dir, place, groups.files) as delivery:
-        if by_copy:
+        if links:
+            opened = partial(delivery.open_links, links, dtype=dtype)
+            report = send_shards(export, place, order, open_links=opened)
+        elif by_copy:
             attach = partial(attach_buffers, transfer_dir)
             report = send_shards(export, place, order, delivery.open_shards, attach, delivery.num_readers)
         else:
             report = send_weights(export, place, order, delivery.open_buffers, delivery.alignment)
+    if links and place.copy_group.rank():
+        return report  # what went wrong is told by the first rank, which asks the engines
     moved, needed = delivery.traffic.moved, delivery.traffic.needed
     return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
 
@@ -166,19 +241,19 @@ def deliver_weights(
 def served_by_copies(
     place: Place, transport: WeightTransport, engines: Sequence[EngineAddress], ranks_per_machine: int | None
 ) -> dict[int, Sequence[EngineAddress]]:
-    """By number of a copy the engines that it serves shard to shard, in turns those of its machine; {}: the first copy
-    must send whole tensors to all.
+    """By number of a copy the engines that it serves shard to shard, in turns (from memory those of its machine); {}:
+    the first copy must send whole tensors to all.
 
     All ranks find the same."""
     layout = place.layout
     if (
-        transport != "tensor"
+        transport == "disk"
         or place.is_in_pieces
         or not all(engine.has_loader and engine.takes_parts for engine in engines)
     ):
         return {}
     copies = range(num_copies(layout))
-    if ranks_per_machine is None:
+    if ranks_per_machine is None or transport == "process_group":
         return {copy: engines[copy :: len(copies)] for copy in copies}
     first_of_last_stage = layout.world_size - layout.stage_size
     found: dict[int, Sequence[EngineAddress]] = {}

@@ -76,7 +76,9 @@ def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert "floor          1.18 s: engine" in out and "receives 59 GB by network" in out
     assert "whole tensors  38.2" in out
     assert "senders        8 stages x 4 copies x 16 ranks" in out
-    assert "this run       sends whole tensors: rollout.weight_transport is process_group" in out
+    assert "this run" not in out  # it goes shard to shard
+    out = plan(capsys, str(RUN), "rollout.weight_transport=disk", "rollout.transfer_dir=/tmp")
+    assert "this run       sends whole tensors: rollout.weight_transport is disk" in out
 
 
 def test_attached_engines_are_counted() -> None:

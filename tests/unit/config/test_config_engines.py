@@ -65,11 +65,6 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
             "rollout.router (sglang) needs rollout.engine sglang, which is local",
         ),
         (
-            VALID,
-            ["rollout.weight_transport=process_group"],
-            "rollout.weight_transport (process_group) needs rollout.engine sglang",
-        ),
-        (
             SGLANG,
             [ONE, "rollout.num_engines=2"],
             "rollout.num_engines (2) must be the number of rollout.endpoints (1); remove it.",
@@ -155,6 +150,14 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
 def test_engines_that_cannot_be(load: Load, base: str, overrides: list[str], expected: str) -> None:
     (problem,) = validate(load(base, *overrides))
     assert problem.replace(f"{Path.cwd()}/", "").startswith(expected)
+
+
+def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -> None:
+    """From ranks of Megatron; FSDP2 has pieces of other tensors."""
+    given = "rollout.weight_transport=process_group"
+    assert not any(given.partition("=")[0] in str(problem) for problem in validate(load(VALID, given)))
+    words = "rollout.weight_transport (process_group) brings parts of tensors to rollout.engine local on one machine"
+    assert any(words in str(problem) for problem in validate(load(VALID, given, "actor.backend=fsdp")))
 
 
 def test_a_base_file_may_say_how_servers_would_be_started(load: Load, tmp_path: Path) -> None:

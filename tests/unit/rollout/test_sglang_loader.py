@@ -28,11 +28,14 @@ from sglang_standins import (
 )
 from torch import Tensor, nn
 
+from rlhf_megatron.models.table import Span
 from rlhf_megatron.parallel.device import SharedMemory
 from rlhf_megatron.resharding import buffers
 from rlhf_megatron.resharding.buffers import Segment, map_bucket, views
 from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.resharding.messages import within
+from rlhf_megatron.resharding.shards import overlap
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.sglang import weights as receipts
 from rlhf_megatron.rollout.sglang.server import facts, loader
@@ -336,10 +339,12 @@ def in_parts(weights: dict[str, Tensor], ways: int, directory: Path) -> BucketMa
 
 @pytest.mark.parametrize(("size", "ep_size"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("ways", [2, 3])
+@pytest.mark.parametrize("is_sent", [False, True], ids=["read", "sent"])
 def test_parts_of_tensors_come_to_the_ranks_that_have_them(
-    ways: int, size: int, ep_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_sent: bool, ways: int, size: int, ep_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From trainers that cut otherwise. Each rank reads what stands in it, and a wrong part is named with its rank."""
+    """From trainers that cut otherwise. Each rank reads, or is sent, what stands in it, and a wrong part is named with
+    its rank."""
     weights, before = weights_of(), {name: tensor + 1 for name, tensor in weights_of().items()}
     models = [rank_of(before, rank, size, ep_size) for rank in range(size)]
     manifest = in_parts(weights, ways, tmp_path)
@@ -357,7 +362,17 @@ def test_parts_of_tensors_come_to_the_ranks_that_have_them(
                     mine.copy_(other)
 
         monkeypatch.setattr(model, "load_weights", load, raising=False)
-        loader.load_bucket(model, manifest, views)
+        if not is_sent:
+            loader.load_bucket(model, manifest, views)
+            continue
+        held = loader.holds(model, {entry.name: entry.shape for entry in manifest.tensors})
+        given: dict[str, Tensor] = {}
+        spans: dict[str, Span] = {}
+        for entry in manifest.tensors:
+            for span in (Span(*one) for one in held.get(entry.name, ())):
+                if common := overlap(entry.span, span, entry.shape):
+                    given[entry.key], spans[entry.key] = within(views[entry.key], entry.span, common), common
+        loader.load_bucket(model, manifest, given, spans)
     found = receipts.check("engine0", manifest, receipts_of(models, manifest))
     assert found.by_name() == digests_of(weights)
     moved = sum(receipt["num_bytes_read"] for receipt in receipts_of(models, manifest))

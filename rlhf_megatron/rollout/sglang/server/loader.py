@@ -4,7 +4,11 @@ The update call carries one small tensor: a JSON order. The answer is a receipt,
 error if there was one, the parts of tensors that stand in this rank, and their digests; `sglang.weights` puts those
 of all ranks together. Orders, by the key that they begin with:
 
-    manifest   read this bucket, from its file or the device memory that `memory` names for each rank, and load it
+    manifest   read this bucket and load it: from its file, the device memory that `memory` names for each rank, or the
+               link over which the `exchange` goes
+    join       become a rank of a link with a copy of the trainer
+    leave      end this rank's part of it
+    holds      which parts of these tensors stand here?
     digest     this bucket was loaded already, it came another way: digest what stands of it
     compare    does what stands here equal the bytes of this bucket? Asked when digests differ, to tell which rank's do
     receipts   has everything come, of all the buckets whose receipts are named so?
@@ -19,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -30,9 +34,11 @@ from torch import Tensor
 
 from rlhf_megatron.models.table import Span
 from rlhf_megatron.parallel.device import device_ids, synchronize
+from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Segment, map_bucket, open_segments, views
 from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.resharding.messages import BUCKET_TIMEOUT_S, Exchange, OpenLinks, take, within
 from rlhf_megatron.resharding.shards import overlap
 from rlhf_megatron.rollout.sglang.server import facts
 from rlhf_megatron.rollout.sglang.server.standing import (
@@ -62,6 +68,7 @@ DESCRIBED = (
     "moe_intermediate_size",
 )
 _NAMES_SHOWN = 3
+_links = OpenLinks()
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -96,6 +103,17 @@ def _carry_out(order: Mapping[str, Any], model: Any, directory: Path, rank: int)
     if "digest" in order:
         manifest = BucketManifest.from_json(order["digest"])
         return standing(model, manifest, num_bytes_read=manifest.tensor_bytes)
+    if "join" in order:
+        invitation = msgspec.convert(order["join"], Invitation)
+        _links.join(invitation, order["sender"], order["num_senders"], rank, _device(model))
+        return {"error": None}
+    if "holds" in order:
+        return {"error": None, "holds": holds(model, order["holds"])}
+    if "leave" in order:
+        _links.leave(order["leave"])
+        return {"error": None}
+    if "exchange" in order:
+        return _take(model, BucketManifest.from_json(order["manifest"]), order["exchange"], rank)
     manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
     if "memory" in order:
         pieces = open_segments(msgspec.convert(order["memory"][rank], list[Segment]))
@@ -110,27 +128,54 @@ def _carry_out(order: Mapping[str, Any], model: Any, directory: Path, rank: int)
     return standing(model, manifest)
 
 
-def load_bucket(model: Any, manifest: BucketManifest, given: Mapping[str, Tensor]) -> None:
+def _take(model: Any, manifest: BucketManifest, order: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    exchange = msgspec.convert(order, Exchange)
+    device = _device(model)
+    found = take(exchange, manifest, _links.find(exchange.link), rank, device, BUCKET_TIMEOUT_S)
+    given = {key: values for key, (_, values) in found.items()}
+    load_bucket(model, manifest, given, {key: span for key, (span, _) in found.items()})
+    synchronize(device)
+    return standing(model, manifest, sum(message.num_bytes for message in exchange.messages[rank]))
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
+def load_bucket(
+    model: Any, manifest: BucketManifest, given: Mapping[str, Tensor], held: Mapping[str, Span] | None = None
+) -> None:
     """SGLang loads whole tensors. Of parts of tensors, those that stand in this rank are copied to where they belong.
-    Raises ValueError where the engine keeps another form of a tensor, which it makes of whole ones only."""
-    model.load_weights([(entry.name, given[entry.key]) for entry in manifest.tensors if entry.part is None])
+    `held`: the parts that `given` has; None: all that was sent."""
+    spans = {entry.key: entry.span for entry in manifest.tensors} if held is None else held
+    came = [entry for entry in manifest.tensors if entry.key in given]
+    model.load_weights([(e.name, given[e.key]) for e in came if given[e.key].shape == e.shape])
     parameters = dict(model.named_parameters())
-    parts = [entry for entry in manifest.tensors if entry.part is not None]
+    parts = [entry for entry in came if given[entry.key].shape != entry.shape]
     with torch.no_grad():
         for entry in parts:
+            span = spans[entry.key]
             for place in places_of(model, parameters, entry.name, entry.shape):
-                if common := overlap(entry.span, place.span, entry.shape):
-                    in_model(place, common).copy_(_within(given[entry.key], entry.span, common))
+                if common := overlap(span, place.span, entry.shape):
+                    in_model(place, common).copy_(within(given[entry.key], span, common))
 
 
 def in_model(place: Place, span: Span) -> Tensor:
     """What stands of a part of the tensor of which `place` holds a part."""
-    return _within(place.values, place.span, span)
+    return within(place.values, place.span, span)
 
 
-def _within(values: Tensor, held: Span, span: Span) -> Tensor:
-    """Of `values`, which are the part `held` of a tensor, those of the part `span`, which lies in it."""
-    return values.narrow(span.axis, span.start - (held.start if span.axis == held.axis else 0), span.count)
+def holds(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, int, int]]]:
+    """By name the parts of tensors that stand in this rank. Raises ValueError where the engine keeps another form of
+    one."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for name, shape in shapes.items():
+        spans = [place.span for place in places_of(model, parameters, name, tuple(shape)) if place.count]
+        if spans:
+            found[name] = [(span.axis, span.start, span.count) for span in dict.fromkeys(spans)]
+    return found
 
 
 def transfer_dir(name: str | None) -> Path:
@@ -208,7 +253,7 @@ def compare(model: Any, manifest: BucketManifest, given: Mapping[str, Tensor]) -
             if common is None:
                 continue
             standing = in_model(place, common)
-            sent = _within(given[entry.key], entry.span, common).to(standing.device)
+            sent = within(given[entry.key], entry.span, common).to(standing.device)
             is_equal = torch.equal(_bits(sent), _bits(_as_sent(standing, entry)))
             equal[entry.key] = is_equal and equal.get(entry.key, True)
     return equal
