@@ -51,6 +51,12 @@ def read_routes(name: str, num_layers: Sequence[int], top_k: int) -> Ids:
     return ids.reshape(len(ids), -1, top_k)
 
 
+def check_ids(name: str, ids: Ids, num_experts: int) -> None:
+    """Raises ValueError for an expert that a layer does not have: as a smaller type its id would be another one's."""
+    if (highest := int(ids.max(initial=0))) >= num_experts:
+        raise ValueError(f"{name} names expert {highest}, and a layer has {num_experts}: it is of another model.")
+
+
 def are_there(names: Iterable[str]) -> bool:
     """Whether all of these files can be read. One that a machine's end has cut off is empty."""
     paths = [Path(name) for name in names if name]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.routes import read_routes
+from rlhf_megatron.data.routes import check_ids, read_routes
 from rlhf_megatron.models.replay import RouterReplay, ids_dtype
 from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.world import World
@@ -121,6 +121,7 @@ class Routes:
                 is_told = tokens.positions_N[mine] < len(found)
                 places = mine[is_told]
                 ids = found[tokens.positions_N[places].numpy()[:, None], layers_of[found.shape[1]]]
+                check_ids(name, ids, replay.num_experts)
                 rows_NLK[places] = torch.from_numpy(ids.astype(np.int64)).to(rows_NLK.dtype)
         return rows_NLK
 

@@ -23,11 +23,16 @@ def parse_layout(text: str) -> tuple[int, ...]:
     """
     plain = re.sub(r"[, ]", "", text)
     for pattern in (r"\(([^()]*)\)\*(\d{1,5})", r"([Et|L])\*(\d{1,5})"):
-        if len(plain) <= 3 * MOST_LAYERS:
-            plain = re.sub(pattern, lambda found: found[1] * int(found[2]), plain)
+        plain = re.sub(pattern, _repeated, plain[: 3 * MOST_LAYERS])
     if not re.fullmatch(r"Et+(\|t+)*L", plain) or plain.count("t") > MOST_LAYERS:
         raise ValueError(
             f"pipeline_model_parallel_layout ({text[:80]!r}) must be E, then layers t with | between the chunks and at"
             f" least one t in each, and L at the end, such as Et*3|t*4|t*3L (x*n repeats x); at most {MOST_LAYERS} t."
         )
     return tuple(chunk.count("t") for chunk in plain.split("|"))
+
+
+def _repeated(found: re.Match[str]) -> str:
+    """As often as it says; what no layout has where that is longer than any."""
+    is_long = len(found[1]) * int(found[2]) > 3 * MOST_LAYERS
+    return "?" if is_long else found[1] * int(found[2])

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.parity.cases import FAMILIES, make_state
 from benchmarks.parity.reference import make_model
 from benchmarks.parity.router_reference import Routers
-from rlhf_megatron.data.routes import read_routes, write_routes
+from rlhf_megatron.data.routes import check_ids, read_routes, write_routes
 from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.local.generator import Generator
@@ -94,6 +94,9 @@ def test_files_are_checked_and_stay_as_long_as_they_are_needed(tmp_path: Path) -
     assert read_routes(write_routes(str(tmp_path), ids + 300), (3,), 4).dtype == np.int16
     with pytest.raises(ValueError, match=r"shape \(2, 12\), not \[tokens, 4 or 6 layers x 4\]"):
         read_routes(names[0], (4, 6), 4)
+    check_ids(names[1], second, 44)
+    with pytest.raises(ValueError, match=r"names expert 43, and a layer has 8: it is of another model"):
+        check_ids(names[1], second, 8)
     kept = RouteFiles(tmp_path / "routes", is_kept=True)
     kept.trained(1, (names[0], ""))
     kept.trained(2, (names[1],))
