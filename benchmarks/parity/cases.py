@@ -5,6 +5,7 @@ A family is a policy, and with a value head in place of the output layer a criti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -130,6 +131,24 @@ EXPERT_FAMILIES |= {
     },
     "moonlight": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
 }
+EXPERT_FAMILIES["gpt_oss"] = {
+    **_EXPERTS,
+    "model_type": "gpt_oss",
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
 
 
@@ -223,7 +242,9 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
             made = matrix(shape[0], shape[1], 0.1) if len(shape) == 2 else norm(shape[0])
             state[f"{prefix}.self_attn.{name}.weight"] = made
         state[f"{prefix}.post_attention_layernorm.weight"] = norm(hidden)
-        for name, rows, columns, scale in _mlp(hf_config, layer):
+        if hf_config["model_type"] == "gpt_oss":
+            state |= {f"{prefix}.{name}": tensor for name, tensor in _of_gpt_oss(hf_config, generator)}
+        for name, rows, columns, scale in _mlp(hf_config, layer) if hf_config["model_type"] != "gpt_oss" else ():
             state[f"{prefix}.{name}.weight"] = matrix(rows, columns, scale)
         if "n_routed_experts" in hf_config and layer not in _dense_layers(hf_config):
             bias = 0.1 * torch.randn(hf_config["n_routed_experts"], generator=generator)
@@ -236,6 +257,23 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     if not hf_config["tie_word_embeddings"]:
         state["lm_head.weight"] = matrix(VOCAB, hidden, 0.2)
     return state
+
+
+def _of_gpt_oss(hf_config: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """The sinks of a layer's attention, its router, and what each expert has of tensors that files have fused."""
+    hidden, width, num = (hf_config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
+    shapes = {
+        "gate_up_proj": (0.1, hidden, 2 * width),
+        "gate_up_proj_bias": (0.2, 2 * width),
+        "down_proj": (0.1, width, hidden),
+        "down_proj_bias": (0.2, hidden),
+    }
+    yield "self_attn.sinks", torch.randn(hf_config["num_attention_heads"], generator=generator)
+    yield "mlp.router.weight", 0.3 * torch.randn(num, hidden, generator=generator)
+    yield "mlp.router.bias", 0.1 * torch.randn(num, generator=generator)
+    for expert in range(num):
+        for name, (scale, *shape) in shapes.items():
+            yield f"mlp.experts.{expert}.{name}", scale * torch.randn(*shape, generator=generator)
 
 
 def _grouped(hf_config: dict[str, Any], dim: int) -> list[tuple[Any, ...]]:

@@ -48,7 +48,7 @@ def select(model: nn.Module, samples: range) -> None:
 
 
 def _softmax_router(gate: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = nn.functional.linear(x.reshape(-1, gate.hidden_dim), gate.weight)
+    logits = nn.functional.linear(x.reshape(-1, gate.hidden_dim), gate.weight, getattr(gate, "bias", None))
     scores = logits.softmax(-1)
     picked = _picked(gate, scores.topk(gate.top_k, -1).indices)
     weights = scores.gather(1, picked)

@@ -111,6 +111,8 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
         return False
     if num_experts(hf_config):
         needs_sequence = axes.tp > 1 and not axes.sequence_parallel
+        if hf_config["model_type"] == "gpt_oss" and (axes.etp or axes.tp) > 1:
+            return False  # experts with biases are not split
         if needs_sequence or "mlp" in axes.megatron.recompute_modules:
             return False
     elif axes.of_experts:

@@ -46,11 +46,13 @@ def make_model(
         "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     }[hf_config["model_type"]]
     # A copy: transformers completes the mappings that it is given.
     arguments = {key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"}
-    # sdpa computes in the model's type; the other implementations take the softmax in float32.
-    config = config_kind(**arguments, attn_implementation="sdpa")
+    # sdpa computes in the model's type; the other implementations take the softmax in float32, but that of GPT-OSS.
+    attention = "eager" if hf_config["model_type"] == "gpt_oss" else "sdpa"
+    config = config_kind(**arguments, attn_implementation=attention)
     config._experts_implementation = "eager"
     model = model_kind(config)
     if role == "critic":
@@ -63,7 +65,7 @@ def make_model(
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = MethodType(_exact_norm, module)
-            elif type(module).__name__.endswith("TopKRouter"):
+            elif type(module).__name__.endswith("TopKRouter") and not hasattr(module, "bias"):
                 module.forward = MethodType(_exact_router, module)
             elif type(module).__name__.endswith("TopkRouter"):
                 module.forward = MethodType(_exact_scores, module)
@@ -254,7 +256,7 @@ def adamw(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Callable[[], N
             first[name] = beta1 * first[name] + (1 - beta1) * p.grad
             second[name] = beta2 * second[name] + (1 - beta2) * p.grad.square()
             mean, square = first[name] / (1 - beta1**count), second[name] / (1 - beta2**count)
-            decay = recipe.weight_decay if p.dim() > 1 else 0.0
+            decay = recipe.weight_decay if p.dim() > 1 and not name.endswith("_bias") else 0.0
             p.mul_(1 - recipe.lr * decay).sub_(recipe.lr * mean / (square.sqrt() + recipe.adam_eps))
 
     return step

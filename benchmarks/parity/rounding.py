@@ -16,7 +16,7 @@ NUM_ORDERS = 4  # more of them would move the root mean square by a few per cent
 HEAD = "score"  # a critic's: a linear layer of one output
 _ROWS = ("o_proj", "down_proj", "w2", "norm", "input_layernorm", "post_attention_layernorm")  # what writes hidden units
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-_MLP = ("gate_proj", "up_proj", "gate", "w1", "w3")
+_MLP = ("gate_proj", "up_proj", "gate", "router", "w1", "w3")
 _COLUMNS = ("embed_tokens", "lm_head", "score", *_ATTENTION, *_MLP)  # what reads them
 
 Tensors = Mapping[str, Tensor]
@@ -46,6 +46,8 @@ def renumbered(tensors: Tensors, order: Tensor) -> dict[str, Tensor]:
 def _axis(name: str) -> int | None:
     """The dimension of a tensor that is counted in hidden units."""
     module, kind = name.rpartition("/")[2].split(".")[-2:] if "." in name else ("", "")
+    if module.isdecimal():  # an expert of GPT-OSS, whose matrices have their input first
+        return {"gate_up_proj": 0, "down_proj": 1, "down_proj_bias": 0}.get(kind)
     if module in _ROWS:
         return 0
     return 1 if module in _COLUMNS and kind == "weight" else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.quantised import BLOCKS, SCALE, SCALES, from_fp8, from_mxfp4
 from rlhf_megatron.checkpoint.source import one_dtype
 from rlhf_megatron.models.families.base import family_for, kept_prefixes
-from rlhf_megatron.models.table import HFTensor, Rule
+from rlhf_megatron.models.table import Entry, HFTensor, Rule
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class HFReader:
         """
         wanted = [hf for rule in table for hf in rule.hf]
         problems = [problem for hf in wanted if (problem := self._problem(hf)) is not None]
-        unexpected = sorted(set(self.names) - {hf.name for hf in wanted} - set(ignored))
+        unexpected = sorted(set(self.names) - {hf.stored_name for hf in wanted} - set(ignored))
         config = self.directory / "config.json"
         prefixes = kept_prefixes(read_json(config)) if config.is_file() else ()
         if any(name.startswith(prefixes) for name in unexpected):
@@ -104,18 +104,19 @@ class HFReader:
         """Nothing is read but the header of the file. Raises ValueError."""
         for hf in rule.hf:
             self._raise_problem(hf)
-        return one_dtype(rule, {DTYPES[self._slice(hf.name)[1]] for hf in rule.hf})
+        return one_dtype(rule, {DTYPES[self._slice(hf.stored_name)[1]] for hf in rule.hf})
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         """Views of the mapped file. Raises ValueError naming file, tensor and shapes."""
         for hf in rule.hf:
             self._raise_problem(hf)
-        return tuple(self._tensor(hf.name) for hf in rule.hf)
+        return tuple(self._tensor(hf.stored_name, hf.entry) for hf in rule.hf)
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str, entry: Entry | None) -> Tensor:
         if self._block is not None and f"{name}{BLOCKS}" in self._file_of:
-            return from_mxfp4(self._stored(f"{name}{BLOCKS}"), self._stored(f"{name}{SCALES}"), torch.bfloat16)
-        stored = self._stored(name)
+            blocks, scales = (self._stored(f"{name}{kind}", entry) for kind in (BLOCKS, SCALES))
+            return from_mxfp4(blocks, scales, torch.bfloat16)
+        stored = self._stored(name, entry)
         if self._block is None or stored.dtype != torch.float8_e4m3fn:
             return stored
         try:
@@ -123,8 +124,11 @@ class HFReader:
         except ValueError as error:
             raise ValueError(f"{self.directory}: {name}{SCALE}: {error}. Fetch the directory again.") from error
 
-    def _stored(self, name: str) -> Tensor:
-        return self._file(self._file_of[name]).get_tensor(name)
+    def _stored(self, name: str, entry: Entry | None = None) -> Tensor:
+        """A tensor of a file, or one entry of it, which alone is read then."""
+        file = self._file(self._file_of[name])
+        found: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry.index]
+        return found
 
     def _find_tensors(self) -> dict[str, str]:
         """Tensor name -> file name."""
@@ -191,17 +195,18 @@ class HFReader:
 
     def _problem(self, hf: HFTensor) -> str | None:
         """Return what is wrong with a tensor, or None."""
-        file = self._file_of.get(hf.name) or (self._file_of.get(f"{hf.name}{BLOCKS}") if self._block else None)
+        name, expected = hf.stored_name, hf.stored_shape
+        file = self._file_of.get(name) or (self._file_of.get(f"{name}{BLOCKS}") if self._block else None)
         if file is None:
-            return f"tensor {hf.name} {hf.shape} is missing"
+            return f"tensor {name} {expected} is missing"
         try:
-            shape, dtype = self._slice(hf.name)
+            shape, dtype = self._slice(name)
         except ValueError as error:
             return str(error).rstrip(".")
-        if shape != hf.shape:
-            return f"tensor {hf.name} in {file} has shape {shape}, expected {hf.shape}"
+        if shape != expected:
+            return f"tensor {name} in {file} has shape {shape}, expected {expected}"
         if dtype not in DTYPES:
-            return f"tensor {hf.name} in {file} has type {dtype}, supported are {', '.join(DTYPES)} (not quantised)"
+            return f"tensor {name} in {file} has type {dtype}, supported are {', '.join(DTYPES)} (not quantised)"
         return None
 
 

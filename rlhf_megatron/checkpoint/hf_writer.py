@@ -60,23 +60,22 @@ class HFWriter:
         self._directory = directory
         self._files = plan_files(specs, max_shard_bytes)
         self._file_of = {spec.name: file for file, members in self._files.items() for spec in members}
-        self._remaining = {file: len(members) for file, members in self._files.items()}
+        self._unwritten = set(self._files)
         self._writers: dict[str, SafetensorsWriter] = {}
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor into its file; a file is closed when its last tensor arrives."""
+    def write(self, name: str, tensor: Tensor, index: int | None = None) -> None:
+        """Put one tensor, or entry `index` of it, into its file, which is closed when all of it has arrived."""
         file = self._file_of[name]
         if file not in self._writers:
             self._writers[file] = SafetensorsWriter(self._directory / file, self._files[file])
-        self._writers[file].write(name, tensor)
-        self._remaining[file] -= 1
-        if self._remaining[file] == 0:
+        self._writers[file].write(name, tensor, index)
+        if self._writers[file].is_complete:
+            self._unwritten.discard(file)
             self._writers.pop(file).close()
 
     def finish(self) -> None:
         """Checks that every tensor was written, and writes the index of more than one file."""
-        missing = [file for file, count in self._remaining.items() if count]
-        assert not missing, f"tensors of {missing} were never written"
+        assert not self._unwritten, f"tensors of {sorted(self._unwritten)} were never written"
         if len(self._files) > 1:
             write_index(self._directory, self._files)
 
@@ -186,21 +185,37 @@ def safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, in
 
 
 class SafetensorsWriter:
-    """Call `write` once for every spec, then `close`. Memory: one tensor at a time."""
+    """Call `write` once for every spec, or for every entry of it along the first axis, then `close`. Memory: one tensor
+    at a time."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
         begin, offsets = safetensors_header(specs)
-        self._pending = {spec.name: (spec, offsets[spec.name]) for spec in specs}
+        self._places = {spec.name: (spec, offsets[spec.name]) for spec in specs}
+        self._pending = {spec.name: set[int]() for spec in specs}  # entries that have come
         self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
         self._file.write(begin)
         self._file.truncate(len(begin) + sum(spec.num_bytes for spec in specs))
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor into its place."""
-        spec, offset = self._pending.pop(name)
+    @property
+    def is_complete(self) -> bool:
+        return not self._pending
+
+    def write(self, name: str, tensor: Tensor, index: int | None = None) -> None:
+        """Put one tensor, or entry `index` of it, into its place."""
+        spec, offset = self._places[name]
+        shape = spec.shape if index is None else spec.shape[1:]
         assert dtype_name(tensor.dtype) == spec.dtype, f"{name} is {tensor.dtype}, planned was {spec.dtype}"
-        assert tuple(tensor.shape) == spec.shape, f"{name} has shape {tuple(tensor.shape)}, planned was {spec.shape}"
+        assert tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, planned was {shape}"
+        if index is None:
+            assert not self._pending.pop(name), f"entries of {name} have come already"
+        else:
+            come = self._pending[name]
+            assert index not in come and 0 <= index < spec.shape[0], f"entry {index} of {name} {spec.shape}"
+            come.add(index)
+            offset += index * (spec.num_bytes // spec.shape[0])
+            if len(come) == spec.shape[0]:
+                del self._pending[name]
         self._file.seek(offset)
         self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 

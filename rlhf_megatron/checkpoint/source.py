@@ -69,8 +69,15 @@ def random_source(hf_config: HFConfig, seed: int) -> RandomSource:
 
 
 def random_hf_tensors(hf_config: HFConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every HF tensor of the model, float32 on the CPU, one at a time."""
+    """(name, tensor) of every tensor that files of the model have, float32 on the CPU, one at a time."""
     source = random_source(hf_config, seed)
+    entries: dict[str, list[Tensor]] = {}
     for rule in table_for(hf_config):
         for hf in rule.hf:
-            yield hf.name, source.tensor(hf)
+            if hf.entry is None:
+                yield hf.name, source.tensor(hf)
+                continue
+            found = entries.setdefault(hf.entry.name, [])
+            found.append(source.tensor(hf))
+            if len(found) == hf.entry.count:
+                yield hf.entry.name, torch.stack(entries.pop(hf.entry.name))

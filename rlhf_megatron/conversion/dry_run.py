@@ -51,7 +51,7 @@ def model_of_index(directory: Path) -> tuple[Model, list[str]]:
 
 def _problems(table: Sequence[Rule], names: set[str], kept: tuple[str, ...]) -> Iterator[str]:
     """Yield a line for what is missing, for what is left over, and for what goes along uncounted."""
-    wanted = {hf.name for rule in table for hf in rule.hf}
+    wanted = {hf.stored_name for rule in table for hf in rule.hf}
     plain = {name.removesuffix(BLOCKS) for name in names if not name.endswith((SCALE, SCALES))}
     missing = sorted(wanted - plain)
     left_over = sorted(name for name in plain - wanted if not name.startswith(kept or ("\0",)))

@@ -151,7 +151,8 @@ class _StreamedExperts(nn.Module):
         self._activation, self._weights = activation, weights
         self._gate_up, self._down = gate_up.hf, down.hf
         generator = torch.Generator().manual_seed(_SEED)
-        self.probe = torch.randn(_PROBES, self._gate_up[0].shape[1], generator=generator)
+        hidden_size = self._gate_up[0].shape[0 if self._gate_up[0].entry else 1]
+        self.probe = torch.randn(_PROBES, hidden_size, generator=generator)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, H]; the other two [tokens, k]."""
@@ -173,6 +174,21 @@ class _StreamedExperts(nn.Module):
         return inner @ self._weights(self._down[number]).T
 
 
+class _StreamedEntries(_StreamedExperts):
+    """Those of GPT-OSS: entries of fused tensors, with biases, the input first. The activation takes gate and up."""
+
+    def __init__(
+        self, activation: Callable[[Tensor], Tensor], weights: _Weights, gate_up: Rule, down: Rule, *biases: Rule
+    ) -> None:
+        super().__init__(activation, weights, gate_up, down)
+        self._gate_up_bias, self._down_bias = (rule.hf for rule in biases)
+
+    def _expert(self, number: int, hidden: Tensor) -> Tensor:
+        gate_up = hidden @ self._weights(self._gate_up[number]) + self._weights(self._gate_up_bias[number])
+        inner = self._activation(gate_up)
+        return inner @ self._weights(self._down[number]) + self._weights(self._down_bias[number])
+
+
 def _stream_experts(
     packed: PackedModel, names: dict[nn.Module, str], rules: dict[str, Rule], weights: _Weights
 ) -> Iterator[tuple[str, _StreamedExperts]]:
@@ -180,7 +196,12 @@ def _stream_experts(
         gate_up, down = rules.get(f"{name}.gate_up_proj"), rules.get(f"{name}.down_proj")
         if gate_up is None or down is None or len(gate_up.megatron_shape) != 3:
             continue
-        streamed = _StreamedExperts(module.act_fn, weights, gate_up, down)  # type: ignore[arg-type]
-        parent, _, own = name.rpartition(".")
-        setattr(packed.decoder.get_submodule(parent), own, streamed)
+        own: Any = module
+        biases = [rules[bias] for kind in ("gate_up", "down") if (bias := f"{name}.{kind}_proj_bias") in rules]
+        if biases:
+            streamed: _StreamedExperts = _StreamedEntries(own._apply_gate, weights, gate_up, down, *biases)
+        else:
+            streamed = _StreamedExperts(own.act_fn, weights, gate_up, down)
+        parent, _, last = name.rpartition(".")
+        setattr(packed.decoder.get_submodule(parent), last, streamed)
         yield name, streamed

@@ -78,6 +78,10 @@ class Model:
         items += [Item(rule, str(rule.dtype), is_kept=True) for rule in self.kept(dtype).rules()]
         if block is None:
             return tuple(items)
+        if any(hf.entry is not None for rule in table for hf in rule.hf):
+            raise ValueError(
+                f"{self.directory}: experts that files have in one tensor are not written in FP8; use bfloat16."
+            )
         has_matrix = (any(is_in_fp8(hf.name) for hf in item.rule.hf) for item in items)
         return tuple(replace(i, block=block) if is_in else i for i, is_in in zip(items, has_matrix, strict=True))
 

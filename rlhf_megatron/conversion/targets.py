@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from math import prod
@@ -88,7 +88,7 @@ class HFTarget:
         hf_config: HFConfig | None = None,
         has_digests: bool = True,
     ) -> None:
-        specs = [spec for item in items for hf in item.rule.hf for spec in _specs(item, hf)]
+        specs = list(_unique(spec for item in items for hf in item.rule.hf for spec in _specs(item, hf)))
         self._places = _Safetensors(plan_files(specs, max_shard_bytes))
         self._file_of = {spec.name: file for file, members in self._places.files.items() for spec in members}
         self.sizes, self.begins = self._places.sizes, self._places.begins
@@ -109,8 +109,10 @@ class HFTarget:
             if item.block is not None and is_in_fp8(hf.name):
                 parts[hf.name], parts[f"{hf.name}{SCALE}"] = to_fp8(tensor, item.block)
             for name, part in parts.items():
-                file = self._file_of[name]
-                put(file, self._places.offset(file, name), part)
+                stored = name if hf.entry is None else hf.entry.name
+                file = self._file_of[stored]
+                start = 0 if hf.entry is None else hf.entry.index * part.nbytes
+                put(file, self._places.offset(file, stored) + start, part)
 
     def finish(self, directory: Path, digests: Mapping[str, str]) -> None:
         files = self._places.files
@@ -123,11 +125,23 @@ class HFTarget:
 
 def _specs(item: Item, hf: HFTensor) -> Iterator[TensorSpec]:
     if item.block is None or not is_in_fp8(hf.name):
-        yield TensorSpec(hf.name, item.dtype, hf.shape)
+        yield TensorSpec(hf.stored_name, item.dtype, hf.stored_shape)
         return
     yield TensorSpec(hf.name, "float8_e4m3fn", hf.shape)
     blocks = tuple(-(-size // step) for size, step in zip(hf.shape, item.block, strict=True))
     yield TensorSpec(f"{hf.name}{SCALE}", "float32", blocks)
+
+
+def _unique(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """Each once, though it comes with every entry of a tensor. Raises ValueError where these have several types."""
+    seen: dict[str, TensorSpec] = {}
+    for spec in specs:
+        if (before := seen.setdefault(spec.name, spec)) is spec:
+            yield spec
+        elif before != spec:
+            raise ValueError(
+                f"entries of {spec.name} are {before.dtype} and {spec.dtype}; give one type for all weights (--dtype)."
+            )
 
 
 class RanksTarget:

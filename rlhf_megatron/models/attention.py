@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlhf_megatron.models.document_order import ByLength, Order, Run, chunk_positions, group_by_length, prefix_keys
@@ -39,7 +41,7 @@ class PackedDocuments(PackedSeqParams):
     cp: int = 1  # ranks that share the documents
     cp_rank: int = 0  # this one among them
     rotary_cache: dict[Any, Any] = field(default_factory=dict)
-    mask_cache: dict[int, Tensor] = field(default_factory=dict)
+    mask_cache: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     @cached_property
     def by_length(self) -> ByLength:
@@ -50,13 +52,15 @@ class PackedDocuments(PackedSeqParams):
         """The result of `document_order.prefix_keys`, made on the device of `cu_seqlens` without a wait."""
         return prefix_keys(self.cu_seqlens_q, self.positions.numel() * self.cp, self.cp, self.cp_rank)
 
-    def mask(self, length: int) -> Tensor:
-        """[length / cp, keys] which keys of a document of `length` tokens each of its queries here sees."""
-        if length not in self.mask_cache:
-            queries = chunk_positions(length, self.cp, self.cp_rank)
-            mask = queries[:, None] >= torch.arange(int(queries[-1]) + 1)
-            self.mask_cache[length] = mask.to(self.cu_seqlens_q.device)
-        return self.mask_cache[length]
+    def mask(self, length: int, window: int | None = None) -> Tensor:
+        """[length / cp, keys] which keys of a document of `length` tokens each of its queries here sees; of these the
+        last `window`, its own with them."""
+        if (length, window) not in self.mask_cache:
+            queries = chunk_positions(length, self.cp, self.cp_rank) if self.cp > 1 else torch.arange(length)
+            before = queries[:, None] - torch.arange(int(queries[-1]) + 1)
+            mask = before >= 0 if window is None else (before >= 0) & (before < window)
+            self.mask_cache[length, window] = mask.to(self.cu_seqlens_q.device)
+        return self.mask_cache[length, window]
 
     def rotary(self, head_dim: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim / 2] of this micro-batch's positions."""
@@ -123,12 +127,27 @@ class PackedAttention(MegatronModule):
     rotary: Rotary | None = None  # set by build_model; None: of latent attention, which has turned them
 
     def __init__(
-        self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
+        self,
+        config: Any,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
     ) -> None:
+        """`layer_number`: in the whole model, from 1."""
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError(f"attention_dropout ({config.attention_dropout}) must be 0.")
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int | None = config.window_size[0] + 1 if has_window else None  # tokens, a query's own with them
+        self.tp_group = None if pg_collection is None else pg_collection.tp
+        self.softmax_offset: Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # Without the mark the gradient norm counts the heads of tp rank 0 only.
+            self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -153,10 +172,32 @@ class PackedAttention(MegatronModule):
             query, key = (_turn_first(x, turned, cos, sin) for x in (query, key))
         if documents.cp > 1:
             key, value = _gather(key, value, documents.cp_group)
-        flash = flash_kernel(query.device, query.dtype, query.shape[-1]).call
-        if flash is not None:
+        if (flash := self._flash(query)) is not None:
             return _varlen(query, key, value, documents, self.softmax_scale, flash)
-        return _by_length(query, key, value, documents, self.softmax_scale)
+        return _by_length(query, key, value, documents, self.softmax_scale, self.window, self.softmax_offset)
+
+    def _flash(self, query: Tensor) -> Call | None:
+        """The kernel of these queries, where one takes them."""
+        kernel = flash_kernel(query.device, query.dtype, query.shape[-1], self.softmax_offset is not None)
+        if self.softmax_offset is None:
+            assert kernel.call is None or self.window is None, "windows come with sinks"
+            return kernel.call
+        if kernel.with_sinks is None:
+            return None
+        return partial(kernel.with_sinks, window=self.window, sinks=self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks in megatron-core's checkpoints, under its name: the heads of all tp ranks as one tensor."""
+        if self.softmax_offset is None:
+            return {}
+        assert metadata is not None, "metadata has the group of the copies"
+        named, groups = {"softmax_offset": self.softmax_offset}, (self.tp_group, metadata["dp_cp_group"])
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            named, prefix, {"softmax_offset": 0}, sharded_offsets, "_extra_state", *groups
+        )
+        return sharded
 
 
 def _turn_first(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -194,8 +235,19 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocument
     return flash(query, key, value, borders, scale)[..., :width]
 
 
-def _by_length(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
-    """One call for all documents of a length; documents are brought together first where they are not."""
+def _by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One call for all documents of a length; documents are brought together first where they are not.
+
+    `sinks` [N]: a logit a head that every query has besides those of keys.
+    """
     grouped = documents.by_length
     query, key, value = (
         _permute(query, grouped.queries),
@@ -207,15 +259,23 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocum
     for run in grouped.runs:
         q, whole = _heads_first(query, run), run.times(documents.cp)
         k, v = (_heads_first(tensor, whole) for tensor in (key, value))
-        if documents.cp > 1:
-            mask = documents.mask(whole.length)
+        if documents.cp > 1 or window is not None or sinks is not None:
+            mask = documents.mask(whole.length, window)
             k, v = (tensor[:, :, : mask.shape[1]] for tensor in (k, v))
+            if sinks is not None:
+                k, v, mask = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1)), _with_sinks(mask, sinks)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
         else:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
         outputs.append(out.transpose(1, 2).reshape(run.stop - run.start, -1, value.shape[-1]))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _permute(out, grouped.queries, undo=True)
+
+
+def _with_sinks(mask: Tensor, sinks: Tensor) -> Tensor:
+    """[queries, keys], [N] -> [N, queries, keys + 1], what is added to the logits: a sink is one more key, of zeros."""
+    added = sinks.new_zeros(mask.shape).masked_fill(~mask, -math.inf).expand(len(sinks), -1, -1)
+    return torch.cat([added, sinks[:, None, None].expand(-1, len(mask), 1)], -1)
 
 
 def _heads_first(tensor: Tensor, run: Run) -> Tensor:

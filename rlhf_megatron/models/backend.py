@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
@@ -87,6 +87,10 @@ def expert_layer_spec(impl: Impl, config: Any, device: torch.device, is_grouped:
     """A layer with experts, one MLP after the other or `is_grouped`, and our attention and norms."""
     layer, _ = _layer_and_norm(impl, config, config.num_moe_experts, device)
     parts = layer.submodules.mlp.submodules
+    keywords = getattr(parts.experts, "keywords", None)  # of a functools.partial in megatron-core 0.19
+    linears = parts.experts.submodules if keywords is None else keywords["submodules"]
+    if linears.linear_fc2 is RowParallelLinear:
+        linears.linear_fc2 = ExpertRowLinear
     if is_grouped and isinstance(parts.experts, functools.partial):  # megatron-core 0.19
         parts.experts = functools.partial(GroupedExperts, *parts.experts.args, **parts.experts.keywords)
     elif is_grouped:
@@ -194,6 +198,16 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         """[s, b, h] -> [s, b, output / tp]; s is this rank's part under sequence parallelism."""
         normed = rms_norm(input_, self.layer_norm_weight, self.eps)
         return super().forward(normed, weight, runtime_gather_output)
+
+
+class ExpertRowLinear(RowParallelLinear):
+    """The second matrix of an expert. megatron's MLP adds the bias in place to what comes out of it, which autograd
+    refuses where that was handed through by a sum over one rank: RuntimeError at tp 1 and ep 1."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[tokens, width / etp] -> [tokens, h], and the bias."""
+        output, bias = super().forward(input_)
+        return output if bias is None else output.clone(), bias
 
 
 class TorchSpecProvider(LocalSpecProvider):

@@ -97,7 +97,7 @@ def paths_taken(config: TransformerConfig, megatron: MegatronConfig, impl: Impl,
     """ "attention: torch; norm: plain (fused norms run on CUDA only); ..." """
     dtype = config.params_dtype
     taken: dict[str, Choice] = {
-        "attention": flash_kernel(device, dtype, config.kv_channels).choice,
+        "attention": flash_kernel(device, dtype, config.kv_channels, config.softmax_type == "learnable").choice,
         "norm": norm_of(impl, device),
         "weight gradients added by": gradient_fusion(megatron.gradient_accumulation_fusion, impl, dtype, device),
     }

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_megatron.models.families.base import OUTPUT_LAYER, Family, HFConfig, table_for
-from rlhf_megatron.models.table import Head, HFTensor, Rule
+from rlhf_megatron.models.table import Entry, Head, HFTensor, Rule
 from rlhf_megatron.registry import parts_of
 
-_FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.((?:gate_up|down)_proj(?:_bias)?)")
 _MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
 _ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Families whose files call a layer's experts otherwise than transformers' modules: block, gate, up, down."""
@@ -195,6 +195,10 @@ def _conversion(
     transformers, of which files have one or two matrices an expert."""
     block, gate, up, down = _ON_DISK.get(kind, _MATRICES)
     found = _FUSED_EXPERTS.fullmatch(name)
+    if kind == "gpt_oss" and found is not None:  # in one tensor in files as well
+        entries = (Entry(name, number, shape[0]) for number in range(shape[0]))
+        hf = tuple(HFTensor(f"{found[1]}mlp.experts.{e.index}.{found[2]}", shape[1:], e) for e in entries)
+        return hf, lambda *tensors: torch.stack(tensors), lambda tensor: tensor.unbind(0)
     if found is None or len(shape) != 3:
         disk = name.replace(".mlp.gate.", f".{block}.gate.")
         return (HFTensor(disk, shape),), lambda tensor: tensor, lambda tensor: (tensor,)

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,19 +40,27 @@ Call = Callable[[Tensor, Tensor, Tensor, Borders, float], Tensor]
 """(query [T, N, d], key and value [T', N / group, d], borders, softmax scale) -> [T, N, d], causal."""
 
 
+SinkCall = Callable[..., Tensor]
+"""The same, and further `window`, in tokens, a query's own with them (None: none), and `sinks` [N]."""
+
+
 @dataclass(frozen=True)
 class FlashKernel:
     choice: Choice
     call: Call | None  # None: no flash attention here
+    with_sinks: SinkCall | None = None  # of a kernel that was asked for it, in place of `call`
 
 
 @functools.cache
-def flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashKernel:
-    """Choose the kernel of `device` for queries of this kind. Packages are tried once a process."""
+def flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_sinks: bool = False) -> FlashKernel:
+    """Choose the kernel of `device` for queries of this kind. Packages are tried once a process. `has_sinks`: each head
+    has a logit of its own in the softmax."""
     if device.type == "cpu":  # no package is imported in vain
         return FlashKernel(choose_attention("cpu", "", head_dim, (0, 0), {}), None)
     capability, name_of_dtype = torch.cuda.get_device_capability(device), str(dtype).removeprefix("torch.")
-    choice = choose_attention("cuda", name_of_dtype, head_dim, capability, absent_kernels())
+    choice = choose_attention("cuda", name_of_dtype, head_dim, capability, absent_kernels(), has_sinks)
+    if has_sinks and choice.name == "torch":
+        return FlashKernel(choice, None, with_sinks(TorchPasses()))
     for name, source in SOURCES.items():
         if name == choice.name:
             function = try_import(*source)[0]
@@ -98,6 +106,90 @@ def call_package(flash_attn_varlen_func: Callable[..., Any]) -> Call:
         return _first(out)
 
     return call
+
+
+class Passes(Protocol):
+    """The two passes of a kernel apart. Logarithms of sums of exponentials are [N, T] float32."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, borders: Borders, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """(output [T, N, d], logarithms)."""
+
+    def backward(
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, logs: Tensor, borders: Borders,
+        scale: float, window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of query, key and value. The kernel must take its shares from `logs`, exp(logit - log), and the
+        mean of their gradients from the output."""
+
+
+class TorchPasses:
+    """Flash Attention 2 inside of torch."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, borders: Borders, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        output, logs, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *borders, 0.0, window is None, False, scale=scale, **_sides(window)
+        )
+        return output, logs
+
+    def backward(
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, logs: Tensor, borders: Borders,
+        scale: float, window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        no_dropout = (torch.zeros(2, dtype=torch.uint64, device=grad.device), grad.new_empty(0))
+        of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+            grad, *inputs, output, logs, *borders, 0.0, window is None, *no_dropout, scale=scale, **_sides(window)
+        )
+        return of_query, of_key, of_value
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Kernels count the tokens beside a query."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def with_sinks(passes: Passes) -> SinkCall:
+    """Attention whose softmax has one more logit a head, made of a kernel that has none."""
+
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, borders: Borders, scale: float, window: int | None, sinks: Tensor
+    ) -> Tensor:
+        given = (query.contiguous(), key.contiguous(), value.contiguous())
+        output: Tensor = _WithSinks.apply(*given, sinks, passes, borders, scale, window)
+        return output
+
+    return call
+
+
+class _WithSinks(torch.autograd.Function):
+    """A sink adds to the sum that shares are divided by: s = log(exp(log) + exp(sink)), and the output is scaled by
+    exp(log - s). Given s and that output the kernel's own backward pass makes the right gradients: all that it takes
+    from its forward pass are the shares exp(logit - s) and their mean gradient, the product of output and gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, passes: Passes, borders: Borders,
+        scale: float, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        plain, logs_NT = passes.forward(query, key, value, borders, scale, window)
+        sums_NT = torch.logaddexp(logs_NT, sinks.float()[:, None])
+        output = (plain * torch.exp(logs_NT - sums_NT).T[..., None]).to(plain.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, sums_NT)
+        ctx.settings = (passes, borders, scale, window)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, sums_NT = ctx.saved_tensors
+        passes, borders, scale, window = ctx.settings
+        grad = grad.contiguous()
+        of_inputs = passes.backward(grad, (query, key, value), output, sums_NT, borders, scale, window)
+        means_NT = (grad.float() * output.float()).sum(-1).T
+        of_sinks = -(torch.exp(sinks.float()[:, None] - sums_NT) * means_NT).sum(1)
+        return *of_inputs, of_sinks.to(sinks.dtype), None, None, None, None
 
 
 def _first(out: Any) -> Tensor:

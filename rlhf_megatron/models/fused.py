@@ -21,6 +21,7 @@ Attention = Literal["flash_attn_3", "torch", "flash_attn_2", "by_length"]
 Norm = Literal["transformer_engine", "torch", "apex", "plain"]
 Adam = Literal["transformer_engine", "apex", "torch"]
 _HALF = ("bfloat16", "float16")
+_NO_SINKS = "its two passes are not called apart, as sinks need them"
 _LARGEST_HEAD = 256  # of all flash kernels
 _HEAD_MULTIPLE = 8
 _LARGEST_HEAD_OF_ALL_GPUS = 192  # beyond, the backward pass needs the shared memory of data-center GPUs
@@ -37,9 +38,15 @@ class Choice:
 
 
 def choose_attention(
-    device: DeviceType, dtype: str, head_dim: int, capability: tuple[int, int], absent: Mapping[Attention, str]
+    device: DeviceType,
+    dtype: str,
+    head_dim: int,
+    capability: tuple[int, int],
+    absent: Mapping[Attention, str],
+    has_sinks: bool = False,
 ) -> Choice:
-    """The kernel for packed documents. `absent`: why a kernel cannot be used here, for those that cannot.
+    """The kernel for packed documents. `absent`: why a kernel cannot be used here, for those that cannot. `has_sinks`:
+    each head has a logit of its own in the softmax, which goes around torch's kernel only.
 
     `capability` is (0, 0) on a CPU. By speed: Flash Attention 3 (Hopper only), torch's own, which is Flash Attention 2
     inside, then that package. What is left is scaled_dot_product_attention by lengths of documents, which takes any
@@ -58,17 +65,20 @@ def choose_attention(
         )
     if head_dim > _LARGEST_HEAD_OF_ALL_GPUS and capability not in _DATA_CENTER_GPUS:
         return Choice("by_length", f"heads of {head_dim} need another GPU than one of capability {_text(capability)}")
+    if has_sinks:
+        absent = {**absent, "flash_attn_3": _NO_SINKS, "flash_attn_2": _NO_SINKS}
     is_hopper = capability[0] == 9
     if is_hopper and "flash_attn_3" not in absent:
         return Choice("flash_attn_3")
     faster = f"flash attention 3: {absent['flash_attn_3']}" if is_hopper else ""
-    fix = INSTALL["flash_attn_interface"] if faster else ""
+    fix = INSTALL["flash_attn_interface"] if faster and not has_sinks else ""
     names: tuple[Attention, ...] = ("torch", "flash_attn_2")
     for name in names:
         if name not in absent:
             return Choice(name, faster, fix)
     why_not = f"torch's: {absent['torch']}; flash-attn: {absent['flash_attn_2']}"
-    return Choice("by_length", why_not, f"torch 2.11 or newer, or {INSTALL['flash_attn']}")
+    other = "" if has_sinks else f", or {INSTALL['flash_attn']}"
+    return Choice("by_length", why_not, f"torch 2.11 or newer{other}")
 
 
 def choose_norm(

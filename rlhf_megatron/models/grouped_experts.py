@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
@@ -21,21 +22,26 @@ ALIGNMENT = 16  # tokens; of bytes it is what grouped_mm asks of a row
 
 
 class GroupedExperts(SequentialMLP):
-    """Stands where megatron's specs have SequentialMLP: for gated experts without biases."""
+    """Stands where megatron's specs have SequentialMLP: for gated experts."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         """[T, h], [E], [T] -> [T, h], and no bias. Tokens lie together by expert."""
         tokens_Th, device = permuted_local_hidden_states, permuted_local_hidden_states.device
-        places_T, ends_E = filled_groups(tokens_per_expert.to(device, torch.int64, non_blocking=True), len(tokens_Th))
+        counts_E = tokens_per_expert.to(device, torch.int64, non_blocking=True)
+        places_T, ends_E = filled_groups(counts_E, len(tokens_Th))
         rows = len(tokens_Th) + ALIGNMENT * self.num_local_experts
         filled_Ph = tokens_Th.new_zeros(rows, tokens_Th.shape[1]).index_copy(0, places_T, tokens_Th)
         gate_up = grouped_linear(filled_Ph, ends_E, self._weights("linear_fc1"))
-        product = self._activated(gate_up.index_select(0, places_T), permuted_probs)
+        gate_up_bias = self._biases("linear_fc1", counts_E, len(tokens_Th))
+        product = self._activated(gate_up.index_select(0, places_T), gate_up_bias, permuted_probs)
         filled = product.new_zeros(rows, product.shape[1]).index_copy(0, places_T, product)
         down = grouped_linear(filled, ends_E, self._weights("linear_fc2"))
-        return down.index_select(0, places_T), None
+        output = down.index_select(0, places_T)
+        if (down_bias := self._biases("linear_fc2", counts_E, len(tokens_Th))) is not None:
+            output = output + (down_bias * permuted_probs.unsqueeze(-1)).to(output.dtype)
+        return output, None
 
     def _weights(self, name: str) -> list[Tensor]:
         """Of the experts' linear layers of that name, whose own forward passes nobody calls: what megatron's data
@@ -46,15 +52,32 @@ class GroupedExperts(SequentialMLP):
                 hook(linear, ())
         return [linear.weight for linear in linears]
 
-    def _activated(self, gate_up: Tensor, probs_T: Tensor) -> Tensor:
+    def _biases(self, name: str, counts_E: Tensor, num_tokens: int) -> Tensor | None:
+        """[T, o], of each token that of its expert; None where they have none. Behind `_weights`, which waits for
+        parameters."""
+        if not self.config.add_bias_linear:
+            return None
+        biases_Eo = torch.stack([getattr(expert, name).bias for expert in self.local_experts])
+        experts_E = torch.arange(len(biases_Eo), device=counts_E.device)
+        return biases_Eo.index_select(0, experts_E.repeat_interleave(counts_E, output_size=num_tokens))
+
+    def _activated(self, gate_up: Tensor, bias: Tensor | None, probs_T: Tensor) -> Tensor:
         """As megatron's MLP does it."""
-        if self.config.bias_activation_fusion:
-            fused: Tensor = weighted_bias_swiglu_impl(
-                gate_up, None, probs_T.unsqueeze(-1), self.config.activation_func_fp8_input_store
-            )
+        config = self.config
+        if bias is not None:
+            gate_up = gate_up + bias
+        if config.bias_activation_fusion:
+            given = (gate_up, None, probs_T.unsqueeze(-1), config.activation_func_fp8_input_store)
+            if config.activation_func is quick_gelu:
+                more = (config.glu_linear_offset, config.activation_func_clamp_value)
+                fused: Tensor = weighted_bias_quick_geglu_impl(*given, *more)
+            else:
+                fused = weighted_bias_swiglu_impl(*given)
             return fused
         gate, up = gate_up.chunk(2, -1)
-        product: Tensor = self.config.activation_func(gate) * up
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        product: Tensor = config.activation_func(gate) * (up + config.glu_linear_offset)
         return (product * probs_T.unsqueeze(-1)).to(gate_up.dtype)
 
 

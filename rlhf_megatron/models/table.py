@@ -41,11 +41,31 @@ FUSED_NORMS = {
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Where files have a tensor: as one entry, along a further first axis, of a larger tensor."""
+
+    name: str  # of the larger one: "model.layers.3.mlp.experts.down_proj"
+    index: int
+    count: int  # entries of it
+
+
+@dataclass(frozen=True)
 class HFTensor:
     """A tensor of the Hugging Face layout."""
 
     name: str  # "model.layers.3.self_attn.q_proj.weight"
     shape: tuple[int, ...]
+    entry: Entry | None = None  # None: files have it under its own name
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the tensor in files that has it."""
+        return self.name if self.entry is None else self.entry.name
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of that tensor."""
+        return self.shape if self.entry is None else (self.entry.count, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,12 @@ class Rule:
     expert: int | None = None  # whose tensor it is; None: not of an expert, so that tp shards it and not etp
     num_experts: int = 0  # of the layer, where it is an expert's
     dtype: str | None = None  # of a buffer, whatever the model's type and that of a sync are; None: a parameter
+    is_transposed: bool = False  # the Hugging Face tensor has its input as the first axis
+
+    @property
+    def hf_split_axis(self) -> int:
+        """The axis along which shards cut the Hugging Face tensors, of a rule that is split."""
+        return int((self.split == "columns") != self.is_transposed)
 
 
 def plain_rule(name: str, tensor: HFTensor, split: Split, layer: int | None, num_blocks: int | None = None) -> Rule:
@@ -111,6 +137,11 @@ def _same_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
 def concatenate(*tensors: Tensor) -> Tensor:
     """Gate and up in one, for instance."""
     return torch.cat(tensors)
+
+
+def stored_specs(tensors: Iterable[HFTensor]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that files have of these, each once."""
+    return {hf.stored_name: hf.stored_shape for hf in tensors}
 
 
 def halves(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -169,11 +200,11 @@ def hf_spans(rule: Rule, num_shards: int, number: int) -> tuple[Span, ...]:
     assert rule.split != "pieces", f"{rule.megatron_name}: pieces have no parts"
     if rule.split == "replicated" or num_shards == 1:
         return tuple(map(Span.whole, rule.hf))
-    axis = 1 if rule.split == "columns" else 0
+    axis, own_axis = rule.hf_split_axis, 1 if rule.split == "columns" else 0
     spans = []
     for hf in rule.hf:
         size = hf.shape[axis]
-        each = (size if len(rule.hf) > 1 else rule.megatron_shape[axis]) // num_shards
+        each = (size if len(rule.hf) > 1 else rule.megatron_shape[own_axis]) // num_shards
         start = min(number * each, size)
         spans.append(Span(axis, start, min(each, size - start)))
     return tuple(spans)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
+from rlhf_megatron.config.rules.experts import of_biases, of_dense_model, of_experts
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.fused import Choice, DeviceType, choose_compiled_activation, choose_gradient_fusion
 from rlhf_megatron.models.grouped_experts import ALIGNMENT
@@ -21,7 +23,7 @@ from rlhf_megatron.parallel.packages import has_gradient_extension, why_no_compi
 from rlhf_megatron.parallel.weight_grad import has_float32_product
 from rlhf_megatron.parallel.world import World
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "quick_gelu": quick_gelu}
 
 
 def make_transformer_config(
@@ -41,7 +43,7 @@ def make_transformer_config(
     _check_divisible(arguments, world.layout)
     _check_recompute(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
     experts = arguments.get("num_moe_experts", 0)
-    _check_experts(experts, arguments.get("moe_ffn_hidden_size", 0), world.layout, megatron)
+    _check_experts(arguments, world.layout, megatron)
     if experts and megatron.moe_grouped_gemm:
         _check_grouped(arguments, world.layout, dtype)
     plain = dict(arguments)
@@ -174,8 +176,9 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _check_experts(num_experts: int, width: int, layout: Layout, megatron: MegatronConfig) -> None:
+def _check_experts(arguments: dict[str, Any], layout: Layout, megatron: MegatronConfig) -> None:
     """The rules on a configuration once more, of the layout that the world really has."""
+    num_experts, width = arguments.get("num_moe_experts", 0), arguments.get("moe_ffn_hidden_size", 0)
     settings = replace(
         megatron,
         tensor_model_parallel_size=layout.tp,
@@ -185,6 +188,8 @@ def _check_experts(num_experts: int, width: int, layout: Layout, megatron: Megat
         expert_tensor_parallel_size=layout.etp if num_experts or layout.etp != layout.tp else None,
     )
     found = of_experts(num_experts, width, layout.stage_size, settings) if num_experts else of_dense_model(settings)
+    if num_experts and arguments["add_bias_linear"]:
+        found = chain(found, of_biases(settings))
     if problems := [text for text, _ in found]:
         raise ValueError(" ".join(problems))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +14,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
-from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, dtype_name, write_companions, write_index
+from rlhf_megatron.checkpoint.hf_writer import (
+    SafetensorsWriter,
+    TensorSpec,
+    dtype_name,
+    plan_files,
+    write_companions,
+    write_index,
+)
 from rlhf_megatron.checkpoint.kept import KEPT_FILE, kept_of
-from rlhf_megatron.models.table import Rule
+from rlhf_megatron.models.table import Entry, Rule, stored_specs
 from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.sender import Order, Place, agree, send_weights
@@ -91,27 +98,71 @@ def _prepare(directory: Path, aside: Path) -> None:
 def _write_stage(
     export: Iterable[tuple[Rule, Tensor | None]], place: ExportPlace, aside: Path, dtype: torch.dtype, file_bytes: int
 ) -> None:
-    files: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+    files: dict[str, Sequence[TensorSpec]] = {}
+    stage, exported = f"stage-{place.coordinates.pp:05d}", list(export)
+    fused = {hf.name: hf.entry for rule, _ in exported for hf in rule.hf if hf.entry is not None}
+    is_sender = place.copy_group.rank() == 0
+    with _FusedFiles(aside, [rule for rule, _ in exported] if is_sender else [], dtype, stage, file_bytes) as together:
 
-    def write(manifest: BucketManifest, bucket: Tensor) -> None:
-        name = f"stage-{place.coordinates.pp:05d}-{manifest.bucket:05d}.safetensors"
-        _write_file(aside / name, manifest, bucket)
-        files[name] = [(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
+        def write(manifest: BucketManifest, bucket: Tensor) -> None:
+            alone = [entry for entry in manifest.tensors if entry.name not in fused]
+            for entry in manifest.tensors:
+                if entry.name in fused:
+                    together.write(fused[entry.name], entry.view(bucket))
+            if alone:
+                name = f"{stage}-{manifest.bucket:05d}.safetensors"
+                files[name] = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in alone]
+                _write_file(aside / name, files[name], [entry.view(bucket) for entry in alone])
 
-    def open_buffers(capacity: int, num_buckets: int) -> Buffers:
-        return in_memory(torch.device("cpu"), capacity, num_buckets, write)
+        def open_buffers(capacity: int, num_buckets: int) -> Buffers:
+            return in_memory(torch.device("cpu"), capacity, num_buckets, write)
 
-    send_weights(export, place, Order(0, dtype, file_bytes), open_buffers)
-    if place.copy_group.rank() == 0:
-        (aside / f"stage-{place.coordinates.pp:05d}.json").write_text(json.dumps(files))
+        send_weights(exported, place, Order(0, dtype, file_bytes), open_buffers)
+        files |= together.close()
+    if is_sender:
+        listing = {name: [(spec.name, spec.dtype, spec.shape) for spec in specs] for name, specs in files.items()}
+        (aside / f"{stage}.json").write_text(json.dumps(listing))
 
 
-def _write_file(path: Path, manifest: BucketManifest, bucket: Tensor) -> None:
-    specs = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
+class _FusedFiles:
+    """The tensors of a stage that files have in one, made whole entry by entry: they come in buckets, in any order."""
+
+    def __init__(self, aside: Path, rules: Sequence[Rule], dtype: torch.dtype, stage: str, file_bytes: int) -> None:
+        own = stored_specs(hf for rule in rules for hf in rule.hf if hf.entry is not None)
+        specs = [TensorSpec(name, dtype_name(dtype), shape) for name, shape in own.items()]
+        shards = plan_files(specs, file_bytes).values() if specs else ()
+        self._files = {f"{stage}-fused-{n:05d}.safetensors": shard for n, shard in enumerate(shards)}
+        self._aside, self._writers = aside, dict[str, SafetensorsWriter]()
+        self._file_of = {spec.name: file for file, members in self._files.items() for spec in members}
+
+    def __enter__(self) -> _FusedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.close(is_complete=False)
+
+    def write(self, entry: Entry, tensor: Tensor) -> None:
+        file = self._file_of[entry.name]
+        if file not in self._writers:
+            self._writers[file] = SafetensorsWriter(self._aside / file, self._files[file])
+        self._writers[file].write(entry.name, tensor, entry.index)
+
+    def close(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """All files with their tensors."""
+        assert self._writers.keys() == self._files.keys(), "a file got nothing"
+        while self._writers:
+            file, writer = self._writers.popitem()
+            writer.close()
+            fsync(self._aside / file)
+        return self._files
+
+
+def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
     writer = SafetensorsWriter(path, specs)
     try:
-        for entry in manifest.tensors:
-            writer.write(entry.name, entry.view(bucket))
+        for spec, tensor in zip(specs, tensors, strict=True):
+            writer.write(spec.name, tensor)
     except BaseException:
         writer.close(is_complete=False)
         raise

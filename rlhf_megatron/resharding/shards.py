@@ -108,7 +108,7 @@ def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span 
             return None
     if rule.split == "replicated" or ways == 1:
         return Span.whole(hf)
-    axis = 1 if rule.split == "columns" else 0
+    axis = rule.hf_split_axis
     size = hf.shape[axis]
     if rule.owner != "layer" and axis == 0:
         padded = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE

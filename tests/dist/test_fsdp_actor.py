@@ -138,12 +138,21 @@ def test_families_of_transformers_train_and_are_exported(dist_pool: DistPool, tm
     assert (results[0][1].log_probs - results[0][2].log_probs).abs().max().item() > 1e-3, "it has learnt nothing"
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "tie_word_embeddings": False,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
 def refused(world: World) -> str:
     from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.workers.fsdp import FSDPBackend
 
     sizes = {**reference.COMMON, "num_local_experts": 2, "num_experts_per_tok": 1, "initializer_range": 0.2}
-    hf_config = {**sizes, "model_type": "gpt_oss", "tie_word_embeddings": False}
+    hf_config = {**sizes, **GPT_OSS}
     with pytest.raises(ValueError, match="lets packed documents see each other") as caught:
         FSDPBackend(
             hf_config, random_source(hf_config, 1), world, torch.float32, FSDPConfig(attn_implementation="eager")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dist_pool import DistPool
+from dist_pool import DistPool, JobError
 from parity_mistakes import run_with
 
 from benchmarks.parity.cases import QUICK_CUTS, Recipe, Role
@@ -27,8 +27,15 @@ CELLS: list[tuple[str, Axes, Role]] = [
     ("mixtral", Axes(cp=2, ep=2, recompute="moe"), "actor"),
     ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
     ("deepseek_v3", Axes(tp=2, **SP, ep=2, etp=1, impl=TE, is_grouped=True), "actor"),
+    ("gpt_oss", Axes(), "actor"),
+    ("gpt_oss", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
 ]
 LONG: list[tuple[str, Axes, Role]] = [
+    ("gpt_oss", Axes(tp=2, **SP, etp=1, dp=2, distributed=True, overlap=True), "actor"),
+    ("gpt_oss", Axes(tp=2, **SP, pp=2, ep=2, etp=1), "actor"),
+    ("gpt_oss", Axes(cp=2, tp=2, **SP, ep=4, etp=1, recompute="moe"), "actor"),
+    ("gpt_oss", Axes(pp=2, first_layers=1, ep=2, dp=2, recompute="full"), "critic"),
+    ("gpt_oss", Axes(ep=2, dp=2, is_grouped=True, distributed=True), "actor"),
     ("qwen3_moe", Axes(pp=2, vpp=2, chunk_layers=(1, 1, 1, 1)), "actor"),
     ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1, dp=2, distributed=True, overlap=True), "critic"),
@@ -89,8 +96,14 @@ PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
     ),
     ("experts_off_by_one", "qwen3_moe", Axes(dp=2, ep=2), {"log_probs": "log_probs", "gradient": ANY}, set()),
 ]
+PARTS = r"model\.layers\.\d\..+"
 LONG_PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
     ("experts_summed_over_tp", "qwen3_moe", OVER_TP, {"gradient": ANY_EXPERT}, FORWARD),
+    ("experts_summed_over_tp", "gpt_oss", OVER_TP, {"gradient": r".+\.experts\.\d\.\w+"}, FORWARD),
+    ("sinks_counted_on_the_first_tp_rank", "gpt_oss", OVER_TP, {"grad_norm": "step 0"}, {*FORWARD, "gradient"}),
+    ("window_one_longer", "gpt_oss", Axes(cp=2, ep=2), {"log_probs": "log_probs", "gradient": PARTS}, set()),
+    ("window_in_the_other_layers", "gpt_oss", Axes(pp=2), {"log_probs": "log_probs", "gradient": PARTS}, set()),
+    ("gate_and_up_taken_as_halves", "gpt_oss", Axes(dp=2, ep=2), {"log_probs": "log_probs"}, set()),
     ("gate_and_up_swapped", "qwen3_moe", Axes(dp=2, ep=2), {"log_probs": "log_probs", "gradient": ANY}, set()),
     ("experts_of_the_neighbour", "qwen3_moe", Axes(cp=2, ep=2), {"routes": r"router \d", "gradient": ANY}, set()),
 ]
@@ -99,7 +112,7 @@ LONG_PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
 @pytest.mark.parametrize(
     "mistake, family, axes, seen, unseen",
     [*PLANTED, *(pytest.param(*planted, marks=pytest.mark.long) for planted in LONG_PLANTED)],
-    ids=[mistake for mistake, *_ in [*PLANTED, *LONG_PLANTED]],
+    ids=[f"{mistake}-{family}" for mistake, family, *_ in [*PLANTED, *LONG_PLANTED]],
 )
 def test_a_mistake_with_experts_is_over_the_bar(
     dist_pool: DistPool, mistake: str, family: str, axes: Axes, seen: dict[str, str], unseen: set[str]
@@ -110,3 +123,10 @@ def test_a_mistake_with_experts_is_over_the_bar(
     for quantity, tensor in seen.items():
         assert not found[quantity].ok and re.fullmatch(tensor, found[quantity].tensor), found[quantity]
     assert all(found[quantity].ok for quantity in unseen)
+
+
+def test_a_bias_that_is_added_in_place_is_an_error(dist_pool: DistPool) -> None:
+    """megatron-core's own second matrix of an expert, at one rank."""
+    with pytest.raises(JobError, match="is being modified inplace"):
+        case, mistake = case_of("gpt_oss"), "expert_biases_added_in_place"
+        run_cell(dist_pool, case, Axes(), Recipe(), [CUT], job=run_with, mistake=mistake)

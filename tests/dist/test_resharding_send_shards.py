@@ -12,6 +12,8 @@ import torch
 from dist_pool import DistPool
 from test_resharding_sender import CONFIG, EXPERTS, LLAMA, SEED, expect_failure_on_all
 
+from benchmarks.parity.cases import EXPERT_FAMILIES
+from benchmarks.parity.fused_experts import unfused
 from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
 from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
@@ -100,6 +102,7 @@ def _raise(*_: Any) -> Any:
         ({"dp": 2, "etp": 2}, EXPERTS, "bfloat16", 10_000, 1),
         ({"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, EXPERTS, "bfloat16", 10_000, 1),
         ({"pp": 2, "dp": 2, "ep": 2, "first_layers": 1}, EXPERTS, "float32", 10_000, 1),
+        ({"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, EXPERT_FAMILIES["gpt_oss"], "bfloat16", 10_000, 1),
     ],
     ids=str,
 )
@@ -116,7 +119,8 @@ def test_every_rank_sends_what_it_holds(
         send, **layout, config=config, transfer_dir=tmp_path, dtype=dtype, bucket_bytes=bucket_bytes
     )
     assert [result["error"] for result in results] == [""] * len(results)
-    expected = {n: t if n.endswith("bias") else t.to(getattr(torch, dtype)) for n, t in random_hf_tensors(config, SEED)}
+    plain = unfused(dict(random_hf_tensors(config, SEED)), config["model_type"])
+    expected = {n: t if n.endswith("correction_bias") else t.to(getattr(torch, dtype)) for n, t in plain.items()}
     arrived = [(name, tensor) for result in results for name, tensor in result["received"].items()]
     assert len(arrived) == num_copies * len(expected) and dict(arrived).keys() == expected.keys()
     for name, tensor in arrived:

@@ -35,6 +35,8 @@ CELLS: list[tuple[str, str, Axes]] = [
 LONG: list[tuple[str, str, Axes]] = [
     ("r3", "qwen3_moe", Axes(pp=2, vpp=2, recompute="full")),
     ("r3", "mixtral", Axes(tp=2, **SP, is_gathered=True)),
+    ("r3", "gpt_oss", Axes(tp=2, **SP, ep=2, etp=1, recompute="full")),
+    ("r2", "gpt_oss", Axes(cp=2, ep=2)),
     ("r3", "glm4_moe", Axes(tp=2, **SP, pp=2, ep=2, etp=1)),
     ("r3", "qwen3_moe", Axes(pp=2, vpp=2, ep=2, dp=2, distributed=True)),
     ("r2", "deepseek_v3", Axes(recompute="full")),
@@ -66,7 +68,7 @@ def engine_case(family: str) -> Case:
 @functools.cache
 def before(family: str) -> dict[str, Tensor]:
     """The model whose routes are recorded: its routers pick each expert's neighbour."""
-    is_router = ("gate.weight", "e_score_correction_bias")
+    is_router = ("gate.weight", "router.weight", "router.bias", "e_score_correction_bias")
     return {name: t.roll(1, 0) if name.endswith(is_router) else t for name, t in make_state(family).items()}
 
 

@@ -132,8 +132,11 @@ def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
     return figures
 
 
-def check_attention(device: torch.device, dtype: torch.dtype) -> Figures:
-    """PackedAttention against scaled_dot_product_attention in float64, document by document, forward and backward."""
+def check_attention(
+    device: torch.device, dtype: torch.dtype, has_sinks: bool = False, window: int | None = None
+) -> Figures:
+    """PackedAttention against scaled_dot_product_attention in float64, document by document, forward and backward; with
+    sinks, against their formula."""
     need("megatron")
     from rlhf_megatron.models import attention
     from rlhf_megatron.models.flash import flash_kernel
@@ -146,21 +149,38 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Figures:
     borders = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     documents = attention.packed_documents(borders, max(lengths), positions)
-    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, kv_channels=64)
-    out = attention.PackedAttention(config)(*leaves, packed_seq_params=documents)
+    config = SimpleNamespace(
+        context_parallel_size=1,
+        attention_dropout=0.0,
+        kv_channels=64,
+        num_attention_heads=4,
+        tensor_model_parallel_size=1,
+        params_dtype=dtype,
+        softmax_type="learnable" if has_sinks else "vanilla",
+        window_size=window and (window - 1, 0),
+        window_attn_skip_freq=None,
+    )
+    core = attention.PackedAttention(config).to(device)
+    exact, names = [tensor.double().requires_grad_() for tensor in (q, k, v)], ["output", "grad_q", "grad_k", "grad_v"]
+    sinks = None
+    if core.softmax_offset is not None:
+        core.softmax_offset.data = torch.randn(4, generator=generator).to(device, dtype)
+        sinks = core.softmax_offset.detach().cpu().double().requires_grad_()
+        leaves, exact, names = [*leaves, core.softmax_offset], [*exact, sinks], [*names, "grad_sinks"]
+    out = core(*leaves[:3], packed_seq_params=documents)
     grads = torch.autograd.grad((out * weight.to(device)).sum(), leaves)
-    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected = attention_by_document(*exact, lengths)
+    expected = attention_by_document(*exact[:3], lengths, sinks, window)
     expected_grads = torch.autograd.grad((expected * weight.double()).sum(), exact)
-    names = ("output", "grad_q", "grad_k", "grad_v")
     figures = {
         f"{name}_error": relative_error(value, truth)
         for name, value, truth in zip(names, (out, *grads), (expected, *expected_grads), strict=True)
     }
     assert max(figures.values()) <= BOUNDS[dtype].attention, figures
     if device.type == "cuda" and dtype != torch.float32:
-        kernel = flash_kernel(leaves[0].device, dtype, 64)
-        assert kernel.call is not None, f"torch {torch.__version__}: {kernel.choice.why_not}"
+        kernel = flash_kernel(leaves[0].device, dtype, 64, has_sinks)
+        assert (kernel.with_sinks if has_sinks else kernel.call) is not None, (
+            f"torch {torch.__version__}: {kernel.choice.why_not}"
+        )
     return figures
 
 
@@ -244,6 +264,8 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step_optimizer_cpu_offload": partial(check_training_step, optimizer_cpu_offload=True),
     "critic_step": check_critic_step,
     "attention": check_attention,
+    "attention_with_sinks": partial(check_attention, has_sinks=True),
+    "attention_with_sinks_and_window": partial(check_attention, has_sinks=True, window=16),
     "offload": check_offload,
     "offload_distributed_optimizer": partial(check_offload, use_distributed_optimizer=True),
     "sync": check_sync,

@@ -136,10 +136,23 @@ def policy_loss(log_probs: Tensor, batch: Any) -> Tensor:
     return (bounded * batch.loss_weights).sum()
 
 
-def attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """[T, heads, d] each -> [T, heads, d]."""
+def attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], sinks: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """[T, heads, d] each -> [T, heads, d]. `sinks` [heads]: logits in the softmax for no key; `window`: tokens that
+    each sees, itself with them."""
     parts = []
     for pieces in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        if sinks is not None:
+            queries, keys, values = (piece.transpose(0, 1) for piece in pieces)
+            keys, values = (x.repeat_interleave(len(queries) // len(x), 0) for x in (keys, values))
+            places = torch.arange(queries.shape[1])
+            before = places[:, None] - places
+            scores = queries @ keys.transpose(1, 2) / queries.shape[-1] ** 0.5
+            scores = scores.masked_fill((before < 0) | (before >= (window or len(places))), -torch.inf)
+            both = torch.cat([scores, sinks[:, None, None].expand(-1, len(places), 1)], -1)
+            parts.append((both.softmax(-1)[..., :-1] @ values).transpose(0, 1))
+            continue
         heads_first = (piece.transpose(0, 1)[None] for piece in pieces)
         parts.append(scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(parts)

@@ -53,7 +53,9 @@ def train() -> dict[str, Any]:
     ids = torch.randint(0, 50, (3, 9))
     pairs = zip(gradients(here, ids), gradients(there, ids.cuda()), strict=True)
     worst = max(float((a - b).norm() / a.norm()) for a, b in pairs)
-    return {"device": str(next(there.parameters()).device), "worst gradient": worst, "attention": packed_attention()}
+    sinks = max(attention_with_sinks(None), attention_with_sinks(3))
+    figures = {"worst gradient": worst, "attention": packed_attention(), "attention with sinks": sinks}
+    return {"device": str(next(there.parameters()).device), **figures}
 
 
 def packed_attention() -> float:
@@ -72,6 +74,26 @@ def packed_attention() -> float:
         for a, b in pairs
         if a is not None and b is not None
     )
+
+
+def attention_with_sinks(window: int | None) -> float:
+    """Relative error of sinks around that kernel, of outputs and all gradients, against their formula in float32."""
+    from rlhf_megatron.models.flash import Borders, TorchPasses, with_sinks
+
+    here = [torch.randn(shape).requires_grad_() for shape in ((7, 4, 8), (7, 2, 8), (7, 2, 8), (4,))]
+    there = [t.detach().to("cuda", torch.bfloat16).requires_grad_() for t in here]
+    starts = torch.tensor([0, 2, 7], dtype=torch.int32, device="cuda")
+    found = with_sinks(TorchPasses())(*there[:3], Borders(starts, starts, 5, 5), 0.4, window, there[3])
+    before = torch.arange(7)[:, None] - torch.arange(7)
+    document = torch.arange(7) >= 2
+    is_seen = (before >= 0) & (before < (window or 7)) & (document[:, None] == document)
+    key, value = (t.repeat_interleave(2, 1) for t in here[1:3])
+    scores = (0.4 * torch.einsum("tnd,snd->nts", here[0], key)).masked_fill(~is_seen, -torch.inf)
+    shares = torch.cat([scores, here[3][:, None, None].expand(-1, 7, 1)], -1).softmax(-1)[..., :-1]
+    expected = torch.einsum("nts,snd->tnd", shares, value)
+    grads = [torch.autograd.grad(out.float().pow(2).sum(), t) for out, t in ((expected, here), (found, there))]
+    pairs = [(expected, found), *zip(*grads, strict=True)]
+    return max(float((a - b.cpu().float()).detach().norm() / a.detach().norm()) for a, b in pairs)
 
 
 def send() -> dict[str, Any]:

@@ -251,7 +251,59 @@ def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(multi_latent_attention, "gather_from_sequence_parallel_region", gather)
 
 
+def expert_biases_added_in_place(patch: pytest.MonkeyPatch) -> None:
+    """As megatron-core does it, to what a sum over one rank has handed through."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    from rlhf_megatron.models.backend import ExpertRowLinear
+
+    patch.setattr(ExpertRowLinear, "forward", RowParallelLinear.forward)
+
+
+def sinks_counted_on_the_first_tp_rank(patch: pytest.MonkeyPatch) -> None:
+    """The norm of all gradients lacks the sinks of the other ranks' heads."""
+    _of_attention(patch, lambda attention: setattr(attention.softmax_offset, "tensor_model_parallel", False))
+
+
+def window_one_longer(patch: pytest.MonkeyPatch) -> None:
+    """The size of a window in place of the tokens before a token in it."""
+    _of_attention(patch, lambda attention: setattr(attention, "window", attention.window and attention.window + 1))
+
+
+def window_in_the_other_layers(patch: pytest.MonkeyPatch) -> None:
+    """Layers counted from 0 where megatron-core counts from 1."""
+    from rlhf_megatron.models import attention
+
+    found = attention.is_layer_window_attention
+    patch.setattr(attention, "is_layer_window_attention", lambda size, layers, number: found(size, layers, number - 1))
+
+
+def _of_attention(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    from rlhf_megatron.models.attention import PackedAttention
+
+    init = PackedAttention.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        change(self)
+
+    patch.setattr(PackedAttention, "__init__", __init__)
+
+
+def gate_and_up_taken_as_halves(patch: pytest.MonkeyPatch) -> None:
+    """The columns of gate and up stand by turns in GPT-OSS's files, not one half behind the other."""
+    from rlhf_megatron.models.families import gpt_oss
+
+    patch.setattr(gpt_oss, "_apart", lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T)
+    patch.setattr(gpt_oss, "_by_turns", lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,))
+
+
 WITH_EXPERTS = (
+    sinks_counted_on_the_first_tp_rank,
+    window_one_longer,
+    window_in_the_other_layers,
+    gate_and_up_taken_as_halves,
+    expert_biases_added_in_place,
     experts_reduced_as_dense_layers,
     experts_summed_over_tp,
     experts_counted_on_the_first_tp_rank,

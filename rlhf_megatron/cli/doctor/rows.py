@@ -61,6 +61,7 @@ class Wanted:
     device: DeviceType
     dtype: str = "bfloat16"
     head_dim: int = 128
+    has_sinks: bool = False  # of attention
     transformer_impl: str = "auto"
     gradient_fusion: bool | None = None
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
@@ -142,7 +143,7 @@ def attention_row(facts: Facts, wanted: Wanted) -> Row:
     if facts.torch is None or facts.torch.flash_why_not:
         absent["torch"] = facts.torch.flash_why_not if facts.torch else facts.torch_error
     capability = facts.torch.capability if facts.torch else (0, 0)
-    choice = choose_attention(wanted.device, wanted.dtype, wanted.head_dim, capability, absent)
+    choice = choose_attention(wanted.device, wanted.dtype, wanted.head_dim, capability, absent, wanted.has_sinks)
     is_fastest = choice.name != "by_length" and not choice.fix  # flash attention 2 on a Hopper GPU is not
     return _of_choice("attention", choice, ATTENTION_NAMES[choice.name], is_fastest)
 

@@ -122,10 +122,12 @@ def of_this_machine(wanted: Wanted, facts: Facts) -> Wanted:
 def wanted_by(config: RunConfig, facts: Facts) -> Wanted:
     """Return the settings of the actor's models, which are those that a run has most of."""
     megatron = config.actor.megatron
+    head_dim, has_sinks = _attention_of(config.model.path)
     return Wanted(
         device=device_of(config.trainer.device, facts),
         dtype=config.model.dtype,
-        head_dim=_head_dim(config.model.path),
+        head_dim=head_dim,
+        has_sinks=has_sinks,
         transformer_impl=megatron.transformer_impl,
         gradient_fusion=megatron.gradient_accumulation_fusion,
         kernels=config.actor.kernels,
@@ -146,13 +148,15 @@ def run_problems(config: RunConfig, facts: Facts) -> list[Problem]:
     ]
 
 
-def _head_dim(path: str) -> int:
-    """Out of config.json; what most models have where that cannot be read, as before it was fetched."""
+def _attention_of(path: str) -> tuple[int, bool]:
+    """The width of heads, and whether they have sinks, out of config.json; what most models have where that cannot be
+    read, as before it was fetched."""
     try:
         model = json.loads((Path(path) / "config.json").read_text())
-        return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
+        head_dim = int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
+        return head_dim, model.get("model_type") == "gpt_oss"
     except (OSError, ValueError, KeyError, TypeError):
-        return Wanted(device="cpu").head_dim
+        return Wanted(device="cpu").head_dim, False
 
 
 def _of_layers(config: RunConfig, facts: Facts) -> Iterator[Problem]:

@@ -67,6 +67,17 @@ def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig
         )
 
 
+def of_biases(m: MegatronConfig) -> Iterator[Found]:
+    """Yield the problems of a layout for experts that have biases."""
+    etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+    if etp > 1:
+        yield (
+            f"{ETP} ({etp}, null: as tensor_model_parallel_size) must be 1 for experts with biases, which megatron-core"
+            f" does not split; set it to 1, and share the experts out by {EP}.",
+            (ETP, "tensor_model_parallel_size"),
+        )
+
+
 def of_replay(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what keeps `actor.router_replay` from being what it is."""
     mode, engine = config.actor.router_replay, config.rollout.engine

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, rule, told, wrong
-from rlhf_megatron.config.rules.experts import REPLAY, num_experts, of_dense_model, of_experts, of_replay
+from rlhf_megatron.config.rules.experts import REPLAY, num_experts, of_biases, of_dense_model, of_experts, of_replay
 from rlhf_megatron.config.rules.run import (
     divisors_of,
     learning_sections,
@@ -215,10 +215,20 @@ def _problems(
     found = [*told(_of_family(config, hf_config, pools, family.build.unsupported(hf_config)))]
     yield from found
     try:
-        if not found:
-            family.build.transformer_arguments(hf_config)
+        arguments = {} if found else family.build.transformer_arguments(hf_config)
     except ValueError as error:
         yield _problem(str(error))
+        return
+    if num_experts(hf_config) and arguments.get("add_bias_linear"):
+        for section, megatron, _ in pools:
+            for text, keys in of_biases(megatron):
+                yield _problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
+    yield wrong(
+        arguments.get("softmax_type") == "learnable" and config.rollout.engine == "sglang",
+        "attention with sinks has no backend of SGLang on a CPU, and SGLang loads the experts of a layer as one tensor,"
+        " which a weight sync does not send; use rollout.engine: local, or another model.",
+        ("model.path", "rollout.engine"),
+    )
 
 
 def _of_transformers(config: RunConfig, hf_config: Mapping[str, Any]) -> Findings:

@@ -39,6 +39,16 @@ class DenseModel:
     has_mlp_bias: bool
     experts: Experts | None  # None: all layers have a dense MLP
     latent: LatentAttention | None  # None: grouped-query attention
+    window: Window | None = None  # None: every token sees all before it
+    has_sinks: bool = False  # each head has a logit of its own in the softmax, for no key
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers whose tokens see themselves and those right before them only."""
+
+    size: int  # tokens
+    in_layer: tuple[bool, ...]
 
 
 def read_dense_model(
@@ -53,6 +63,8 @@ def read_dense_model(
     experts: Experts | None = None,
     latent: LatentAttention | None = None,
     is_partly_turned: bool = False,
+    window: Window | None = None,
+    has_sinks: bool = False,
 ) -> DenseModel:
     """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
     or null; head_dim None means hidden_size / heads. Raises ValueError for what its family does not implement."""
@@ -82,6 +94,8 @@ def read_dense_model(
         has_mlp_bias=has_mlp_bias,
         experts=experts,
         latent=latent,
+        window=window,
+        has_sinks=has_sinks,
     )
 
 
@@ -95,13 +109,15 @@ def family(
     unsupported: Callable[[HFConfig], Iterator[str]] | None = None,
     is_partly_turned: bool = False,
     is_latent: bool = False,
+    has_windows: bool = False,
     **only: Any,
 ) -> Family:
     """The family of a model_type whose config.json `read` understands. `only`: as in ONLY, of this family;
-    `unsupported`: more of what it does not implement."""
+    `unsupported`: more of what it does not implement; `has_windows`: it reads layer_types itself."""
 
     def problems(hf_config: HFConfig) -> Iterator[str]:
         yield from _unsupported({**ONLY, **only}, hf_config)
+        yield from () if has_windows else _other_layers(hf_config)
         try:
             read_rotary(hf_config, is_partly_turned, is_latent)
         except ValueError as error:
@@ -125,6 +141,9 @@ def _unsupported(only: Mapping[str, Any], hf_config: HFConfig) -> Iterator[str]:
     epsilon = hf_config.get("rms_norm_eps", 1e-6)
     if not (isinstance(epsilon, float) and 0 < epsilon < 1):
         yield f"rms_norm_eps ({epsilon!r}) must be a number above 0 and below 1; mend the file."
+
+
+def _other_layers(hf_config: HFConfig) -> Iterator[str]:
     layers = hf_config.get("layer_types") or ()
     kinds = sorted({str(kind) for kind in layers} - {"full_attention"}) if isinstance(layers, list | tuple) else layers
     if kinds:
@@ -149,7 +168,14 @@ def _transformer_arguments(model: DenseModel) -> dict[str, Any]:
         "add_qkv_bias": model.has_qkv_bias,
         **(expert_arguments(model.experts) if model.experts else {}),
         **(latent_arguments(model.latent, model.rotary) if model.latent else {}),
+        **(_window_arguments(model.window) if model.window else {}),
+        **({"softmax_type": "learnable"} if model.has_sinks else {}),
     }
+
+
+def _window_arguments(window: Window) -> dict[str, Any]:
+    """megatron-core counts the tokens before a token, and knows of each layer whether it has the window."""
+    return {"window_size": (window.size - 1, 0), "window_attn_skip_freq": [int(is_in) for is_in in window.in_layer]}
 
 
 def _gpt_arguments(model: DenseModel) -> dict[str, Any]:
@@ -217,6 +243,8 @@ def _attention(model: DenseModel, layer: int) -> list[Rule]:
     if model.has_proj_bias:
         # Of matrices that tp splits by columns: every rank has the whole bias, added after the sum over ranks.
         proj_bias = [plain("linear_proj.bias", "o_proj.bias", (hidden,), "replicated", None)]
+    if model.has_sinks:
+        proj_bias.append(plain("core_attention.softmax_offset", "sinks", (heads,), "rows", groups))
     proj = (hidden, heads * dim)
     return [
         _qkv_rule(model, layer, "weight"),

@@ -6,7 +6,7 @@ own, in megatron-core's model two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,10 @@ tokenizer_class torch_dtype transformers_version use_cache use_sliding_window vo
 """Keys of config.json that families with experts understand, or that say nothing about what the model computes."""
 
 
+ExpertRules = Callable[["Experts", int, int, int], tuple[Rule, ...]]
+"""(experts, their hidden size, layer, number of one) -> the rules of that one."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """Of a model; all layers that have experts are alike."""
@@ -38,6 +42,8 @@ class Experts:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_ffn_hidden_size: int = 0  # of the experts that every token meets, all together; 0: there are none
     has_bias: bool = False  # the router adds one to the scores by which it picks
+    has_linear_bias: bool = False  # of the router's matrix and those of the experts
+    rules: ExpertRules | None = None  # of one expert; None: three matrices of its own on disk
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TransformerConfig: how the router scores
 
     @property
@@ -122,18 +128,32 @@ def expert_rules(experts: Experts, hidden_size: int, layer: int) -> list[Rule]:
     ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}"
     router = HFTensor(f"{theirs}.{experts.gate}.weight", (experts.num, hidden_size))
     rules = [plain_rule(f"{ours}.router.weight", router, "replicated", layer)]
+    if experts.has_linear_bias:
+        bias = HFTensor(f"{theirs}.{experts.gate}.bias", (experts.num,))
+        rules.append(plain_rule(f"{ours}.router.bias", bias, "replicated", layer))
     if experts.has_bias:
         bias = HFTensor(f"{theirs}.{experts.gate}.e_score_correction_bias", (experts.num,))
         rules.append(replace(plain_rule(f"{ours}.router.expert_bias", bias, "replicated", layer), dtype="float32"))
     if experts.has_shared:
         width, group = experts.shared_ffn_hidden_size, f"{theirs}.mlp.shared_experts"
         rules += _mlp_rules(f"{ours}.shared_experts", group, experts.matrices, (width, hidden_size), layer)
+    one = experts.rules or _own_matrices
     for number in range(experts.num):
-        name, group = f"{ours}.experts.local_experts.{number}", f"{theirs}.{experts.prefix}.{number}"
-        shape = (experts.ffn_hidden_size, hidden_size)
-        for rule in _mlp_rules(name, group, experts.matrices, shape, layer):
-            rules.append(replace(rule, expert=number, num_experts=experts.num))
+        rules += [
+            replace(rule, expert=number, num_experts=experts.num) for rule in one(experts, hidden_size, layer, number)
+        ]
     return rules
+
+
+def expert_name(layer: int, number: int) -> str:
+    """Return Megatron's name of an expert."""
+    return f"decoder.layers.{layer}.mlp.experts.local_experts.{number}"
+
+
+def _own_matrices(experts: Experts, hidden_size: int, layer: int, number: int) -> tuple[Rule, ...]:
+    group = f"model.layers.{layer}.{experts.prefix}.{number}"
+    shape = (experts.ffn_hidden_size, hidden_size)
+    return _mlp_rules(expert_name(layer, number), group, experts.matrices, shape, layer)
 
 
 def _mlp_rules(

@@ -73,10 +73,21 @@ def model_flops(
     attention, width = _attention(hf_config)
     weights = hf_config["num_hidden_layers"] * attention + _mlp_weights(hf_config)
     lengths = lengths_B.double()
-    pairs = float(lengths.square().sum()) / 2
     head = 2.0 * hidden * (head_size or hf_config["vocab_size"]) * num_head_tokens
-    scores = 2.0 * hf_config["num_hidden_layers"] * num_heads * width * pairs
+    scores = 2.0 * num_heads * width * _pairs(hf_config, lengths)
     return passes * (2.0 * weights * float(lengths.sum()) + scores + head)
+
+
+def _pairs(hf_config: Mapping[str, Any], lengths_B: Tensor) -> float:
+    """Tokens that see each other, over all layers; in some layers a token may see `sliding_window` of them only."""
+    kinds = hf_config.get("layer_types") or []
+    sliding = kinds.count("sliding_attention") if hf_config.get("sliding_window") else 0
+    pairs = (hf_config["num_hidden_layers"] - sliding) * lengths_B.square() / 2
+    if sliding:
+        window = hf_config["sliding_window"]
+        near_B = lengths_B.clamp(max=window)
+        pairs = pairs + sliding * (near_B.square() / 2 + (lengths_B - near_B) * window)
+    return float(pairs.sum())
 
 
 def _attention(hf_config: Mapping[str, Any]) -> tuple[int, int]:

@@ -208,6 +208,8 @@ def fold_model(
         small["head_dim"] = HEAD_DIM
     if hf_config.get("layer_types"):
         small["layer_types"] = list(hf_config["layer_types"])[:num_layers]
+    if sizes.get("window_size"):
+        small["sliding_window"] = MAX_PROMPT  # so that responses are longer than it
     if "num_moe_experts" in sizes:
         small |= _fold_experts(hf_config, sizes, folded)
     if sizes.get("multi_latent_attention"):
@@ -234,7 +236,7 @@ def _fold_experts(
     groups = 2 if sizes.get("moe_router_num_groups") and per_token == 2 else 1
     small = {
         **dict.fromkeys(KEYS, num),
-        "num_experts_per_tok": per_token,
+        **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), per_token),
         "moe_intermediate_size": _up_to_multiple(3 * HEAD_DIM, width),
         "mlp_only_layers": [0] if has_dense else [],
         "decoder_sparse_step": 1,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
@@ -29,7 +30,7 @@ from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.tokenizer import write_character_tokenizer
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Head, Rule
+from rlhf_megatron.models.table import Head, Rule, stored_specs
 from rlhf_megatron.proof.check import compare
 from rlhf_megatron.proof.check.fold_config import NUM_STEPS, VALUE_HEAD_STD, fold_config, fold_model, fold_recompute
 from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, unsharded
@@ -222,12 +223,16 @@ class _Runs:
 
 
 def by_name(source: WeightSource, hf_config: Mapping[str, Any], head: Head) -> Callable[[str], Tensor]:
-    """A source's tensors by their Hugging Face name."""
-    rules = {hf.name: (rule, index) for rule in table_for(hf_config, head=head) for index, hf in enumerate(rule.hf)}
+    """A source's tensors by the names that files have for them."""
+    places: dict[str, list[tuple[Rule, int]]] = {}
+    for rule in table_for(hf_config, head=head):
+        for index, hf in enumerate(rule.hf):
+            places.setdefault(hf.stored_name, []).append((rule, index))
 
     def tensor(name: str) -> Tensor:
-        rule, index = rules[name]
-        return source.hf_tensors(rule)[index]
+        parts = [source.hf_tensors(rule)[index] for rule, index in places[name]]
+        first, at = places[name][0]
+        return parts[0] if first.hf[at].entry is None else torch.stack(parts)
 
     return tensor
 
@@ -277,10 +282,10 @@ def _write_weights(
 ) -> None:
     tensors = [hf for rule in table for hf in rule.hf]
     source = random_source(hf_config, seed)
-    specs = [TensorSpec(hf.name, "float32", hf.shape) for hf in tensors]
+    specs = [TensorSpec(name, "float32", shape) for name, shape in stored_specs(tensors).items()]
     with hf_directory_writer(directory, specs, hf_config, model) as writer:
         for hf in tensors:
-            writer.write(hf.name, source.tensor(hf))
+            writer.write(hf.stored_name, source.tensor(hf), None if hf.entry is None else hf.entry.index)
 
 
 def write_prompts(directory: Path, seed: int) -> None:

@@ -26,7 +26,24 @@ from torch import Tensor
 from rlhf_megatron.parallel.device import empty_cache
 
 IMPLEMENTATION = "rlhf_megatron_local"
+_STOCK = {"gpt_oss": "eager"}  # transformers' attention that ours is compared with, where it is not sdpa
 _SAME_KIND = {"kimi_k2": "deepseek_v3"}  # model_type -> the one that transformers has for such a model
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a layer's attention has besides keys and queries."""
+
+    window: int | None = None  # tokens that a token sees, itself with them; None: all before it
+    sinks: Tensor | None = None  # [Hq] a logit of each head in the softmax, for no key
+
+    def with_sinks(self, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a key of zeros, whose logit the mask makes the sink. key, value [N, H, K, *]; mask [*, Hq, P, K], or
+        [*, Hk, Hq / Hk, K] where query heads stand for rows."""
+        if self.sinks is None:
+            return key, value, mask
+        sinks = self.sinks.to(mask.dtype).view(mask.shape[1], -1, 1).expand(*mask.shape[:-1], 1)
+        return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), torch.cat([mask, sinks], -1)
 
 
 @dataclass
@@ -35,13 +52,20 @@ class Prefill:
 
     keys_values: Tensor  # [2, layers, N, P, Hk, D], filled layer by layer
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits) -> Tensor:
         """query [N, Hq, P, D], key [N, Hk, P, D], value [N, Hk, P, Dv] -> [N, P, Hq, Dv]."""
         self.keys_values[0, layer] = key.transpose(1, 2)
         self.keys_values[1, layer, ..., : value.shape[-1]] = value.transpose(1, 2)
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        if limits.window or limits.sinks is not None:
+            places = torch.arange(query.shape[2], device=query.device)
+            before = places[:, None] - places
+            is_hidden = (before < 0) | (before >= limits.window) if limits.window else before < 0
+            mask = torch.zeros(before.shape, dtype=query.dtype, device=query.device).masked_fill(is_hidden, -torch.inf)
+            key, value, mask = limits.with_sinks(key, value, mask.expand(1, query.shape[1], -1, -1))
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).transpose(1, 2)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
         return out.transpose(1, 2)
 
@@ -55,7 +79,7 @@ class Decode:
     positions: Tensor  # [N] int64: column that the new token takes
     mask: Tensor  # [N, 1, 1, S] of the model's dtype: 0 where a row may look, -inf elsewhere
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits) -> Tensor:
         """query [N, Hq, 1, D], key [N, Hk, 1, D], value [N, Hk, 1, Dv] -> [N, 1, Hq, Dv]."""
         keys, values = self.keys_values[0, layer], self.keys_values[1, layer, ..., : value.shape[-1]]
         keys[self.rows, self.positions] = key.squeeze(2)
@@ -64,9 +88,14 @@ class Decode:
         num_key_heads = key.shape[1]
         # The query heads that share a key head take the place of the query length: no key is repeated.
         grouped = query.reshape(num_rows, num_key_heads, num_heads // num_key_heads, head_size)
-        out = F.scaled_dot_product_attention(
-            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self.mask, scale=scaling
-        )
+        keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), self.mask
+        if limits.window:
+            columns = torch.arange(keys.shape[2], device=keys.device)
+            is_hidden = columns <= self.positions[:, None] - limits.window
+            mask = mask.masked_fill(is_hidden[:, None, None], -torch.inf)
+        if limits.sinks is not None:
+            keys, values, mask = limits.with_sinks(keys, values, mask.expand(-1, *grouped.shape[1:3], -1))
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
         return out.reshape(num_rows, 1, num_heads, -1)
 
 
@@ -81,10 +110,10 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The interface of transformers' attention functions."""
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"the local engine cannot decode a model with {name}={kwargs[name]}; use SGLang.")
-    return rollout.attend(module.layer_idx, query, key, value, scaling), None
+    if kwargs.get("softcap") is not None:
+        raise ValueError(f"the local engine cannot decode a model with softcap={kwargs['softcap']}; use SGLang.")
+    limits = Limits(kwargs.get("sliding_window"), kwargs.get("s_aux"))
+    return rollout.attend(module.layer_idx, query, key, value, scaling, limits), None
 
 
 def install(model: Any) -> None:
@@ -208,9 +237,10 @@ def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> Local
     from transformers.initialization import no_init_weights
 
     config = _config(path)
+    kind = {"dtype": getattr(torch, dtype), "attn_implementation": _STOCK.get(config.model_type, "sdpa")}
     if not load_weights:
         with no_init_weights(), torch.device(device):
-            module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+            module = AutoModelForCausalLM.from_config(config, **kind)
         module.tie_weights()
         with torch.no_grad():
             for parameter in module.parameters():  # not zeros: the check of the forward pass needs logits that differ
@@ -218,7 +248,6 @@ def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> Local
         return LocalModel(_with_norms_of_the_file(module))
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"{path} has no *.safetensors; other weight formats are not read.")
-    kind = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, config=config, use_safetensors=True, output_loading_info=True, **kind
     )

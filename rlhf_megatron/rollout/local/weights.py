@@ -43,15 +43,24 @@ class Part:
 
 WEIGHT_BUFFER = ".e_score_correction_bias"
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_ENTRIES = re.compile(r"(.*\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)")
 _MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
 _ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 
 def named_parts(module: Any) -> Iterator[tuple[str, Part]]:
-    """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk each has three."""
-    block, gate, up, down = _ON_DISK.get(getattr(getattr(module, "config", None), "model_type", ""), _MATRICES)
+    """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk each has three.
+
+    Of GPT-OSS, whose files do not tell experts apart either, an expert has an entry of each tensor, biases too.
+    """
+    kind = getattr(getattr(module, "config", None), "model_type", "")
+    block, gate, up, down = _ON_DISK.get(kind, _MATRICES)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(WEIGHT_BUFFER)]
     for name, parameter in [*module.named_parameters(), *buffers]:
+        if kind == "gpt_oss" and (found := _ENTRIES.fullmatch(name)):
+            for expert, entry in enumerate(parameter):
+                yield f"{found[1]}{expert}.{found[2]}", Part(parameter, expert, 0, len(entry))
+            continue
         found = _FUSED.fullmatch(name)
         if found is None:
             yield name.replace(".mlp.gate.", f".{block}.gate."), Part(parameter)

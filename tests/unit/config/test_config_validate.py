@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from config_samples import VALID
 
+from benchmarks.parity.cases import EXPERT_FAMILIES
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, section_keys
 from rlhf_megatron.config.load import load_run_config, parse_overrides, read_run_config
@@ -136,7 +137,7 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"model_type": "gpt2"}, [], "model_type ('gpt2') must be one of deepseek_v3, glm4_moe, kimi_k2, llama, mistral, mixtral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, [], "model_type ('gpt2') must be one of deepseek_v3, glm4_moe, gpt_oss, kimi_k2, llama, mistral, mixtral, qwen2, qwen3"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}, ["actor.megatron.tensor_model_parallel_size=4"], "num_attention_heads (6) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2 or 3."),
         ({}, ["actor.megatron.tensor_model_parallel_size=4"], "num_key_value_heads (2) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2."),
         ({"num_key_value_heads": None, "intermediate_size": 383}, [], "intermediate_size (383) must be a multiple of actor.megatron.tensor_model_parallel_size (2); use 1."),
@@ -159,6 +160,17 @@ def test_a_model_that_does_not_fit(
     found = validate_model(read_run_config(run_file, overrides), {**HF_CONFIG, **changes})
     assert any(f"model/config.json: {expected}" in problem for problem in found), found
     assert len(found) <= 2
+
+
+def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
+    """Experts with biases over tensor-parallel ranks, and an engine that would not take its weights."""
+    given = ["actor.megatron.sequence_parallel=true", "rollout.engine=sglang"]
+    found = validate_model(read_run_config(run_file, given), EXPERT_FAMILIES["gpt_oss"])
+    assert len(found) == 2
+    assert "actor.megatron.expert_tensor_parallel_size (2, null: as tensor_model_parallel_size) must be 1" in found[0]
+    assert "attention with sinks has no backend of SGLang on a CPU" in found[1] and "rollout.engine: local" in found[1]
+    mended = ["actor.megatron.sequence_parallel=true", "actor.megatron.expert_tensor_parallel_size=1"]
+    assert validate_model(read_run_config(run_file, mended), EXPERT_FAMILIES["gpt_oss"]) == []
 
 
 def test_plain_rope_is_accepted(run_file: Path) -> None:

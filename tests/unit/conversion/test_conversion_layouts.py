@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, random_state, tied
 
 from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
+from benchmarks.parity.fused_experts import fused
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MegatronReader, layout_on_disk
 from rlhf_megatron.cli.main import main
@@ -134,6 +135,11 @@ def test_reshard_equals_direct_conversion(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
+def stored(family: str) -> dict[str, torch.Tensor]:
+    """As files have the tensors: those of GPT-OSS have the experts of a layer in one."""
+    return fused(make_state(family)) if family == "gpt_oss" else make_state(family)
+
+
 @pytest.mark.parametrize(
     ("axes", "files"),
     [
@@ -146,11 +152,11 @@ def test_reshard_equals_direct_conversion(tmp_path: Path) -> None:
         ({"tp": 1, "pp": 3, "ep": 2, "etp": 2, "first_layers": 1, "last_layers": 1}, None),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen3_moe_plain", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe_plain", "deepseek_v3", "gpt_oss"])
 def test_experts_at_any_layout(tmp_path: Path, family: str, axes: dict[str, int], files: set[str] | None) -> None:
     """Layers by turns under virtual stages, experts in files of their own where they lie in another order."""
     (tmp_path / "hf").mkdir()
-    save_file(make_state(family), tmp_path / "hf" / "model.safetensors")
+    save_file(stored(family), tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(EXPERT_FAMILIES[family]))
     source = open_model(tmp_path / "hf")
     digests = write_megatron(source, tmp_path / "m", **axes)

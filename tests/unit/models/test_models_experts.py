@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
 from rlhf_megatron.config.rules.stages import parse_layout
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.families.base import family_for, table_for
-from rlhf_megatron.models.table import check_tensor_parallel, holders, join, rules_of_stage, split
+from rlhf_megatron.models.table import (
+    check_tensor_parallel,
+    hf_spans,
+    holders,
+    join,
+    rules_of_stage,
+    split,
+    stored_specs,
+)
 from rlhf_megatron.models.transformer_config import layout_text
 from rlhf_megatron.observe.metrics.rates import FORWARD, model_flops
 from rlhf_megatron.parallel.layout import Layout
@@ -52,11 +61,15 @@ def test_a_table_has_the_tensors_that_transformers_saves(family: str, tmp_path: 
     hf_config, state = EXPERT_FAMILIES[family], make_state(family)
     model = make_model(hf_config, state, torch.float32)
     model.save_pretrained(tmp_path)
-    on_disk = load_file(tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors")
+    on_disk = unfused(stored, hf_config["model_type"])  # files of GPT-OSS have the experts of a layer in one tensor
     tied = {"lm_head.weight"} if hf_config["tie_word_embeddings"] else set()
     table = table_for(hf_config)
     assert {hf.name: hf.shape for rule in table for hf in rule.hf} == {
         name: tuple(tensor.shape) for name, tensor in on_disk.items() if name not in tied
+    }
+    assert stored_specs(hf for rule in table for hf in rule.hf) == {
+        name: tuple(tensor.shape) for name, tensor in stored.items() if name not in tied
     }
     # transformers' own config.json is understood, every key of it
     written = model.config.to_dict()
@@ -80,6 +93,9 @@ def test_experts_are_split_by_etp_and_the_rest_by_tp(family: str) -> None:
         assert torch.equal(join(rule.split, shards), full), rule.megatron_name
         for hf, tensor in zip(rule.hf, rule.to_hf(full), strict=True):
             assert torch.equal(tensor, state[hf.name]), hf.name
+        for number, shard in enumerate(shards if rule.split != "replicated" and rule.owner == "layer" else ()):
+            for hf, span, part in zip(rule.hf, hf_spans(rule, len(shards), number), rule.to_hf(shard), strict=True):
+                assert torch.equal(part, state[hf.name].narrow(span.axis, span.start, span.count)), hf.name
     with pytest.raises(ValueError, match=r"size 5 does not divide \d+ tensors, first .*experts"):
         check_tensor_parallel(table, 2, 5)
 
@@ -204,6 +220,16 @@ def chunks_before(theirs: PipelineParallelLayerLayout, stage: int, chunk: int) -
 def test_a_layout_that_is_not_built_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"pipeline_model_parallel_layout \(.*\) must be E, then layers t"):
         parse_layout(text)
+
+
+def test_a_layout_of_absurd_length_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="must be E, then layers t"):
+            parse_layout(f"E({'t|' * 300})*99999tL")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_large_table_is_whole() -> None:

@@ -74,6 +74,13 @@ def test_attention_says_what_is_missing() -> None:
     assert "head dimension (100)" in choose_attention("cuda", "bfloat16", 100, HOPPER, {}).why_not
 
 
+def test_sinks_go_around_the_kernel_of_torch() -> None:
+    choice = choose_attention("cuda", "bfloat16", 64, HOPPER, {}, has_sinks=True)
+    assert choice.name == "torch" and not choice.fix and "two passes" in choice.why_not
+    choice = choose_attention("cuda", "bfloat16", 64, HOPPER, NO_FLASH, has_sinks=True)
+    assert choice.name == "by_length" and choice.fix == "torch 2.11 or newer"
+
+
 def test_norm() -> None:
     assert choose_norm("cpu", "transformer_engine", True, "", True).name == "plain"
     assert choose_norm("cuda", "transformer_engine", False, "absent", False) == Choice("transformer_engine")

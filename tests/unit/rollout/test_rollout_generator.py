@@ -24,6 +24,7 @@ STOCK = {
     "qwen3_untied": tiny_qwen3(2, tied=False),
     "llama": tiny_llama(3),
     "deepseek_v3": make_model(EXPERT_FAMILIES["deepseek_v3"], make_state("deepseek_v3"), torch.float32),
+    "gpt_oss": make_model(EXPERT_FAMILIES["gpt_oss"], make_state("gpt_oss"), torch.float32),
 }
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (3, 3), (20, 19, 18, 17, 16)]
 

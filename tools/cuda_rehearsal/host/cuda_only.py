@@ -147,7 +147,7 @@ def flash_backward(
     max_q: int, max_k: int, dropout: float, causal: bool, *seeds: Tensor, scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    G, Q, K, V, OUT, SQ, SK = on_host(g, q, k, v, out, starts_q, starts_k)
+    G, Q, K, V, OUT, LSE, SQ, SK = on_host(g, q, k, v, out, lse, starts_q, starts_k)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dq, dk, dv = (torch.zeros_like(t) for t in (Q, K, V))
     group = Q.shape[1] // K.shape[1]
@@ -157,7 +157,8 @@ def flash_backward(
 
     for a, b in documents(SQ, SK):
         g_, q_, o_, k_, v_ = (t.float() for t in (G[a], Q[a], OUT[a], K[b], V[b]))
-        weights, _ = weights_of(q_, k_, causal, factor, window_size_left, window_size_right)
+        weights, own = weights_of(q_, k_, causal, factor, window_size_left, window_size_right)
+        weights = weights * torch.exp(own - LSE[:, a])[..., None]  # as the kernel: by the base that it is given
         d_weights = torch.einsum("tnd,snd->nts", g_, v_.repeat_interleave(group, 1))
         d_scores = weights * (d_weights - (g_ * o_).sum(-1).T[..., None]) * factor
         dq[a] = torch.einsum("nts,snd->tnd", d_scores, k_.repeat_interleave(group, 1)).to(Q.dtype)
