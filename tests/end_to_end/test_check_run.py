@@ -62,7 +62,7 @@ LONG = (  # near to others: left out of make test
 )
 
 
-# Not an RL run; not Megatron; and one whose bytes alone are told, below.
+# Not an RL run; not Megatron; and one that is folded to 8 processes, below.
 OTHERS = ("quickstart_sft", "quickstart_fsdp", "qwen3_235b_512_ranks")
 
 
@@ -250,6 +250,26 @@ def test_memory_of_512_ranks_with_experts_is_told(tmp_path: Path) -> None:
     counts = [stage["num_parameters"] for stage in found["memory"]["stages"]]
     assert counts == [ends, *[12 * layer] * 6, ends + 4096]
     assert found["memory"]["stages"][1]["gradients"] == 4 * 12 * layer
+
+
+@pytest.mark.long
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("configs/qwen3_235b_512_ranks.yaml", ()),
+        ("configs/recipes/deepseek_v3_grpo.yaml", ("algorithm.adv_estimator=gae", "actor.loss_agg_mode=token-mean")),
+    ],
+    ids=("qwen3_235b", "deepseek_v3"),
+)
+def test_runs_of_512_ranks_with_experts_pass_folded_to_8(config: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Actor, critic, reference, weight sync, checkpoint and export of two steps, against one unsharded rank."""
+    result = check(tmp_path / "out", config, *words, "--no-files", "--max-processes", "8")
+    layouts = [layout["layout"] for layout in result.certificate["proof"]["layouts"]]
+    passed(result, layouts)
+    assert len(layouts) == 2 and all("ep" in layout for layout in layouts)
+    rows = {row["where"] for layout in result.certificate["proof"]["layouts"] for row in layout["rows"]}
+    assert any(".experts." in where for where in rows) and any(where.startswith("critic: ") for where in rows)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ OF_VALUES = ("critic/values/", "critic/returns/", "critic/advantages/", "critic/
 """What a critic's rounding error reaches; without one, advantages do not depend on the layout."""
 
 IN_NATS = ("actor/", "rollout_corr/")
+OF_ROUTERS = ("/load_balancing_loss", "/z_loss")  # of the actor and of a critic
 _NO_MEANS = ("actor/lr", "actor/num_")
 
 
@@ -144,11 +145,15 @@ def _metric_row(name: str, where: str, mine: Mapping[str, Any], theirs: Mapping[
         bar = LOSS * _largest_advantage(theirs)
     elif name.startswith(("actor/pg_clipfrac", "critic/vf_clipfrac")):
         bar = 2.0 / (theirs["response_length/mean"] * theirs["rollout/num_samples"])
-    elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith(IN_NATS) and not name.startswith(_NO_MEANS)):
+    elif name in ("warmup/loss", "critic/vf_loss") or name.endswith(OF_ROUTERS) or _is_mean_in_nats(name):
         bar = NATS * max(1.0, abs(y))
     elif "critic/values/mean" in theirs and name.startswith(OF_VALUES):
         bar = VALUES * max(1.0, abs(y))
     return Row(name, where, x, y, error, bar)
+
+
+def _is_mean_in_nats(name: str) -> bool:
+    return name.startswith(IN_NATS) and not name.startswith(_NO_MEANS)
 
 
 def _largest_advantage(step: Mapping[str, Any]) -> float:

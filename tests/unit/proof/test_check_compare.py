@@ -32,6 +32,7 @@ STEP: dict[str, Any] = {
     "actor/entropy": 3.0,
     "actor/lr": 1e-3,
     "critic/rewards/mean": 0.25,
+    "critic/load_balancing_loss": 1.25,
     "critic/advantages/max": 1.5,
     "critic/advantages/min": -2.0,
     "response_length/mean": 5.0,
@@ -65,6 +66,7 @@ def test_equal_runs_are_ok_and_times_are_not_compared() -> None:
         ("actor/pg_clipfrac", 2 / 50, 2 / 50),  # two of 5 x 10 tokens
         ("actor/lr", 0.0, 0.0),
         ("critic/rewards/mean", 0.0, 0.0),
+        ("critic/load_balancing_loss", 1.25 * NATS, 1.25 * NATS),
     ],
 )
 def test_bars(name: str, change: float, bar: float) -> None:
