@@ -80,7 +80,9 @@ class DistSource:
             is_read[at] = True
         if not is_read.all():
             num_read = int(is_read.sum())
-            raise ValueError(f"{self.directory}: {num_read} of the {full.numel()} elements of {key} are stored.")
+            raise ValueError(
+                f"{self.directory}: {num_read} of the {full.numel()} elements of {key} are stored; copy it again."
+            )
         return rule.to_hf(full[: wanted[0]])
 
     def dtype_of(self, rule: Rule) -> str:
@@ -115,7 +117,9 @@ class DistSource:
     def _part(self, key: str, chunk: ChunkStorageMetadata, index: Index) -> Tensor:
         place = self._places.get(MetadataIndex(key, chunk.offsets))
         if place is None:
-            raise ValueError(f"{self.directory}: the part of {key} at {tuple(chunk.offsets)} is nowhere.")
+            raise ValueError(
+                f"{self.directory}: no file has the part of {key} at {tuple(chunk.offsets)}; copy it again."
+            )
         sizes, dtype = tuple(chunk.sizes), self._tensors[key].properties.dtype
         try:
             part = self._mapped.part(place.relative_path, place.offset, place.length, sizes, dtype)

@@ -176,7 +176,7 @@ class HFReader:
         shape, dtype = self._header(name)
         if self._block is not None and dtype == FP8 and len(shape) == 2:
             if f"{name}{SCALE}" not in self._file_of:
-                raise ValueError(f"tensor {name}{SCALE} is missing, without which {name} in FP8 says nothing")
+                raise ValueError(f"tensor {name}{SCALE} is missing, the scales of {name} in FP8")
             return shape, "BF16"
         return shape, dtype
 

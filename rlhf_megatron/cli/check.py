@@ -65,14 +65,13 @@ def _models(loaded: Loaded) -> Models:
     config = loaded.config
     if config.job != "train":
         raise ValueError(
-            f"check proves the layout of an RL run by steps of it, and this file has job: {config.job}. Its layout is"
-            " trained by the same workers: check a copy with job: train, or try `config check` and a few steps."
+            f"check takes RL runs, and this file has job: {config.job}. Check a copy with job: train, whose workers and"
+            " layout are the same, or use `config check` and train a few steps."
         )
     if config.actor.backend == "fsdp":
         raise ValueError(
-            "check proves layouts of Megatron, and actor.backend fsdp has one only: each rank is a replica. What it"
-            " relies on (packed documents do not see each other, the head is a product) is measured whenever its models"
-            " are made; rlhf-megatron config check looks at the rest."
+            "check proves layouts of Megatron, and actor.backend fsdp has only one: each rank is a replica. Use"
+            " `config check`; the run itself measures at its start what FSDP relies on."
         )
     policy = read_hf_config(Path(config.model.path))
     has_other = has_critic(config) and config.critic.path is not None
@@ -139,7 +138,7 @@ def _directory(args: argparse.Namespace, config: RunConfig) -> Path:
     path = path.absolute()
     is_former = (path / FORMER).is_file() or (path / "certificate.json").is_file()
     if path.exists() and not is_former and (path.is_file() or any(path.iterdir())):
-        raise ValueError(f"{path} holds something else than a former check; name another directory with --out.")
+        raise ValueError(f"{path} has files that no check wrote; name another directory with --out.")
     return path
 
 

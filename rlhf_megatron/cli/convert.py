@@ -98,7 +98,7 @@ def _open(source: Path, config_from: Path | None) -> Model:
     if (source / "checkpoints").is_dir() or (source / "actor" / METADATA).is_file():
         found = find_weights(source, model=config_from)
         if found.model.head != "vocabulary":
-            raise ValueError(f"{source} trained a model that scores, which no other layout holds; use export.")
+            raise ValueError(f"{source} trained a model that scores, which only Hugging Face layout holds; use export.")
         return replace(found.model, hf_config=dict(found.config))
     return open_model(source, config_from=config_from)
 
@@ -128,19 +128,21 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is not None and args.only_verify:
             raise ValueError(
-                f"{option} says nothing of --only-verify, which finds the layout of {args.out}; leave it out."
+                f"{option} would be ignored by --only-verify, which finds the layout of {args.out}; leave it out."
             )
         if value is not None and name not in own:
-            raise ValueError(f"{option} says nothing of --to {args.to}; leave it out.")
+            raise ValueError(f"{option} would be ignored by --to {args.to}; leave it out.")
     if args.dtype == "fp8" and args.to != "hf":
-        raise ValueError(f"--dtype fp8 is not written by --to {args.to}; use --to hf, or another type.")
+        raise ValueError(f"--dtype fp8 needs --to hf, not {args.to}; use that, or another type.")
     if args.max_shard_mib is not None and args.max_shard_mib <= 0:
         raise ValueError(f"--max-shard-mib is {args.max_shard_mib}; it must be positive.")
     has_config = [(path / "config.json").is_file() for path in (args.source, args.out)]
     if args.model is not None and has_config[0] and (has_config[1] or not args.only_verify):
         raise ValueError(f"--model {args.model}: {args.source} has its own config.json; leave the option out.")
     if args.dry_run and (args.only_verify or args.verify):
-        raise ValueError("--dry-run writes nothing that could be verified; leave it or --verify and --only-verify out.")
+        raise ValueError(
+            "--dry-run writes nothing that could be verified; leave it out, or --verify and --only-verify."
+        )
 
 
 class _Bar:

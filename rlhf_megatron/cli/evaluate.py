@@ -71,13 +71,13 @@ def _losses(args: argparse.Namespace) -> int:
     ignored = [name for name in names if getattr(args, name) is not None and getattr(args, name) is not False]
     if is_address(args.source) or ignored or args.split != "val":
         told = ", ".join(f"--{name.replace('_', '-')}" for name in ignored) or "--split, or the address"
-        raise ValueError(
-            f"--loss scores what is written, with engines of this command, and has no page: leave out {told}."
-        )
+        raise ValueError(f"--loss scores given documents with engines of this command, without {told}; leave that out.")
     args.words = [*args.words, *args.loss]
     files = [(args.source, Path(args.source))]
     if _is_rows(files[0][1]) and args.words:
-        raise ValueError(f"{args.source} is a file of losses, which is only read; leave out {' '.join(args.words)}.")
+        raise ValueError(
+            f"{args.source} is a file of losses, for which nothing is computed; leave out {' '.join(args.words)}."
+        )
     if not _is_rows(files[0][1]):
         code, steps = answer_steps(args, (), "loss") if args.every_step else (0, [])
         if not args.every_step:

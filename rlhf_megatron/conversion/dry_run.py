@@ -27,7 +27,9 @@ class IndexSource:
     dtype: str
 
     def hf_tensors(self, rule: Rule) -> tuple[object, ...]:
-        raise ValueError(f"the file of {rule.megatron_name} is not here; only --dry-run reads an index alone.")
+        raise ValueError(
+            f"the weights of {rule.megatron_name} are missing; fetch them: an index alone is enough for --dry-run only."
+        )
 
     def dtype_of(self, rule: Rule) -> str:
         return self.dtype

@@ -51,8 +51,8 @@ def verify_logits(reference: Model, candidate: Model, is_cast: bool = False) -> 
         named = [f"{place} ({value:.1e})" for place, value in wrong.items()]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         raise ValueError(
-            f"{candidate.directory} computes something else than {reference.directory} in {', '.join(named[:_SHOWN])}"
-            f"{more}: relative differences of outputs for the same inputs, where at most {limit:.1e} is right."
+            f"{candidate.directory} computes other outputs than {reference.directory} for the same inputs in"
+            f" {', '.join(named[:_SHOWN])}{more}: relative differences, of which at most {limit:.1e} is right."
         )
     return lines
 

@@ -293,7 +293,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     result = check(tmp_path / "out", "configs/quickstart.yaml", "--no-run")
-    assert result.exit_code == 1 and "holds something else than a former check; name another" in result.console
+    assert result.exit_code == 1 and "has files that no check wrote; name another" in result.console
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
 
 

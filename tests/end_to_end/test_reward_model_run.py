@@ -163,7 +163,7 @@ def test_a_run_is_scored_by_a_model(
 def test_the_command_and_the_loss_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path / "run", 8, sft={"loss_mode": "dpo"})
     assert main(["reward-model", str(path)]) == 2
-    assert "sft.loss_mode (dpo) is not of job: reward-model" in capsys.readouterr().err
+    assert "sft.loss_mode (dpo) is not a loss of job: reward-model" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -178,8 +178,8 @@ def _draws(c: RunConfig) -> Findings:
     if is_set or c.trainer.deterministic:
         key = f"rollout.sglang.args.{argument}" if is_set else "trainer.deterministic"
         yield Problem(
-            f"rollout.val_kwargs.min_p ({min_p:g}) is a draw that SGLang has not where seeds count ({key}); use"
-            " top_p and set min_p to 0, or give up the seeds.",
+            f"rollout.val_kwargs.min_p ({min_p:g}) cannot be used where SGLang draws by seeds ({key}); set min_p to 0"
+            " and use top_p, or give up the seeds.",
             ("rollout.val_kwargs.min_p", key),
         )
 

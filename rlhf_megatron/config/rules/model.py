@@ -239,7 +239,7 @@ def _of_transformers(config: RunConfig, hf_config: Mapping[str, Any]) -> Finding
     yield wrong(
         num_experts(hf_config),
         f"model_type ({hf_config.get('model_type')!r}) has experts, whose tensors have other names in files than in"
-        " transformers; experts are trained of the families that Megatron has here.",
+        " transformers; choose a dense model, or one with experts that Megatron trains here.",
         ("model.path",),
     )
     known = {key: value for key, value in sizes.items() if value is not None}

@@ -61,14 +61,14 @@ def sft(loaded: Loaded) -> Findings:
     entry = entry_of("preference loss", c.sft.loss_mode)
     yield wrong(
         (entry is not None and "rewards" in entry.needs) != (c.job == "reward-model"),
-        f"{LOSS} ({c.sft.loss_mode}) is not of job: {c.job}; a reward model has bradley_terry or regression, the job"
-        " sft has sft or dpo.",
+        f"{LOSS} ({c.sft.loss_mode}) is not a loss of job: {c.job}; use bradley_terry or regression for a reward model,"
+        " sft, dpo, forward_kl or reverse_kl for the job sft.",
         (LOSS, "job"),
     )
     teaches = has_teacher(c)
     yield wrong(
         teaches and c.actor.backend != "fsdp",
-        f"{LOSS} ({c.sft.loss_mode}) is for actor.backend fsdp, whose head gives log-probs of any token; set that.",
+        f"{LOSS} ({c.sft.loss_mode}) needs actor.backend fsdp, whose head gives log-probs of any token; set that.",
         (LOSS, "actor.backend"),
     )
     yield wrong(

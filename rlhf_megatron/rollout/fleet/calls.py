@@ -132,7 +132,9 @@ class FairLock:
         """Raises RuntimeError naming the thread that keeps it."""
         with self.tried(_LONGEST_S) as is_mine:
             if not is_mine:
-                raise RuntimeError(f"the engines of this run were kept by {self._queue[0].name} for {_LONGEST_S:g} s.")
+                raise RuntimeError(
+                    f"the thread {self._queue[0].name} has held the engines of this run for {_LONGEST_S:g} s."
+                )
             yield
 
     @contextmanager

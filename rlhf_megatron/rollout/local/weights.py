@@ -180,7 +180,7 @@ class WeightReceiver:
             )
         before = self._standing.setdefault(entry.name, {}).setdefault(span, found)
         if before != found:
-            raise ValueError(f"{where}: came before in this sync with digest {as_hex(before)}.")
+            raise ValueError(f"{where}: sent twice in this sync, the first time with digest {as_hex(before)}.")
 
     def commit(self, version: int) -> None:
         """Raises ValueError when `version` is not the open one, or a parameter never came (the sync failed)."""

@@ -258,7 +258,7 @@ FSDP, TAUGHT = "actor.backend=fsdp", ("job=sft", "sft.loss_mode=forward_kl")
         ((FSDP, "actor.lora.alpha=32"), "set it to 16"),
         ((FSDP, "actor.lora.rank=8", "actor.lora.target_modules=[]"), "target_modules is empty: nothing would train"),
         ((FSDP, "actor.lora.rank=8", "job=reward-model"), "is not for job: reward-model, whose head has no adapter"),
-        ((*TAUGHT, "reference.path=teacher"), "sft.loss_mode (forward_kl) is for actor.backend fsdp"),
+        ((*TAUGHT, "reference.path=teacher"), "sft.loss_mode (forward_kl) needs actor.backend fsdp"),
         ((*TAUGHT, FSDP), "learns from a teacher; name its directory as reference.path"),
         ((*TAUGHT, FSDP, "reference.path=t", "sft.params={top_k: 0}"), "top_k (0) must be at least 1"),
     ],

@@ -60,7 +60,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["rollout.top_p=0.9"], "rollout.top_p (0.9) must be 1.0: the trainer's log-probs are those of the full distribution"),
         (["rollout.top_k=50"], "rollout.top_k (50) must be -1: the trainer's"),
         (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0: the trainer's"),
-        (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}", "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"], "rollout.val_kwargs.min_p (0.1) is a draw that SGLang has not where seeds count (rollout.sglang.args.enable_deterministic_inference); use top_p and set min_p to 0, or give up the seeds."),
+        (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}", "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"], "rollout.val_kwargs.min_p (0.1) cannot be used where SGLang draws by seeds (rollout.sglang.args.enable_deterministic_inference); set min_p to 0 and use top_p, or give up the seeds."),
         (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
         (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "rollout.weight_transport (tensor) does not reach engines on machines [0] of 2 with ranks (trainer.nnodes): 2 pipeline stages lie on several machines"),
         (["actor.megatron.pipeline_model_parallel_layout=Et|tt"], "actor.megatron.pipeline_model_parallel_layout ('Et|tt') must be E, then layers t"),

@@ -280,7 +280,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["convert", str(hf), "--to", "ranks", "--out", str(tmp_path / "x"), "--tp", "0"]) == 1
     assert "--tp is 0; it must be positive" in capsys.readouterr().err
     assert main(["convert", str(hf), "--out", str(tmp_path / "x"), "--tp", "2"]) == 1
-    assert "--tp says nothing of --to hf" in capsys.readouterr().err
+    assert "--tp would be ignored by --to hf" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "no"), "--out", str(tmp_path / "x")]) == 1
     assert "is not a directory" in capsys.readouterr().err
 

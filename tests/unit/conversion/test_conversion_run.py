@@ -465,8 +465,8 @@ def test_fp8_is_written_in_blocks(tmp_path: Path, hf: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only-verify", "--max-shard-mib", "3"], "--max-shard-mib says nothing of --only-verify"),
-        (["--dtype", "fp8", "--to", "ranks"], "--dtype fp8 is not written by --to ranks; use --to hf"),
+        (["--only-verify", "--max-shard-mib", "3"], "--max-shard-mib would be ignored by --only-verify"),
+        (["--dtype", "fp8", "--to", "ranks"], "--dtype fp8 needs --to hf, not ranks"),
         (["--dry-run", "--verify"], "--dry-run writes nothing that could be verified"),
     ],
 )

@@ -177,7 +177,7 @@ def test_one_tensor_with_two_contents_is_refused(receiver: WeightReceiver, tmp_p
     (tmp_path / "other").mkdir()
     other = write_buckets({name: SENT[name] + 1}, tmp_path / "other", 1, 1)[0]
     (tmp_path / "other" / other.file).rename(tmp_path / "second")
-    with pytest.raises(ValueError, match="came before in this sync"):
+    with pytest.raises(ValueError, match="sent twice in this sync"):
         receiver.load(replace(other, file="second"))
 
 
