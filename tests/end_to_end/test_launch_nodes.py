@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import DP2, ONE_RANK, Finished, train, write_config
+from end_to_end_tools import (
+    DP2,
+    MARKER,
+    ONE_RANK,
+    Finished,
+    processes_with,
+    train,
+    wait_for_the_end,
+    write_config,
+)
 from launch_tools import TIMEOUT_S, TORCHRUN, Nodes, environment, start_nodes
+from places import ROOT, SUPPORT
 
 from rlhf_megatron.runtime.torchrun.nodes import interface_towards
 
@@ -131,6 +141,30 @@ def test_two_network_namespaces_give_the_numbers_of_one(tmp_path: Path, one_node
         assert nodes.left_over() == []
     finally:
         nodes.end()
+
+
+KILLED_TEST = """
+import subprocess, sys
+from pathlib import Path
+from launch_tools import Nodes, environment
+
+sleeper = subprocess.Popen(["sleep", "600"], env=environment(sys.argv[1]), start_new_session=True)
+nodes = Nodes(Path(), [sleeper], sys.argv[1])
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_test_that_is_killed_leaves_no_processes() -> None:
+    marker = os.urandom(16).hex()
+    own = {**os.environ, "PYTHONPATH": f"{SUPPORT}:{ROOT}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_TEST, marker], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as test:
+        assert test.stdout is not None and test.stdout.readline() == b"begun\n"
+        assert len(processes_with(f"{MARKER}={marker}")) == 1
+        test.kill()
+    assert wait_for_the_end(f"{MARKER}={marker}", TIMEOUT_S) == []
 
 
 PLAIN = {

@@ -18,6 +18,16 @@ from end_to_end_tools import MARKER, overrides, processes_with, wait_for_the_end
 from places import ROOT
 
 TIMEOUT_S = 400.0  # of one run; it takes 10 to 20 s where nothing else does
+# When the tests end, killed or not, so do processes with the mark: the pipe to this shell is closed then.
+WATCH = """trap '' TERM INT HUP
+read -r word && exit
+for again in 1 2 3; do
+    for file in /proc/[0-9]*/environ; do
+        pid=${file#/proc/}
+        tr '\\0' '\\n' <"$file" 2>/dev/null | grep -qx "$1" && kill -KILL "${pid%/environ}"
+    done
+done 2>/dev/null
+"""
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
 NODE_0 = "127.0.0.2"  # not 127.0.0.1: what only listens or looks there is found out
 
@@ -37,6 +47,11 @@ class Nodes:
     directory: Path
     processes: list[subprocess.Popen[bytes]]
     marker: str
+
+    def __post_init__(self) -> None:
+        self.watch = subprocess.Popen(
+            ["/bin/sh", "-c", WATCH, "watch", f"{MARKER}={self.marker}"], stdin=subprocess.PIPE, start_new_session=True
+        )
 
     def console(self, node: int) -> str:
         return (self.directory / f"console{node}").read_text()
@@ -71,6 +86,8 @@ class Nodes:
                 os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        if self.watch.poll() is None:
+            self.watch.communicate(b"go\n")
 
 
 def agent_command(words: Sequence[str], directory: Path, variables: dict[str, str]) -> list[str]:
