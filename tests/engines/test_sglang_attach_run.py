@@ -24,6 +24,7 @@ from sglang_tools import STARTUP_S, needs_sglang, sglang_python
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.attach import AttachedEngines, Expected, addresses_of, look_at_all
+from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
 
@@ -123,7 +124,7 @@ def test_a_run_attaches_and_gives_back(served: Served, tmp_path: Path) -> None:
 def test_a_run_that_is_told_to_stop_gives_back(served: Served, tmp_path: Path) -> None:
     process = begin(served, tmp_path, "stopped")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM
+    assert process.wait(120) == STOPPED_EXIT_CODE
     assert served.is_free()
 
 
@@ -236,13 +237,10 @@ def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> Non
 
 
 def is_healthy(url: str) -> bool:
-    http = HttpClient(addresses_of([url], "", "")[0])
     try:
-        http.get("/health", 5.0)
+        HttpClient(addresses_of([url], "", "")[0]).get("/health", 5.0)
     except EngineError:
         return False
-    finally:
-        http.close()
     return True
 
 

@@ -78,6 +78,7 @@ class DamagedTransport:
         self.damage = damage
         self.directory = directory
         self.name = transport.name
+        self.num_readers = transport.num_readers
         self.open = transport.open
 
     @property
