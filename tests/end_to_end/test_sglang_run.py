@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+import warm
 from places import ROOT
-from sglang_tools import STARTUP_S, needs_sglang, sglang_python
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
 PR_SET_CHILD_SUBREAPER = 36
 THREE_STEPS = (
@@ -45,10 +46,12 @@ def alive() -> set[psutil.Process]:
 
 @pytest.fixture
 def others() -> Iterator[set[psutil.Process]]:
-    """Processes that are there before; what a child leaves behind becomes a child of this process."""
+    """Processes that are there before; what a child leaves behind becomes a child of this process. No run is forked
+    from a process that stays."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    yield alive()
+    with warm.cold():
+        yield alive()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
@@ -114,6 +117,43 @@ def test_ten_steps_of_the_quickstart_gain(tmp_path: Path) -> None:
     assert json.loads((run_dir / "summary.json").read_text())["layout"] == "tp2 pp2 dp1"
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
     assert {sample["num_retractions"] for sample in samples} == {0}
+
+
+# A model with experts is nearly random then: an entropy bonus, so that each step learns.
+FEW_STEPS = (
+    "actor.entropy_coeff=0.01",
+    "trainer.total_training_steps=2",
+    "trainer.test_samples=50",
+    "warmup.max_steps=3",
+    "warmup.test_freq=3",
+    "warmup.test_samples=8",
+    "data.train_batch_size=8",
+    "rollout.n=4",
+    "actor.mini_batch_size=32",
+    "rollout.engine=sglang",
+)
+ENGINES = {"tp1": {}, "tp2": {"tp_size": 2}, "tp2 ep2": {"tp_size": 2, "ep_size": 2}}
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", ENGINES)
+@pytest.mark.parametrize("name", ["quickstart_moe", "quickstart_mla"])
+def test_models_with_experts(name: str, sizes: str, tmp_path: Path) -> None:
+    """From tp2 ep2 pp2. The engine's log-probs are the trainer's before and after an update of all its weights."""
+    arguments = {**CPU_ARGUMENTS, "context_length": 64, **ENGINES[sizes]}
+    env = {**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "tp_size" in arguments else {})}
+    given = (f"rollout.sglang.args={json.dumps(arguments)}", f"rollout.sglang.env={json.dumps(env)}")
+    run_dir = train(name, tmp_path, *FEW_STEPS, *given)
+    steps = rows_of(run_dir, "step")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["rollout/num_samples"] == 32 and row["actor/grad_norm"] > 0
+        assert 0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
+        assert row["sync/num_bytes"] > 0
+    assert json.loads((run_dir / "summary.json").read_text())["layout"] == "tp2 sequence pp2 ep2 etp1 dp1"
 
 
 @needs_sglang

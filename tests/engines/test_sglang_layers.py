@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
 TIMEOUT_S = 900.0
 LAYER = "model.layers.1"
 ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -51,6 +53,30 @@ def case(
             "mlp_only_layers": [],
             "norm_topk_prob": True,
         }
+    if family in ("deepseek_v3", "glm4_moe"):
+        config |= {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+        }
+    if family == "deepseek_v3":
+        del config["head_dim"]
+        config |= {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+        }
     found: dict[str, Any] = {"family": family, "tp": tp, "ep": ep, "dtype": dtype, "config": config}
     return {**found, "fault": fault} if fault else found
 
@@ -66,6 +92,9 @@ RIGHT = {
     "qwen3_moe, four ranks, one key-value head": case("qwen3_moe", 4, 1, dtype="bfloat16"),
     "qwen3_moe, experts on two ranks of four": case("qwen3_moe", 4, 4, ep=2),
     "qwen3_moe, experts on four ranks": case("qwen3_moe", 4, 4, ep=4),
+    "deepseek_v3, the shared expert is one more": case("deepseek_v3", 2, 8, dtype="bfloat16"),
+    "deepseek_v3, experts on two ranks of four": case("deepseek_v3", 4, 8, ep=2),
+    "glm4_moe, the shared expert is one more": case("glm4_moe", 4, 2, dtype="bfloat16"),
 }
 ATTENTION, MLP, EXPERT = f"{LAYER}.self_attn", f"{LAYER}.mlp", f"{LAYER}.mlp.experts.5"
 Q_AND_K = [f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.k_proj.weight"]
@@ -97,6 +126,23 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
         1,
         [f"{ATTENTION}.v_proj.weight"],
     ),
+    "a flipped bit in the shared expert": (
+        case("deepseek_v3", 2, 8, rank=1, kind="flip", parameter=f"{MLP}.experts.w2_weight", byte=-1),
+        1,
+        [f"{MLP}.shared_experts.down_proj.weight"],
+    ),
+    "a flipped bit in what is made of a matrix": (
+        case("deepseek_v3", 4, 8, rank=2, kind="flip", parameter=f"{ATTENTION}.w_vc", byte=-1),
+        2,
+        [f"{ATTENTION}.kv_b_proj.weight"],
+    ),
+    "a flipped bit in the second of two matrices that are joined": (
+        case(
+            "deepseek_v3", 1, 8, rank=0, kind="flip", parameter=f"{ATTENTION}.fused_qkv_a_proj_with_mqa.weight", byte=-1
+        ),
+        0,
+        [f"{ATTENTION}.kv_a_proj_with_mqa.weight"],
+    ),
     "a flipped bit in a bias": (
         case("qwen2", 2, 2, rank=1, kind="flip", parameter=f"{ATTENTION}.qkv_proj.bias", byte=0),
         1,
@@ -108,13 +154,17 @@ SHARDS = {  # from trainers of other layouts: (case, senders)
     "tp2 to tp2": ({**case("qwen3", 2, 4), "trainer": {"world_size": 2, "tp": 2}}, 2),
     "tp4 to tp2, biases": ({**case("qwen2", 2, 4, tied=True), "trainer": {"world_size": 4, "tp": 4}}, 4),
     "tp2 to tp8 of two key-value heads": ({**case("qwen3", 8, 2), "trainer": {"world_size": 2, "tp": 2}}, 2),
-    "tp2 ep2 to tp2 ep2": (
-        {**case("qwen3_moe", 2, 2, ep=2), "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}},
+    "tp2 ep2 to tp2 ep2, tied head": (
+        {**case("qwen3_moe", 2, 2, ep=2, tied=True), "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}},
         2,
     ),
-    "ep4 to tp2, bfloat16": (
-        {**case("qwen3_moe", 2, 4, dtype="bfloat16"), "trainer": {"world_size": 4, "ep": 4}},
+    "ep4 to tp2, tied head, bfloat16": (
+        {**case("qwen3_moe", 2, 4, tied=True, dtype="bfloat16"), "trainer": {"world_size": 4, "ep": 4}},
         4,
+    ),
+    "tp2 ep2 to tp4, latent attention": (
+        {**case("deepseek_v3", 4, 8), "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}},
+        2,
     ),
     "ep2 etp2 to tp4 ep2": (
         {**case("qwen3_moe", 4, 4, ep=2), "trainer": {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}},

@@ -1,4 +1,5 @@
-"""Every weight transport from every trainer layout to stock SGLang at tp-size 1 and 2: what stands is what was sent.
+"""Every weight transport from every trainer layout to stock SGLang at tp-size 1 and 2, experts also at ep-size 2: what
+stands is what was sent.
 
 Real Megatron ranks, real servers, the verbs and the transaction of a run. `python -m benchmarks.sync_matrix` runs it
 and keeps the bytes that moved.
@@ -19,6 +20,7 @@ import pytest
 import torch
 from dist_pool import DistPool
 from rollout_tools import reference_log_probs, request
+from safetensors.torch import save_file
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -53,33 +55,80 @@ CONFIG = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-LAYOUTS = {
+OF_EXPERTS = {**CONFIG, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": CONFIG,
+    "qwen3_moe": {
+        **OF_EXPERTS,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "deepseek_v3": {
+        **{key: value for key, value in OF_EXPERTS.items() if key != "head_dim"},
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
     "pp2 vpp2": {"pp": 2, "vpp": 2},
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "tp2 ep2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
+    "etp2": {"tp": 2, "etp": 2, "sequence_parallel": True},
 }
+SIZES = {(1, 1): ("ep2",), (2, 1): ("tp2 ep2", "etp2"), (2, 2): ("tp2 ep2", "pp2 ep2")}  # tp, ep of an engine
+CELLS = [
+    *((("qwen3", tp, 1), layout) for tp in (1, 2) for layout in list(LAYOUTS)[:4]),
+    *(
+        ((model, *sizes), layout)
+        for model in ("qwen3_moe", "deepseek_v3")
+        for sizes, layouts in SIZES.items()
+        for layout in layouts
+    ),
+]
 TRANSPORTS: tuple[WeightTransport, ...] = ("tensor", "process_group", "disk")
 BUCKET_BYTES = 60_000  # several a stage; the embedding alone is larger
 REQUESTS = [request((1 + i, 2, 3 + i), (7 * i, 7 * i + 1), 12) for i in range(4)]
 TIMEOUT_S = 900.0  # ranks that are started on a busy machine
 
 
-def send(world: Any, seed: int, arguments: dict[str, Any]) -> Any:
+def send(world: Any, name: str, seed: int, arguments: dict[str, Any]) -> Any:
     """On every rank: the verb of a run, for a model of these weights."""
     from types import SimpleNamespace
 
-    from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+    from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
     from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.models.build import build_model
     from rlhf_megatron.runtime.roles import HostRole
 
-    table = table_for(CONFIG, world.layout.tp)
-    model = build_model(CONFIG, world, torch.float32)
-    load_hf(model.chunks, table, random_source(CONFIG, seed), world.coordinates.tp, world.layout.tp)
+    config = MODELS[name]
+    table = table_for(config, world.layout.tp)
+    model = build_model(config, world, torch.float32)
+    load_on_rank(model.chunks, table, random_source(config, seed), world)
 
     class Actor:
-        backend = SimpleNamespace(exporting=world, hf_config=CONFIG)
+        backend = SimpleNamespace(exporting=world, hf_config=config)
 
         def export(self) -> Any:
             return local_shards(model.chunks, table)
@@ -96,13 +145,15 @@ class Ranks:
     """A WorkerGroup of warm processes that hold the weights of `seed`."""
 
     pool: DistPool
-    axes: dict[str, int]
+    axes: dict[str, Any]
+    model: str
     seed: int = 0
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         assert method == "host.send_weights"
         future: Future[list[Any]] = Future()
-        found = self.pool.run(send, timeout_s=TIMEOUT_S, seed=self.seed, arguments=arguments, **self.axes)
+        of_model = {"name": self.model, "seed": self.seed}
+        found = self.pool.run(send, timeout_s=TIMEOUT_S, arguments=arguments, **of_model, **self.axes)
         future.set_result(found)
         return future
 
@@ -112,20 +163,24 @@ class Server:
     engine: SGLangEngine
     transfer: Path
     model: Path
+    name: str
     version: int = 0
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["engine-tp1", "engine-tp2"])
+@pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Started once for all its syncs."""
+    name, tp_size, ep_size = request.param
     folder = tmp_path_factory.mktemp("matrix")
     model, transfer = folder / "model", folder / "transfer"
     for path in (model, transfer):
         path.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "config.json").write_text(json.dumps(MODELS[name]))
     arguments = {**CPU_ARGUMENTS, "context_length": 256}
-    if request.param == 2:
+    if tp_size == 2:
         arguments |= {"tp_size": 2}
+    if ep_size == 2:
+        arguments |= {"ep_size": 2}
     with start_sglang_engines(
         model,
         1,
@@ -134,22 +189,28 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         transfer_dir=transfer,
         dtype="float32",
         arguments=arguments,
-        env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if request.param == 2 else {})},
+        env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp_size == 2 else {})},
         startup_timeout_s=STARTUP_S,
     ) as servers:
         engine = SGLangEngine(servers.addresses[0], transfer)
-        assert engine.address.tp_size == request.param
-        yield Server(engine, transfer, model)
+        assert engine.address.tp_size == tp_size
+        yield Server(engine, transfer, model, name)
         engine.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("server", "layout"),
+    CELLS,
+    indirect=["server"],
+    ids=lambda value: "-".join(map(str, value)) if type(value) is tuple else value,
+)
 def test_what_stands_in_sglang_is_what_was_exported(
-    server: Server, dist_pool: DistPool, layout: str, transport: WeightTransport
+    server: Server, dist_pool: DistPool, layout: str, transport: WeightTransport, tmp_path: Path
 ) -> None:
+    config = MODELS[server.name]
     seed = 100 * server.engine.address.tp_size + server.version
-    ranks = Ranks(dist_pool, LAYOUTS[layout], seed)
+    ranks = Ranks(dist_pool, LAYOUTS[layout], server.name, seed)
     fleet = EngineFleet([server.engine], 300.0, 1)
     sync = WeightSync(
         Workers(ranks).host,  # type: ignore[arg-type]
@@ -165,15 +226,18 @@ def test_what_stands_in_sglang_is_what_was_exported(
     server.version = sync.version
     assert [engine.address.name for engine in fleet.live] == ["engine0"]
 
-    exported = dict(random_hf_tensors(CONFIG, seed))  # what the ranks were given, made here anew
+    exported = dict(random_hf_tensors(config, seed))  # what the ranks were given, made here anew
     assert server.engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in exported.items()}
     samples = fleet.generate(REQUESTS)
-    difference = largest_difference(samples, reference(server, transport, exported))
-    others = reference(server, "tensor", dict(random_hf_tensors(CONFIG, seed + 1)))
+    sent = server.transfer / f"version-{server.version}" if transport == "disk" else None
+    if sent is not None:
+        assert list(server.transfer.glob("version-*")) == [sent]
+    difference = largest_difference(samples, reference(sent or saved(config, exported, tmp_path / "sent")))
+    others = reference(saved(config, dict(random_hf_tensors(config, seed + 1)), tmp_path / "others"))
     assert 0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1  # it would show other weights
 
     axes, tp_size = LAYOUTS[layout], server.engine.address.tp_size
-    table = table_for(CONFIG, axes.get("tp", 1))
+    table = table_for(config, axes.get("tp", 1))
     whole = sum(4 * prod(hf.shape) for rule in table for hf in rule.hf)
     same = sum(4 * prod(hf.shape) for rule in table if rule.split == "replicated" for hf in rule.hf)
     needed = whole + (tp_size - 1) * same  # what is split stands once, the rest in every rank
@@ -182,6 +246,7 @@ def test_what_stands_in_sglang_is_what_was_exported(
     row = {
         "transport": transport,
         "trainer": layout,
+        "model": server.name,
         "engine_tp": tp_size,
         "num_bytes": int(metrics["sync/num_bytes"]),
         "bytes_moved": int(metrics["sync/bytes_moved"]),
@@ -195,18 +260,15 @@ def test_what_stands_in_sglang_is_what_was_exported(
             file.write(json.dumps(row) + "\n")
 
 
-def reference(server: Server, transport: WeightTransport, exported: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """transformers, with the exported weights: read from the files where there are some."""
-    if transport == "disk":
-        assert [path.name for path in server.transfer.glob("version-*")] == [f"version-{server.version}"]
-        return AutoModelForCausalLM.from_pretrained(
-            server.transfer / f"version-{server.version}", dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-    from transformers import Qwen3Config
+def saved(config: dict[str, Any], tensors: dict[str, torch.Tensor], directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
 
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**CONFIG), attn_implementation="eager")
-    model.load_state_dict(exported)
-    return model.float().eval()
+
+def reference(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def largest_difference(samples: list[list[GeneratedSample]], model: PreTrainedModel) -> float:

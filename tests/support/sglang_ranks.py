@@ -40,6 +40,9 @@ HEADS, HEAD_DIM, HIDDEN, LAYERS, EXPERTS = 8, 16, 128, 2, 8
 def weights_of(case: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """By the names and shapes of a Hugging Face checkpoint."""
     config = case["config"]
+    torch.manual_seed(seed)
+    if case["family"] not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        return of_table(config, case["dtype"])
     kv = config["num_key_value_heads"] * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], HIDDEN)}
     for layer in range(LAYERS):
@@ -63,8 +66,16 @@ def weights_of(case: dict[str, Any], seed: int) -> dict[str, Tensor]:
     shapes["model.norm.weight"] = (HIDDEN,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], HIDDEN)
-    torch.manual_seed(seed)
     return {name: torch.randn(shape).to(getattr(torch, case["dtype"])) for name, shape in shapes.items()}
+
+
+def of_table(config: dict[str, Any], dtype: str) -> dict[str, Tensor]:
+    """A bias by which routers pick has a type of its own."""
+    return {
+        hf.name: torch.randn(hf.shape).to(getattr(torch, rule.dtype or dtype))
+        for rule in table_for(config)
+        for hf in rule.hf
+    }
 
 
 @contextmanager
@@ -93,6 +104,8 @@ def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
 
 
 def model_of(case: dict[str, Any], directory: Path, rank: int) -> nn.Module:
+    from sglang.srt.models.deepseek_v2 import DeepseekV3ForCausalLM
+    from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
     from sglang.srt.models.llama import LlamaForCausalLM
     from sglang.srt.models.qwen2 import Qwen2ForCausalLM
     from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -100,6 +113,8 @@ def model_of(case: dict[str, Any], directory: Path, rank: int) -> nn.Module:
     from transformers import AutoConfig
 
     classes = {
+        "deepseek_v3": DeepseekV3ForCausalLM,
+        "glm4_moe": Glm4MoeForCausalLM,
         "llama": LlamaForCausalLM,
         "qwen2": Qwen2ForCausalLM,
         "qwen3": Qwen3ForCausalLM,
@@ -252,7 +267,12 @@ def damaged(pairs: list[tuple[str, Tensor]], fault: dict[str, Any]) -> Iterator[
 def flip(model: nn.Module, fault: dict[str, Any]) -> None:
     if fault.get("kind") == "flip":
         with torch.no_grad():
-            model.get_parameter(fault["parameter"]).view(torch.uint8).view(-1)[fault["byte"]] ^= 4
+            owner, _, name = fault["parameter"].rpartition(".")
+            values = getattr(model.get_submodule(owner), name)
+            if not values.is_contiguous():  # made by the engine: of which one entry is as good as another
+                values[-1, -1, -1] += 1
+            else:
+                values.view(torch.uint8).view(-1)[fault["byte"]] ^= 4
 
 
 def main() -> None:

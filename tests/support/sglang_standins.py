@@ -92,7 +92,8 @@ class FusedMoE(nn.Module):
         super().__init__()
         self.quant_method: object = UnquantizedFusedMoEMethod()
         self.layer_id = 0
-        self.num_experts = len(experts)
+        self.num_experts = self._num_global_routed = len(experts)
+        self.num_fused_shared_experts = 0
         self.moe_tp_size, self.moe_ep_size = size // ep_size, ep_size
         self.moe_ep_rank, self.moe_tp_rank = divmod(rank, self.moe_tp_size)
         self.num_local_experts = len(experts) // ep_size

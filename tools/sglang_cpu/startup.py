@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import triton_stub
@@ -53,6 +55,25 @@ def _allow_seeds_with_torch_attention(module: Any) -> None:
         module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
 
 
+def _allow_seeds_with_latent_attention(module: Any) -> None:
+    """For latent attention deterministic mode refuses all backends but those that keep the prefix cache. torch_native
+    passes as one of them here, and loses the cache as with other models."""
+    check = module.handle_deterministic_inference
+
+    @functools.wraps(check)
+    def handle_deterministic_inference(server_args: Any) -> None:
+        from sglang.srt.arg_groups.choices import RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND as supported
+
+        supported.append("torch_native")
+        check(server_args)
+        supported.remove("torch_native")
+        found = module.resolved_view(server_args)
+        if found.enable_deterministic_inference and found.attention_backend == "torch_native":
+            module.declare_resolution(server_args, "_handle_deterministic_inference", disable_radix_cache=True)
+
+    module.handle_deterministic_inference = handle_deterministic_inference
+
+
 def _no_batch_invariant_kernels(module: Any) -> None:
     """Deterministic mode installs Triton matmuls; without them seeds hold, but batch invariance is not promised."""
     module.enable_batch_invariant_mode = lambda *args, **kwargs: None
@@ -71,6 +92,42 @@ def _no_cuda_host_register(module: Any) -> None:
     module._cuda_host_register = module._cuda_host_unregister = lambda *args, **kwargs: None
 
 
+def _absorbed_latent_attention(module: Any) -> None:
+    """torch_native reads keys and values from the cache, where latent attention keeps its narrow vectors: only the path
+    that computes with these can run, in prefill too."""
+    module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+
+
+def _plain_positions_of_latent_attention(module: Any) -> None:
+    """The CPU's own rotary embedding of latent attention knows YaRN alone, and fails without."""
+    wrapper = module.get_rope_wrapper
+
+    def get_rope_wrapper(*args: Any, **kwargs: Any) -> Any:
+        is_plain = kwargs.get("device") == "cpu" and kwargs.get("rope_scaling") is None
+        return wrapper(*args, **(kwargs | {"device": "plain"} if is_plain else kwargs))
+
+    module.get_rope_wrapper = get_rope_wrapper
+
+
+def _experts_of_other_ranks(module: Any) -> None:
+    """The experts of a CPU without AMX take a token's expert on another rank, which is -1, for an index. Such a choice
+    weighs nothing here."""
+    whole = module.moe_forward_native
+
+    def moe_forward_native(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
+        is_away = topk_output.topk_ids < 0
+        if not is_away.any():
+            return whole(layer, x, topk_output, config)
+        here = topk_output._replace(
+            topk_weights=topk_output.topk_weights.masked_fill(is_away, 0),
+            topk_ids=topk_output.topk_ids.masked_fill(is_away, 0).long(),
+        )
+        given = SimpleNamespace(hidden_states=x, topk_output=here)
+        return module.fused_moe_forward_native(layer, given).hidden_states
+
+    module.moe_forward_native = moe_forward_native
+
+
 def apply() -> None:
     """Called once per interpreter, before anything of SGLang is imported."""
     triton_stub.install()
@@ -80,9 +137,13 @@ def apply() -> None:
         _AfterImport(
             {
                 "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
+                "sglang.srt.arg_groups.attention_hook": _allow_seeds_with_latent_attention,
                 "sglang.srt.arg_groups.choices": _allow_seeds_with_torch_attention,
                 "sglang.srt.utils.weight_checker": _no_cuda_synchronize,
                 "sglang.srt.mem_cache.pool_host.common": _no_cuda_host_register,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
+                "sglang.srt.layers.moe.fused_moe_native": _experts_of_other_ranks,
+                "sglang.srt.layers.rotary_embedding.factory": _plain_positions_of_latent_attention,
             }
         ),
     )

@@ -275,14 +275,7 @@ def _of_family(
         yield from _experts(config, section, megatron, num_ranks, hf_config)
     for text in of_replay(config, hf_config):
         yield _problem(text, "model.path", REPLAY)
-    is_latent = bool(hf_config.get("kv_lora_rank"))
-    yield from _shape(config, known, is_latent)
-    yield wrong(
-        is_latent and config.rollout.engine == "sglang",
-        "latent attention (kv_lora_rank) stands in SGLang in forms that a weight sync cannot check yet; use"
-        " rollout.engine: local, or another model.",
-        ("model.path", "rollout.engine"),
-    )
+    yield from _shape(config, known, bool(hf_config.get("kv_lora_rank")))
 
 
 def _experts(

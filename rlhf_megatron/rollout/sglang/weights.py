@@ -168,7 +168,8 @@ def _disagreement(parts: Sequence[Part], place: tuple[int, int, int], shape: tup
     (most, votes), (_, others) = values.most_common(2)
     where = _part_words(place, shape)
     if votes == others:
-        return f"{_ranks(part.rank for part in parts)} hold different values for {where}"
+        ranks = {part.rank for part in parts}  # one rank alone: what it has made of a matrix is not of that matrix
+        return f"{_ranks(ranks)} hold{'s' * (len(ranks) == 1)} different values for {where}"
     odd = {part.rank for part in parts if part.digest != most}
     return f"{_ranks(odd)} hold{'s' * (len(odd) == 1)} other values for {where} than the ranks that hold it as well"
 

@@ -636,3 +636,30 @@ def test_an_order_that_cannot_be_answered_does_not_end_the_server(
         "model": {"is_quantised": False, "dtype": "float32"},
         "devices": found["devices"],
     }
+
+
+def test_an_answer_that_is_no_json_reaches_the_client_as_an_error(server: Server) -> None:
+    server.models[0].config = SimpleNamespace(vocab_size={1, 2})
+    first, second = server.order("r-1", describe="yes")
+    assert first["rank"] == 0 and first["error"] == "TypeError: Object of type set is not JSON serializable"
+    assert second["error"] is None
+
+
+def test_a_head_that_only_the_engine_has_becomes_the_embedding(tmp_path: Path) -> None:
+    """SGLang's Qwen3-MoE has one where config.json says that the two are one."""
+    weights = {"model.embed_tokens.weight": torch.randn(13, 6)}
+    (manifest,) = write_buckets(weights, tmp_path, 1, num_buckets=1)
+    models: list[Any] = []
+    for rank in range(2):
+        own = VocabParallelEmbedding(rank, 2, torch.randn(13, 6))
+        models.append(tree(model__embed_tokens=VocabParallelEmbedding(rank, 2, *weights.values()), lm_head=own))
+        models[-1].config = SimpleNamespace(tie_word_embeddings=True)
+        models[-1].load_weights = lambda pairs: None
+    with pytest.raises(EngineError, match=r"'model.embed_tokens.weight': tp rank \d .* different values"):
+        receipts.check("engine0", manifest, receipts_of(models, manifest))
+    for model in models:
+        loader.load_bucket(model, manifest, views_of_file(tmp_path / manifest.file, manifest))
+        assert loader.incomplete(model, set(weights)) is None
+    assert receipts.check("engine0", manifest, receipts_of(models, manifest)).digests == digests_of(weights)
+    models[0].config = SimpleNamespace(tie_word_embeddings=False)
+    assert "lm_head.weight" in str(loader.incomplete(models[0], set(weights)))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from rlhf_megatron.rollout.sglang.server.standing import (
     is_quantised,
     missing,
     places_of,
+    tied_head,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,15 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR, error)
         return
     rank, size = facts.tensor_parallel()
+    head = {"rank": rank, "size": size}
     try:
-        receipt = _carry_out(order, model, directory, rank)
+        text = json.dumps({**head, **_carry_out(order, model, directory, rank)})
     except Exception as error:  # told by the client
-        receipt = {"error": f"{type(error).__name__}: {error}"}
+        text = json.dumps({**head, "error": f"{type(error).__name__}: {error}"})
     path = directory / f"{order['receipt']}.{rank}"
     aside = path.with_suffix(f".{rank}.tmp")
     try:
-        aside.write_text(json.dumps({"rank": rank, "size": size, **receipt}))
+        aside.write_text(text)
         aside.rename(path)
     except OSError as error:  # the client sees that there is no receipt
         logger.error("a receipt cannot be written: %s", error)
@@ -102,6 +104,8 @@ def _carry_out(order: Mapping[str, Any], model: Any, directory: Path, rank: int)
         return {"error": incomplete(model, _received(directory, order["receipts"], rank))}
     if "digest" in order:
         manifest = BucketManifest.from_json(order["digest"])
+        with torch.no_grad():
+            tie_head(model, dict(model.named_parameters()), [entry.name for entry in manifest.tensors])
         return standing(model, manifest, num_bytes_read=manifest.tensor_bytes)
     if "join" in order:
         invitation = msgspec.convert(order["join"], Invitation)
@@ -157,8 +161,19 @@ def load_bucket(
         for entry in parts:
             span = spans[entry.key]
             for place in places_of(model, parameters, entry.name, entry.shape):
-                if common := overlap(span, place.span, entry.shape):
+                common = overlap(span, place.span, entry.shape)
+                if common is not None and not place.is_derived:
                     in_model(place, common).copy_(within(given[entry.key], span, common))
+        tie_head(model, parameters, [entry.name for entry in manifest.tensors])
+        if derived_from := [entry.name for entry in parts if ".kv_b_proj." in entry.name]:
+            model.post_load_weights(weight_names=derived_from)  # as `load_weights` does
+
+
+def tie_head(model: Any, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """The embedding came: a head that the engine has of its own, where the two are one, becomes a copy of it."""
+    for name in names:
+        if (head := tied_head(model, parameters, name)) is not None:
+            head.copy_(parameters[name])
 
 
 def in_model(place: Place, span: Span) -> Tensor:
@@ -222,7 +237,7 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
             values = _as_sent(in_model(place, common), entry)
             found = as_hex(digest_part(values, entry.shape, common.axis, common.start))
             parts.setdefault(entry.key, []).append((*astuple(common), found))
-            num_standing += values.numel() * DTYPE_BYTES[entry.dtype]
+            num_standing += 0 if place.is_derived else values.numel() * DTYPE_BYTES[entry.dtype]
             if (dtype := str(place.values.dtype).removeprefix("torch.")) != entry.dtype:
                 stands_as[entry.key] = dtype
     return {

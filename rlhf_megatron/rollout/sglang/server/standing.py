@@ -7,8 +7,8 @@ that nothing of SGLang is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from rlhf_megatron.rollout.sglang.server import facts
 FUSED = {  # SGLang's fused part -> its Hugging Face members in order
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}  # SGLang's [expert, rows, columns]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_SHARED = re.compile(r"(.*)\.shared_experts\.(\w+)\.weight")  # on GPUs it stands behind the other experts
 _UNQUANTISED = "Unquant"  # names of SGLang's methods that keep weights as they come
 
 
@@ -42,6 +45,7 @@ class Place:
     values: Tensor  # a view of what stands in the model, without padding
     axis: int
     start: int
+    is_derived: bool = False  # made by the engine of what stands elsewhere in this rank: a copy, to be looked at only
 
     @property
     def count(self) -> int:
@@ -56,14 +60,17 @@ def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tu
     """Parts of one tensor in this rank: none where the model has no such parameter or another rank holds it, several
     where it is held twice. `parameters`: the model's, by name. Raises UnlikeError and MisfitError."""
     if name in parameters:
-        return [_direct(model, parameters[name], name, shape)]
+        direct = _direct(model, parameters[name], name, shape)
+        return [direct, *_derived(model, name, direct), *_second_head(model, parameters, name, shape)]
     if expert := _EXPERT.fullmatch(name):
-        return list(_of_expert(model, parameters, expert, shape))
+        return list(_of_expert(model, parameters, expert[1], int(expert[2]), expert[3], shape))
     for fused, members in FUSED.items():
         for index, member in enumerate(members):
             own = name.replace(f".{member}.", f".{fused}.")
             if f".{member}." in name and own in parameters:
                 return [_of_fused(model, parameters[own], own, index, shape)]
+    if shared := _SHARED.fullmatch(name):
+        return list(_of_expert(model, parameters, f"{shared[1]}.experts", None, shared[2], shape))
     return []
 
 
@@ -87,11 +94,42 @@ def _direct(model: Any, parameter: Tensor, name: str, shape: tuple[int, ...]) ->
     return Place(parameter, 0, 0)
 
 
+def tied_head(model: Any, parameters: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """The head that an engine has beside the embedding `name`, where config.json says that they are one: SGLang's
+    Qwen3-MoE does not tie them. None: there is none, or that is no embedding."""
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    return parameters.get(HEAD) if is_tied and name == EMBEDDING else None
+
+
+def _second_head(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Iterator[Place]:
+    head = tied_head(model, parameters, name)
+    if head is not None:
+        yield replace(_direct(model, head, HEAD, shape), is_derived=True)
+
+
+def _derived(model: Any, name: str, direct: Place) -> Iterator[Place]:
+    """Of latent attention's kv_b_proj SGLang makes two matrices a head, with which it computes: the rows of keys, and
+    those of values. Both are put together again."""
+    prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if leaf != "kv_b_proj":
+        return
+    attention = model.get_submodule(prefix)
+    if attention.w_kc is None:  # before the first load
+        return
+    values = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], 1).flatten(0, 1)
+    if values.dtype not in PLAIN:
+        raise UnlikeError(f"w_kc and w_vc stand as {str(values.dtype).removeprefix('torch.')}")
+    yield Place(values, 0, direct.start, is_derived=True)
+
+
 def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple[int, ...]) -> Place:
     layer = model.get_submodule(name.rpartition(".")[0])
     _require_plain(layer, parameter)
-    rank = layer.tp_rank
-    if _is_a(layer, "QKVParallelLinear"):
+    rank = getattr(layer, "tp_rank", 0)
+    if _is_a(layer, "ReplicatedLinear"):  # of latent attention
+        of_queries, rank = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0]).q_lora_rank, 0
+        sizes = [of_queries, parameter.shape[0] - of_queries]
+    elif _is_a(layer, "QKVParallelLinear"):
         sizes = [layer.q_proj_shard_size, layer.kv_proj_shard_size, layer.v_proj_shard_size]
         if index:  # fewer key-value heads than ranks: several ranks hold the same one
             rank = getattr(layer, "kv_tp_rank", rank) // layer.num_kv_head_replicas
@@ -104,9 +142,9 @@ def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple
 
 
 def _of_expert(
-    model: Any, parameters: Mapping[str, Tensor], expert: re.Match[str], shape: tuple[int, ...]
+    model: Any, parameters: Mapping[str, Tensor], prefix: str, number: int | None, member: str, shape: tuple[int, ...]
 ) -> Iterator[Place]:
-    prefix, number, member = expert[1], int(expert[2]), expert[3]
+    """`number`: None for the shared expert, where the engine keeps it as one more."""
     for fused, members in EXPERTS.items():
         parameter = parameters.get(f"{prefix}.{fused}")
         if member not in members or parameter is None:
@@ -125,10 +163,18 @@ def _of_expert(
             yield _part(values.narrow(axis, 0, size), axis, layer.moe_tp_rank * size, shape)
 
 
-def _own_slots(layer: Any, expert: int) -> list[int]:
-    """Slots of this rank's parameters; none where other ranks hold the expert."""
-    slots = [layer._map_global_expert_id_to_local_expert_id(s) for s in facts.slots_of_expert(layer.layer_id, expert)]
+def _own_slots(layer: Any, expert: int | None) -> list[int]:
+    """Slots of this rank's parameters; none where other ranks hold the expert. `expert`: None for the shared one."""
+    if expert is None:
+        numbers: Iterable[int] = range(layer._num_global_routed, layer._num_global_routed + _num_shared(layer))
+    else:
+        numbers = facts.slots_of_expert(layer.layer_id, expert)
+    slots = [layer._map_global_expert_id_to_local_expert_id(number) for number in numbers]
     return [slot for slot in slots if 0 <= slot < layer.num_local_experts]
+
+
+def _num_shared(layer: Any) -> int:
+    return int(layer.num_fused_shared_experts)
 
 
 def _has_up_first(layer: Any) -> bool:
@@ -163,13 +209,18 @@ def _is_a(layer: nn.Module, kind: str) -> bool:
 
 
 def _has_come(model: Any, name: str, parameter: Tensor, received: set[str]) -> bool:
-    if name in received:
+    if name in received or (
+        name == HEAD and EMBEDDING in received and tied_head(model, {HEAD: parameter}, EMBEDDING) is not None
+    ):
         return True
     prefix, _, leaf = name.rpartition(".")
     layer = model.get_submodule(prefix)
     if leaf in EXPERTS:
-        held = [number for number in range(facts.num_experts(layer.num_experts)) if _own_slots(layer, number)]
-        return all(f"{prefix}.{number}.{member}.weight" in received for number in held for member in EXPERTS[leaf])
+        held = [number for number in range(facts.num_experts(layer._num_global_routed)) if _own_slots(layer, number)]
+        owners = [f"{prefix}.{number}" for number in held]
+        if _num_shared(layer):
+            owners.append(f"{prefix.rpartition('.')[0]}.shared_experts")
+        return all(f"{owner}.{member}.weight" in received for owner in owners for member in EXPERTS[leaf])
     if leaf not in ("weight", "bias") and is_quantised(layer):  # scales, made by the engine
         return True
     for fused, members in FUSED.items():
