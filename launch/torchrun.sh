@@ -42,20 +42,21 @@ NODE_RANK=${NODE_RANK:-0}
 NPROC_PER_NODE=${NPROC_PER_NODE:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NPROC_PER_NODE ? $(nproc) / NPROC_PER_NODE : 1))}
 
+supervisor=()
+if ((${MAX_RESTARTS:-0} > 0)) && [[ ${JOB:-train} != doctor ]]; then
+    supervisor=("$PYTHON" -m rlhf_megatron.cli.restarts "$MAX_RESTARTS")
+fi
+
 if ((NODE_RANK >= NNODES)); then
     : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK 0}"
     export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500} RLHF_MEGATRON_KEEPER=$NODE_RANK
-    exec "$PYTHON" -m rlhf_megatron "${JOB:-train}" "$@"
+    exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron "${JOB:-train}" "$@"
 elif ((NNODES == 1 && ${ENGINE_NODES:-0} == 0)); then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
     rendezvous=(--standalone --local-addr 127.0.0.1)
 else
     : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK 0}"
     rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
-fi
-supervisor=()
-if ((${MAX_RESTARTS:-0} > 0)) && [[ ${JOB:-train} != doctor ]]; then
-    supervisor=("$PYTHON" -m rlhf_megatron.cli.restarts "$MAX_RESTARTS")
 fi
 # rlhf_megatron.runtime.torchrun.agent is torch.distributed.run with the run's own exit code and without its log lines.
 exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron.runtime.torchrun.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \

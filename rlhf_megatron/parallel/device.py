@@ -39,6 +39,13 @@ def num_devices() -> int:
     return torch.cuda.device_count() if has_accelerator() else 0
 
 
+def visible_devices() -> list[str]:
+    """Their names in CUDA_VISIBLE_DEVICES, or their numbers without it; none without CUDA."""
+    given, num = os.environ.get("CUDA_VISIBLE_DEVICES"), num_devices()
+    names = [str(number) for number in range(num)] if given is None else [name.strip() for name in given.split(",")]
+    return names[:num]
+
+
 def device_for(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
     """The device of a rank, made current. "auto": CUDA where available. Raises ValueError where there is none."""
     if kind == "cpu" or (kind == "auto" and not has_accelerator()):

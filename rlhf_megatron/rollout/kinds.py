@@ -103,11 +103,13 @@ class LocalKind(EngineKind):
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
     ) -> EngineServers:
-        from rlhf_megatron.parallel.device import has_accelerator
-        from rlhf_megatron.rollout.local.process import start_local_engines
+        from rlhf_megatron.parallel.device import has_accelerator, visible_devices
+        from rlhf_megatron.rollout.fleet.process import here
+        from rlhf_megatron.rollout.local.process import devices_of, start_local_engines
 
         rollout, trainer = setup.rollout, setup.trainer
         use_cuda = trainer.device == "cuda" or (trainer.device == "auto" and has_accelerator())
+        visible = visible_devices() if use_cuda and place is here else []  # elsewhere a seat has them
         return start_local_engines(
             setup.model.path,
             rollout.num_engines,
@@ -120,6 +122,7 @@ class LocalKind(EngineKind):
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             deterministic=trainer.deterministic,
             startup_timeout_s=rollout.startup_timeout_s,
+            env=devices_of(rollout.num_engines, visible, trainer.n_gpus_per_node, rollout.colocated),
             progress=progress,
             place=place,
         )

@@ -69,6 +69,20 @@ def test_machines_with_engines_alone_serve_a_trainer_on_one(start) -> None:
     assert len(run.rows("step")) == 2
 
 
+def test_machines_with_engines_alone_go_on_with_a_run_that_is_started_again(start) -> None:
+    apart = {"rollout.engine_machines": [1], "rollout.weight_transport": "disk", "trainer.nnodes": 1}
+    steps = {"trainer.total_training_steps": 60, "trainer.save_last": "none"}
+    machines = start(ENDLESS | apart | steps, 2, MAX_RESTARTS="1")
+    metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
+    machines.wait_for(lambda: metrics.exists() and "step" in metrics.read_text())
+    os.kill(machines.host_of(0), signal.SIGKILL)
+    assert machines.wait() == [0, 0], machines.consoles()
+    assert all("the run is started again (1 of 1)" in machines.console(number) for number in range(2))
+    run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+    assert [row["step"] for row in run.rows("step")] == list(range(1, 61))
+    assert machines.left_over() == []
+
+
 def lose(machines: Machines, machine: int) -> None:
     """It loses its network, and then its power."""
     metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"

@@ -76,8 +76,10 @@ def lines(config: RunConfig, machines: Sequence[Machine]) -> Iterator[str]:
     start = f"rlhf-megatron {config.job}"
     if trainer.runtime == "ray":
         start += " on the driver's machine, Ray on all"
-    elif trainer.nnodes > 1:
-        start = f"NNODES={trainer.nnodes} NPROC_PER_NODE={trainer.n_gpus_per_node} launch/torchrun.sh on each machine"
+    elif len(machines) > 1:
+        num_alone = len(machines) - trainer.nnodes
+        numbers = f"NNODES={trainer.nnodes} " + (f"ENGINE_NODES={num_alone} " if num_alone else "")
+        start = f"{numbers}NPROC_PER_NODE={trainer.n_gpus_per_node} launch/torchrun.sh on each machine"
     yield f"launcher    {trainer.runtime}: {start}"
     yield f"layout      {', '.join(map(str, pools))}"
     for number, machine in enumerate(machines):

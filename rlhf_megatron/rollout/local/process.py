@@ -24,6 +24,19 @@ from rlhf_megatron.rollout.fleet.process import (
     write_token,
 )
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.sglang.environment import VISIBLE
+
+
+def devices_of(num_engines: int, visible: Sequence[str], num_trainer: int, is_shared: bool) -> list[dict[str, str]]:
+    """Per server the environment that gives it one of a machine's `visible` devices: in turns those that the trainer's
+    ranks, who have the first, leave free; theirs where they leave none or all take turns (`is_shared`). It sees theirs
+    behind its own: it opens memory that they share."""
+    of_ranks = list(visible[:num_trainer])
+    free = ([] if is_shared else list(visible[num_trainer:])) or of_ranks
+    if not free:
+        return [{} for _ in range(num_engines)]
+    own = [free[index % len(free)] for index in range(num_engines)]
+    return [{VISIBLE: ",".join(dict.fromkeys([device, *of_ranks]))} for device in own]
 
 
 def start_local_engines(

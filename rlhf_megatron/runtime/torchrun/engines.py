@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from typing import Any
 
 from rlhf_megatron.config.rules.machines import machines_of_engines
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.parallel.device import num_devices
+from rlhf_megatron.parallel.device import visible_devices
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.transfer_dir import TransferDir, make_transfer_dir_at
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
@@ -43,7 +43,7 @@ from rlhf_megatron.runtime.host import Activity
 from rlhf_megatron.runtime.keepers import Answer, KeptLaunch, LateAnswerError, ProcessLostError, Report, ServerKeeper
 from rlhf_megatron.runtime.messages import BUILD, Call, Reply
 from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
-from rlhf_megatron.runtime.processes import die_with_parent, on_signals, redirect_output
+from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, on_signals, redirect_output
 from rlhf_megatron.runtime.ray.places import gpus_per_engine
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.service import Service
@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # in the environment of a keeper: the number of its machine
 _ADDRESS_ENV = "RLHF_MEGATRON_KEEPER_OF"  # and HOST:PORT of the controller, where a host has started it
+_PARENT_ENV = "RLHF_MEGATRON_KEEPER_PARENT"  # and that host's process
+_REGISTER_S = 15.0  # for the controller to take a keeper that has just been told its address
+_LOOK_AGAIN_S = 1.0
 _VERBS = ("report", "send_signal", "request_stop", "stop", "kill")
 _FRESH_S = 0.1  # reports of all engines are asked for together, not more often
 
@@ -81,10 +84,9 @@ def seat_on(config: RunConfig, machine: int, place: int, address: str) -> Seat:
     ranks, whose memory it opens. Raises EngineError where there are too few."""
     rollout, user = config.rollout, config.rollout.sglang
     names = {name.replace("_", "-") for name in user.args}
-    if config.trainer.device == "cpu" or not num_devices() or BASE in names or VISIBLE in user.env:
+    if config.trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in user.env:
         return Seat(address)
-    given = os.environ.get(VISIBLE)
-    visible = [str(n) for n in range(num_devices())] if given is None else [n.strip() for n in given.split(",")]
+    visible = visible_devices()
     of_ranks = visible[: config.trainer.n_gpus_per_node] if machine < config.trainer.nnodes else []
     size = gpus_per_engine(rollout)
     first = place * size + (0 if rollout.colocated else len(of_ranks))
@@ -200,31 +202,22 @@ def start_keeper(
     machine: int, controller: str, secret: bytes, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
     """Start the keeper of this machine, which ends with the control channel: `python arguments`."""
-    own = {KEEPER_ENV: str(machine), _ADDRESS_ENV: controller, channel.SECRET_ENV: secret.decode()}
+    own = {KEEPER_ENV: str(machine), _ADDRESS_ENV: controller, _PARENT_ENV: str(os.getpid())}
+    own[channel.SECRET_ENV] = secret.decode()
     subprocess.Popen([sys.executable, *arguments], env={**environment, **own})
 
 
 def keep(machine: int, config: RunConfig, run_dir: Path, deadlines: Deadlines) -> int:
-    """The life of a keeper. Returns its exit code. Raises ValueError where no engine of the run is on this machine,
-    ConnectionError where there is no controller. On the main thread."""
+    """The life of a keeper. Returns its exit code, on a machine without ranks the controller's. Raises ValueError where
+    no engine of the run is on this machine, ConnectionError where there is no controller. On the main thread."""
     pool = keeper_pool(config)
     if pool is None or machine not in pool.machines:
         raise ValueError(
             f"no engine of this run is on machine {machine}; name it in rollout.engine_machines, or start fewer"
             " machines."
         )
-    secret = channel.given_secret(os.environ)
-    os.environ.pop(channel.SECRET_ENV, None)
-    if (controller := os.environ.pop(_ADDRESS_ENV, None)) is None:
-        from rlhf_megatron.runtime.torchrun.launcher import find_controller
-
-        controller, secret = find_controller(deadlines.startup_s, secret)
-    assert secret is not None, "who started this process gave it the secret"
-    host, _, port = controller.rpartition(":")
-    die_with_parent(signal.SIGTERM)
     rank = pool.machines.index(machine)
-    found = registration.register_host(host, int(port), secret, rank, ENGINES, deadlines.startup_s)
-    die_with_parent(0)  # from here on it ends with the control channel, in order
+    found, exit_code = _registered(rank, machine, deadlines.startup_s)
     console = redirect_output(run_dir / "logs" / f"engines{machine}.log")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     os.close(console)
@@ -239,7 +232,48 @@ def keep(machine: int, config: RunConfig, run_dir: Path, deadlines: Deadlines) -
             with activity.doing(call.method, "running"):
                 service.answer(_obeyed(keeper, call, activity.where))
     service.leave()
-    return 0
+    return exit_code()
+
+
+def _registered(rank: int, machine: int, timeout_s: float) -> tuple[channel.Channel, Callable[[], int]]:
+    """The channel to the controller, and what waits for this process's exit code. Raises ConnectionError."""
+    secret = channel.given_secret(os.environ)
+    os.environ.pop(channel.SECRET_ENV, None)
+    parents = [os.environ.pop(name, None) for name in (_PARENT_ENV, AGENTS_PARENT_ENV)]
+    die_with_parent(signal.SIGTERM, next((int(parent) for parent in parents if parent), None))
+    if (controller := os.environ.pop(_ADDRESS_ENV, None)) is None:
+        found = _registered_from_afar(rank, machine, secret, timeout_s)
+    else:
+        assert secret is not None, "who started this process gave it the secret"
+        host, _, port = controller.rpartition(":")
+        found = registration.register_host(host, int(port), secret, rank, ENGINES, timeout_s), lambda: 0
+    die_with_parent(0)  # from here on it ends with the control channel, in order
+    return found
+
+
+def _registered_from_afar(
+    rank: int, machine: int, secret: bytes | None, timeout_s: float
+) -> tuple[channel.Channel, Callable[[], int]]:
+    """On a machine without a rank, which may be early, or find what is left of an attempt that has ended."""
+    from rlhf_megatron.runtime.torchrun.launcher import find_controller, told_exit_code
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(1.0, deadline - time.monotonic())
+        try:
+            if (place := find_controller(left, secret)) is not None:
+                controller, drawn, store = place
+                host, _, port = controller.rpartition(":")
+                tried_s = min(left, _REGISTER_S)
+                found = registration.register_host(host, int(port), drawn, rank, ENGINES, tried_s)
+                return found, partial(told_exit_code, store, machine)
+        except (RuntimeError, ConnectionError) as error:  # the first: torch's, of a store that is not there
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"machine {machine} has found no controller within {timeout_s:g} s"
+                    f" (MASTER_ADDR {os.environ.get('MASTER_ADDR')}): {error}"
+                ) from error
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _obeyed(keeper: MachineKeeper, call: Call, where: str) -> Reply:

@@ -49,9 +49,11 @@ logger = logging.getLogger(__name__)
 EXIT_CODE_POLL_S = 0.1
 OTHERS_FOUND_S = 60.0  # more than an agent takes to find out that another node has ended
 EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
+HEARD_S = 15.0  # for machines without ranks to read the exit code; one that is lost does not
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
 _ADDRESS, _SECRET, _EXIT_CODE = "control/address", "control/secret", "control/exit_code"  # keys in the store
+_HEARD = "control/heard"  # and a machine without ranks: it has the exit code
 _SETTINGS, _RANK_0 = "control/settings", "control/rank_0"  # the second: its machine and process
 _RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
 
@@ -145,7 +147,10 @@ def run_host(
         stopping,
         exit_code,
     )
-    return exit_code() if is_served else 1
+    code = exit_code() if is_served else 1
+    if rank == 0:
+        _await_keepers(store, [m for m in keeper_machines if m >= int(os.environ.get("GROUP_WORLD_SIZE", "1"))])
+    return code
 
 
 def run_controller(
@@ -175,13 +180,33 @@ def rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
 
 
-def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes]:
-    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at MASTER_ADDR."""
+def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes, dist.Store] | None:
+    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at MASTER_ADDR, and that
+    store. None: that run is over, and its store soon gone. Raises RuntimeError where there is no store."""
     place = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # nobody counts the connections
     os.environ |= {**place, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "engines"}
     store = rendezvous_store("control", timeout_s)
     controller = store.get(_ADDRESS).decode()
-    return controller, secret or bytes(store.get(_SECRET))
+    if store.check([_EXIT_CODE]):
+        return None
+    return controller, secret or bytes(store.get(_SECRET)), store
+
+
+def told_exit_code(store: dist.Store, machine: int) -> int:
+    """The controller's exit code, on a machine without a rank. It is 1 when that does not come."""
+    code = _exit_code_from(store)()
+    with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this
+        store.set(f"{_HEARD}/{machine}", "")
+    return code
+
+
+def _await_keepers(store: dist.Store, machines: Sequence[int]) -> None:
+    """The store ends with rank 0: machines without a rank must have read the exit code."""
+    deadline = time.monotonic() + HEARD_S
+    keys = [f"{_HEARD}/{machine}" for machine in machines]
+    with contextlib.suppress(RuntimeError):
+        while keys and not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(EXIT_CODE_POLL_S)
 
 
 def _outside_of_pools() -> dict[str, str]:

@@ -63,6 +63,7 @@ def test_torchrun_deals_engines_to_machines_which_must_have_room(capsys: pytest.
     assert placed(capsys, "trainer.runtime=torchrun", "rollout.num_engines=1", "--gpus", "16")[0] == 0
     apart = ("trainer.runtime=torchrun", "rollout.num_engines=2", "rollout.engine_machines=[8,9]")
     code, lines = placed(capsys, *apart)
+    assert "torchrun: NNODES=8 ENGINE_NODES=2 NPROC_PER_NODE=8 launch/torchrun.sh on each machine" in lines[0]
     assert code == 0 and lines[10:12] == ["machine 8   engine0 on GPUs 0-7", "machine 9   engine1 on GPUs 0-7"]
 
 

@@ -14,10 +14,11 @@ from rlhf_megatron.config.rules.machines import machines_of_engines, told
 from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.parallel import device
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.local.process import devices_of
 from rlhf_megatron.rollout.transports.delivery import served_by_copies
-from rlhf_megatron.runtime.torchrun import engines
 from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_on
 
 TWO = ["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]
@@ -79,7 +80,7 @@ def test_keepers_are_where_the_controller_is_not(load) -> None:
 
 
 def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "num_devices", lambda: 8)
+    monkeypatch.setattr(device, "num_devices", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def devices(machine: int, place: int, *overrides: str) -> str:
@@ -92,6 +93,21 @@ def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytes
     assert devices(1, 1, "rollout.colocated=true") == "1,0,2,3,4,5"
     with pytest.raises(EngineError, match="engine 2 of machine 1 needs devices 8 to 8, but 8 are visible there"):
         devices(1, 2)
+
+
+def test_bundled_servers_of_one_machine_share_its_free_devices_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "num_devices", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,6,7")
+    visible = device.visible_devices()
+
+    def taken(num_engines: int, num_trainer: int, is_shared: bool = False) -> list[str]:
+        return [env["CUDA_VISIBLE_DEVICES"] for env in devices_of(num_engines, visible, num_trainer, is_shared)]
+
+    assert taken(2, 2) == ["6,4,5", "7,4,5"], "its own first; it opens the memory of the ranks"
+    assert taken(3, 2) == ["6,4,5", "7,4,5", "6,4,5"]
+    assert taken(2, 4) == ["4,5,6,7", "5,4,6,7"], "none is free"
+    assert taken(2, 2, is_shared=True) == ["4,5", "5,4"], "they take turns"
+    assert devices_of(2, [], 2, False) == [{}, {}], "no device"
 
 
 def addresses(*machines: int) -> list[EngineAddress]:
