@@ -158,10 +158,15 @@ def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
         is_of = (sources == number) & is_valid
         metrics[f"reward/source/{source}/mean"] = _mean(batch.rewards[is_of])
         metrics[f"reward/source/{source}/count"] = float(is_of.sum())
+        metrics[f"reward/source/{source}/masked"] = 1.0 - is_valid[sources == number].float().mean().item()
     for status, count in sorted(Counter(batch.reward_statuses).items()):
         metrics[f"reward/status/{status}"] = count / len(batch)
     for name, part in batch.reward_parts.items():
-        metrics[f"reward/part/{name}"] = _mean(part[is_valid & ~part.isnan()])
+        known = part[is_valid & ~part.isnan()]
+        metrics[f"reward/part/{name}"] = _mean(known)
+        if name.endswith("latency_s") and known.numel():
+            quantiles = torch.quantile(known, torch.tensor([0.5, 0.95, 1.0])).tolist()
+            metrics |= {f"reward/part/{name}_{end}": q for end, q in zip(("p50", "p95", "max"), quantiles, strict=True)}
     return metrics
 
 

@@ -47,10 +47,15 @@ reward/uniform_groups | share | share | {GROUPS} - | groups of several samples t
 reward/solve_all | share | share | {GROUPS} | of these the groups whose rewards are all 1 or more
 reward/solve_none | share | share | {GROUPS} | of these the groups whose rewards are all 0 or less
 reward/masked | share | share | {SAMPLES} - | samples left out because their reward could not be computed
-reward/part/<name> | score | mean | samples that count and have it | a named component of the reward
+reward/part/<name> | score | mean | samples that count and have it | a named component of the reward; of
+  latencies also the quantiles _p50, _p95 and _max
+reward/servers | count | last | {STEP} | servers of the reward model that run
+reward/server_restarts | count | last | {STEP} - | times that one of them was started again
 reward/status/<status> | share | share | {SAMPLES} | samples whose reward has this status
 reward/source/<source>/mean | score | mean | {VALID_SAMPLES} + | reward of the samples of a data source
 reward/source/<source>/count | count | count | {VALID_SAMPLES} | samples of a data source
+reward/source/<source>/masked | share | share | samples of a data source - | left out because their reward could not be
+  computed
 filter_groups/num_gen_batches | count | count | {STEP} - | batches of prompts that a step generated
 filter_groups/kept | share | share | groups generated in a step | generated groups that stayed, of
   algorithm.filter_groups

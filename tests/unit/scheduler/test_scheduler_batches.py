@@ -264,6 +264,7 @@ def test_batch_metrics_by_hand() -> None:
             "reward/part/exact": 0.5,
             "reward/source/s/mean": 0.75,
             "reward/source/s/count": 2,
+            "reward/source/s/masked": 1 / 3,
             "reward/status/ok": 2 / 3,
             "reward/status/masked:aborted": 1 / 3,
             "response_length/mean": 1.0,
@@ -303,6 +304,17 @@ def test_rewards_by_source_and_part_over_the_samples_that_have_them() -> None:
     assert found["reward/source/mul/mean"] == 0.0 and found["reward/source/mul/count"] == 0, "its sample is masked"
     assert found["reward/part/exact"] == 1.0, "the third sample has no such part"
     assert found["reward/part/length"] == 0.0, "the only sample that has it is masked"
+    assert (found["reward/source/add/masked"], found["reward/source/mul/masked"]) == (0.0, 1.0)
+
+
+def test_latencies_of_reward_servers_have_quantiles() -> None:
+    """Of samples that count: 1 and 3 s, not the masked one's 90."""
+    latencies = {"judge/latency_s": torch.tensor([1.0, 90.0, 3.0]), "judge/retries": torch.tensor([0.0, 5.0, 1.0])}
+    found = batch_metrics.reward_metrics(replace(scored(), reward_parts=latencies))
+    of_part = {key.removeprefix("reward/part/judge/"): value for key, value in found.items() if "/part/" in key}
+    wanted = {"latency_s": 2.0, "latency_s_p50": 2.0, "latency_s_p95": 2.9, "latency_s_max": 3.0, "retries": 0.5}
+    assert of_part == pytest.approx(wanted)
+    assert all(metric_names.find(key) is not None for key in found)
 
 
 def test_values_and_returns_of_samples_that_count() -> None:
