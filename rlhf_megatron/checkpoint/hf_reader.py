@@ -96,6 +96,10 @@ class HFReader:
                 " Fetch the directory again, or correct config.json."
             )
 
+    def file_of(self, name: str) -> str:
+        """Name of the file that has a tensor of `names`."""
+        return self._file_of[name]
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of `names`; nothing is read but the header of its file. Raises ValueError."""
         return self._slice(name)[0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_megatron.cli.generate import answer, answer_steps, is_address, split_words
+from rlhf_megatron.config.rules.run import has_reward_model
 from rlhf_megatron.data.prepare import questions
 from rlhf_megatron.evaluation.evaluation import Answered, summarize
 from rlhf_megatron.evaluation.page import page
@@ -16,6 +18,11 @@ from rlhf_megatron.generation.answer_file import PARQUET
 from rlhf_megatron.generation.loss import loss_table, losses_as_json, losses_of
 from rlhf_megatron.generation.score import as_json, compare, score, table_of
 from rlhf_megatron.generation.source import config_of
+from rlhf_megatron.rewards.service.model_servers import model_servers
+from rlhf_megatron.rollout.fleet.process import now_and_then
+
+BY_SERVERS = "give reward_model.served.num_servers=1 and what else its servers need, and it scores too"
+_progress = now_and_then(lambda line: print(line, file=sys.stderr), lambda: None)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -47,10 +54,12 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ValueError(f"--{name} is for a model or a run that is asked; {answers} is a file of answers.")
     files = files or [(str(answers), answers), *((name, Path(name)) for name in prompts)]
     config = config_of(source, [], [*settings, *overrides])
-    with TemporaryDirectory() as scratch:
-        scored = [
-            (name, score(path, config.reward, Path(scratch) / "rewards.log", config.data)) for name, path in files
-        ]
+    with TemporaryDirectory() as scratch, model_servers(config, Path(scratch), _progress) as servers:
+        if has_reward_model(config):
+            print(f"the model of reward_model.path is left out; {BY_SERVERS}.", file=sys.stderr)
+        term = servers.term() if servers is not None else None
+        log = Path(scratch) / "rewards.log"
+        scored = [(name, score(path, config.reward, log, config.data, term)) for name, path in files]
     notes = [] if args.every_step else _comparisons(scored)
     for name, of_file in scored:
         if len(scored) > 1:

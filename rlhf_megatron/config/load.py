@@ -252,7 +252,7 @@ INPUTS = {
     *("trainer.resume_from_path", "plugins[]"),
     *("data.train_files[]", "data.val_files[]", "data.sources[].train_files[]", "data.sources[].val_files[]"),
     *("rollout.sglang.python", "rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file"),
-    "rollout.transfer_dir",
+    *("rollout.transfer_dir", "reward_model.served.python"),
 }
 """Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
 from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py)."""

@@ -20,7 +20,7 @@ from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.schema import RunConfig
 
 REDACTED = "<redacted>"
-ENVIRONMENTS = ("rollout.sglang.env",)  # where every name that ends so is taken for a secret's
+ENVIRONMENTS = ("rollout.sglang.env", "reward_model.served.env")  # each name that ends so is a secret's there
 _ALWAYS = re.compile(r"(^|_)(apikey|auth|authorization|secret|passwd|passphrase|credentials?)$|password$")
 _IN_ENVIRONMENT = re.compile(r"(^|_)(key|token|pat)$")
 _ELSEWHERE = re.compile(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import DataConfig, RewardConfig
+from rlhf_megatron.config.schema import DataConfig, RewardConfig, RewardTermConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.evaluation.evaluation import Answered, EvaluationResult, summarize
 from rlhf_megatron.evaluation.intervals import interval_over_items
@@ -16,9 +16,15 @@ from rlhf_megatron.rewards.scorers.base import RewardResult, RewardSample, is_ma
 from rlhf_megatron.rewards.service.scorer import check_sources, make_scorer
 
 
-def score(path: Path, config: RewardConfig, log: Path, data: DataConfig | None = None) -> list[Answered]:
+def score(
+    path: Path,
+    config: RewardConfig,
+    log: Path,
+    data: DataConfig | None = None,
+    model: RewardTermConfig | None = None,
+) -> list[Answered]:
     """The answers of a file with their scores, a set a data source. `log`: of what rewards in processes print. `data`:
-    also of a file that others wrote, with these keys.
+    also of a file that others wrote, with these keys. `model`: the servers of a reward model.
 
     Raises ConfigError and ValueError for a wrong reward or file, RewardError where too many rewards fail.
     """
@@ -27,7 +33,7 @@ def score(path: Path, config: RewardConfig, log: Path, data: DataConfig | None =
         raise ValueError(f"{path} has no answers.")
     check_sources(config, {row["source"] for row in rows})
     samples = [sample for row in rows for sample in _samples(row)]
-    with make_scorer(config, log) as scorer:
+    with make_scorer(config, log, model) as scorer:
         results = iter(scorer(samples))
     by_source: dict[str, list[tuple[dict[str, Any], tuple[RewardResult, ...]]]] = {}
     for row in rows:

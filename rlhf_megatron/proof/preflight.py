@@ -21,6 +21,7 @@ from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.parallel.device import num_devices
 from rlhf_megatron.recovery.capsule import read_capsule
 from rlhf_megatron.recovery.recorder import Recorder
+from rlhf_megatron.rewards.service.model_servers import check_served
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.scheduler.parts import load_data, run_data
@@ -52,6 +53,7 @@ def checks_of_run(
         ),
         Check(("critic.path",), lambda c: _check_critic(c.critic.path if has_critic(c) else None)),
         Check(("reward_model.path",), lambda c: _check_scoring(c.reward_model.path if has_reward_model(c) else None)),
+        Check(("reward_model", "rollout.sglang"), lambda c: check_served(revealed(c, os.environ))),
         Check(("trainer.default_local_dir",), lambda c: _check_output(Path(c.trainer.default_local_dir))),
         Check(("trainer.keep_best",), lambda c: _check_metric(c.trainer.keep_best)),
         Check(("trainer.device", "trainer.n_gpus_per_node"), lambda c: _check_devices(c.trainer)),

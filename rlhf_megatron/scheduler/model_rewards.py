@@ -21,8 +21,10 @@ from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.config.rules.parts import MODEL_PART
 from rlhf_megatron.config.rules.run import has_reward_model
 from rlhf_megatron.config.schema import RewardModelConfig, RunConfig
-from rlhf_megatron.data.batch import ScoredBatch, TokenBatch, Values, places_behind, with_places_behind
+from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, Values, places_behind, with_places_behind
+from rlhf_megatron.rewards.scorers.base import RewardResult, is_masked
 from rlhf_megatron.runtime.proxies import RewardModelProxy
+from rlhf_megatron.scheduler.samples import to_scored
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ class ModelRewards:
         is_scored_T = self.places(batch)
         tokens = TokenBatch(batch.offsets, batch.token_ids, batch.response_mask)
         return Asked(self, batch, is_scored_T, model.values(with_places_behind(tokens, is_scored_T), self.token_budget))
+
+    def added(
+        self, model: RewardModelProxy, rollout: RolloutBatch, results: Sequence[RewardResult]
+    ) -> list[RewardResult]:
+        """`results` of the samples of `rollout`, with the model's scores; masked ones as they are."""
+        asked = self.ask(model, to_scored(rollout, results))
+        assert asked is not None
+        rewards = asked.result().rewards.tolist()
+        return [
+            one if is_masked(one.status) else replace(one, score=reward)
+            for one, reward in zip(results, rewards, strict=True)
+        ]
 
     def places(self, batch: ScoredBatch) -> Tensor:
         """[T] bool: the tokens that are scored, of each sample one at least (the last, where it has no response)."""

@@ -42,9 +42,10 @@ from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.rewards.service.model_servers import ModelServers, model_servers
 from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import Place, here
+from rlhf_megatron.rollout.fleet.process import Place, here, now_and_then
 from rlhf_megatron.rollout.fleet.start import (
     MIB,
     EngineSetup,
@@ -98,12 +99,16 @@ def train(
             tracker.note(f"engines by machine: {spread}")
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
+        reward_servers = stack.enter_context(model_servers(config, run_dir, now_and_then(tracker.note, stop.check)))
+        if reward_servers is not None and config.rollout.colocated:
+            reward_servers.sleep()
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
         group = hosts or _hosts(stack, config, connect_group)
         watchdog.look_at(group, fleet.calls)
         workers = Workers(group, tracker.trace.watch)
-        turns = _turns(config, workers, fleet)
-        scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
+        turns = _turns(config, workers, fleet, reward_servers)
+        of_model = reward_servers.term() if reward_servers is not None else None
+        scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG, of_model))
         journal = _journal(config, run_dir, tracker)
         routes_dir = run_dir / "routes" if config.actor.router_replay == "r3" else None
         route_files = RouteFiles(routes_dir, journal is not None, is_recorded)
@@ -123,7 +128,11 @@ def train(
             skips=Skips(trainer, capsules, tracker.note),
             turns=turns,
             route_files=route_files,
-            watches=(HeadWatch(policies, tracker.note).metrics, MemoryWatch(workers).metrics),
+            watches=(
+                HeadWatch(policies, tracker.note).metrics,
+                MemoryWatch(workers).metrics,
+                *([reward_servers.metrics] if reward_servers is not None else []),
+            ),
             say=tracker.waiting,
         )
         has_frozen_start = parts.needs_reference and config.reference.path is None
@@ -171,11 +180,11 @@ def loop_plan(trainer: TrainerConfig, steps_done: int, evaluated: Sequence[int])
     return LoopPlan(last_step, steps_done, trainer.test_freq, trainer.val_before_train, is_evaluated)
 
 
-def _turns(config: RunConfig, workers: Workers, fleet: EngineFleet) -> Turns:
+def _turns(config: RunConfig, workers: Workers, fleet: EngineFleet, scorers: ModelServers | None) -> Turns:
     if not config.rollout.colocated:
         return Turns()
     reference = workers.reference if needs_reference(config) else None
-    turns = Colocation(workers.learning(has_critic(config)), reference, fleet)
+    turns = Colocation(workers.learning(has_critic(config)), reference, fleet, scorers)
     turns.to_trainer()
     return turns
 

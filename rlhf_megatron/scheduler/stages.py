@@ -178,6 +178,7 @@ class Stages:
         faults.reach("reward.before_score")
         greedy, self._greedy = self._greedy, None
         self._routes_of_step.update(rollout.routes or ())
+        self.turns.to_scorers()
         results = self.scorer(reward_samples(rollout) + (reward_samples(greedy) if greedy else []))
         results, of_greedy = results[: len(rollout)], results[len(rollout) :]
         if greedy is not None:
@@ -287,14 +288,26 @@ class Stages:
     def accuracy(self, num_items: int | None, sampling: SamplingConfig) -> EvaluationResult:
         """Mean score of the first `num_items` held-out items of each set (None: all)."""
         params = self.sampling(sampling)
+        rollouts: list[RolloutBatch] = []  # as the model on the ranks reads them
 
         def generate(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
             assert self.fleet is not None
             self.turns.to_engines()
-            return self.fleet.generate(build_requests(prompts, sampling.n, params, self.config.trainer.seed, -1))
+            groups = self.fleet.generate(build_requests(prompts, sampling.n, params, self.config.trainer.seed, -1))
+            if self._model_rewards is not None:
+                rollouts.append(collect(prompts, groups, self.data.tokenizer))
+            return groups
+
+        def score(samples: Sequence[RewardSample]) -> list[RewardResult]:
+            self.turns.to_scorers()
+            results = self.scorer(samples)
+            if self._model_rewards is None:
+                return results
+            self.turns.to_trainer()
+            return self._model_rewards.added(self.workers.reward_model, rollouts.pop(), results)
 
         sets = first_items(self.data.held_out, num_items)
-        return evaluate(sets, generate, self.data.tokenizer.decode, self.scorer)
+        return evaluate(sets, generate, self.data.tokenizer.decode, score)
 
     def save_hf(self, run_dir: Path) -> None:
         """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from rlhf_megatron import faults
+from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rollout.engine import Engine, EngineError
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.runtime.proxies import ReferenceProxy, TrainedProxy
@@ -21,6 +22,7 @@ from rlhf_megatron.workers.findings import MemoryReport
 from rlhf_megatron.workers.offload import TRAINER_PARTS
 
 Phase = Literal["training", "sync", "generation"]
+Turn = Literal["trainer", "engines", "scorers", None]  # None: on the way
 
 
 class Turns:
@@ -34,6 +36,9 @@ class Turns:
 
     def to_engines(self) -> None:
         """The engines serve the current weights when this returns."""
+
+    def to_scorers(self) -> None:
+        """The servers of a reward model have their devices when this returns."""
 
     def before_stream(self) -> None:
         """The trainer's parameters, and memory for the engines' weights, are there when this returns."""
@@ -52,13 +57,20 @@ class Colocation(Turns):
     Every step can be made again from wherever an error has left it, so that a run that ends can still save its state.
     """
 
-    def __init__(self, roles: Sequence[TrainedProxy], reference: ReferenceProxy | None, fleet: EngineFleet) -> None:
-        """`roles`: those that learn, the actor first."""
+    def __init__(
+        self,
+        roles: Sequence[TrainedProxy],
+        reference: ReferenceProxy | None,
+        fleet: EngineFleet,
+        scorers: ModelServers | None = None,
+    ) -> None:
+        """`roles`: those that learn, the actor first. `scorers`: asleep."""
         self._roles = tuple(roles)
         self._actor, self._others = roles[0], roles[1:]
         self._reference = reference
         self._fleet = fleet
-        self._turn: Literal["trainer", "engines", None] = "engines"  # None: on the way
+        self._scorers = scorers
+        self._turn: Turn = "engines"
         self._metrics: dict[str, float] = {}
         self._seconds = 0.0
 
@@ -66,9 +78,20 @@ class Colocation(Turns):
         if self._turn == "trainer":
             return
         with self._changing("trainer"):
+            if self._scorers is not None:
+                self._scorers.sleep()
             self._fleet.release_memory()
             faults.reach("turns.before_restore")
             _wait(role.onload(parts=TRAINER_PARTS) for role in self._roles)
+
+    def to_scorers(self) -> None:
+        """After `to_engines` only: what trainer and engines hold is gone then."""
+        if self._scorers is None or self._turn == "scorers":
+            return
+        assert self._turn == "engines", "samples are scored when the engines have made them"
+        with self._changing("scorers"):
+            self._fleet.release_memory()
+            self._scorers.wake()
 
     def to_engines(self) -> None:
         if self._turn != "engines":
@@ -76,6 +99,8 @@ class Colocation(Turns):
         assert self._turn == "engines", "weights were sent, but the engines have not got the devices"
 
     def before_stream(self) -> None:
+        if self._turn == "scorers":
+            self.to_trainer()  # from which the weights come
         if self._turn == "engines":  # one of them was started again
             with self._changing(None):
                 self._fleet.release_memory(("kv_cache",))
@@ -102,7 +127,7 @@ class Colocation(Turns):
         return metrics
 
     @contextmanager
-    def _changing(self, turn: Literal["trainer", "engines", None]) -> Iterator[None]:
+    def _changing(self, turn: Turn) -> Iterator[None]:
         start, self._turn = time.monotonic(), None
         yield
         self._turn = turn

@@ -153,7 +153,7 @@ def _reward_model(draft: Draft) -> None:
         draft.leave(sources[0], "name the model: reward_model.path", learns=True)
         return
     draft.put("reward.name", "zero", (), "verl takes the model's scores alone")
-    note = "with one label and the policy's tokenizer; on the actor's ranks, or with reward_model.num_ranks on its own"
+    note = "with one label and the policy's tokenizer; on the actor's ranks, or on its own by num_ranks or served"
     draft.put("reward_model.path", at_home(draft, path), sources, note)
     draft.given.ignore(f"{MODEL}.*")
 

@@ -129,6 +129,35 @@ def test_weights_for_an_engine_that_was_started_again_while_others_generate() ->
     assert log == []
 
 
+class Scorers:
+    """The memory verbs of ModelServers."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def sleep(self) -> None:
+        self.log.append("scorers sleep")
+
+    def wake(self) -> None:
+        self.log.append("scorers wake")
+
+
+def test_servers_of_a_reward_model_have_the_devices_between_engines_and_trainer() -> None:
+    """Where a group is generated after some were scored, weights come from the trainer, whose turn it is before."""
+    turns, log, _ = make()
+    turns._scorers = Scorers(log)  # type: ignore[assignment]
+    turns.to_scorers()
+    turns.to_scorers()
+    assert log == ["engines release weights kv_cache", "scorers wake"]
+    log.clear()
+    turns.to_engines()
+    assert log == ["scorers sleep", *TO_TRAINER, *BEFORE_STREAM, "stream", *AFTER_STREAM]
+    log.clear()
+    turns.to_scorers()
+    turns.to_trainer()
+    assert log == ["engines release weights kv_cache", "scorers wake", "scorers sleep", *TO_TRAINER]
+
+
 @pytest.mark.parametrize("failing", ["actor.onload", "actor.offload"])
 def test_after_an_error_on_the_way_the_trainer_can_still_come_back_to_save(failing: str) -> None:
     turns, log, hosts = make()

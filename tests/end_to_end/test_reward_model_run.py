@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from end_to_end_tools import ONE_RANK, TP2_PP2, write_sections
 from end_to_end_tools import write_config as write_rl_config
 from forked_runs import ForkServer
 from places import MODEL
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -67,6 +70,7 @@ def curve(rows: list[dict[str, Any]]) -> list[float]:
     return [row[name] for row in rows for name in ("sft/loss", "val/loss", "val/rewards/margins") if name in row]
 
 
+OLD_POLICIES = {"trainer.deterministic": False, "algorithm.rollout_correction.preset": "decoupled_token_is"}
 FOUR_RANKS = TP2_PP2 | {"trainer.runtime": "torchrun"}
 
 
@@ -115,8 +119,11 @@ def test_transformers_reads_the_model(server: ForkServer, tmp_path: Path) -> Non
             {"reward_model.num_ranks": 2, "reward_model.megatron.tensor_model_parallel_size": 2},
         ),
         (ONE_RANK, {"actor.backend": "fsdp", "reward_model.param_offload": True}),
+        (ONE_RANK, OLD_POLICIES | {"schedule.name": "one_step_off"}),
+        (ONE_RANK, {"schedule.name": "streaming", "trainer.deterministic": False}),
+        (ONE_RANK, OLD_POLICIES | {"schedule.name": "asynchronous"}),
     ],
-    ids=["on the actor's ranks", "own pool", "fsdp"],
+    ids=["on the actor's ranks", "own pool", "fsdp", "one_step_off", "streaming", "asynchronous"],
 )
 def test_a_run_is_scored_by_a_model(
     server: ForkServer, tmp_path: Path, layout: dict[str, Any], settings: dict[str, Any]
@@ -131,6 +138,7 @@ def test_a_run_is_scored_by_a_model(
     chosen = {"reward_model.path": str(tmp_path / "judge"), "reward_model.weight": 0.5, "trainer.save_freq": 1}
     runtime = {} if layout is ONE_RANK else {"trainer.runtime": "torchrun"}
     settings = layout | runtime | settings | chosen | {"trainer.record": True, "trainer.total_training_steps": 2}
+    settings |= {"trainer.test_freq": 2}
     killed = server.train(config, settings, faults="kill@loop.after_advantages:step=2")
     assert killed.code != 0 and [row["step"] for row in killed.rows() if row["kind"] == "step"] == [1], killed.console
     attempt = server.train(config, settings)
@@ -158,6 +166,60 @@ def test_a_run_is_scored_by_a_model(
         assert row["critic/rewards/mean"] == pytest.approx(sum(total) / len(total), abs=1e-5)
         assert row["critic/rewards/max"] == pytest.approx(max(total), abs=1e-5)
     assert max(abs(part) for part in parts) > 1e-2
+    last = [row for row in attempt.rows() if row["kind"] == "evaluation"][-1]
+    assert abs(last["val/accuracy"] * 40 - round(last["val/accuracy"] * 40)) > 1e-6, (
+        "the rule alone: 40 items of 0 or 1"
+    )
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.long
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_run_starts_servers_of_its_model(server: ForkServer, tmp_path: Path, colocated: bool) -> None:
+    """Steps and evaluations are scored by them; each reward against transformers."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL, num_labels=1)).eval()
+    model.save_pretrained(tmp_path / "judge")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, tmp_path / "judge")
+    tokenizer = load_tokenizer(str(MODEL), str(MODEL))
+    served = {"num_servers": 1, "ending": "=", "python": str(sglang_python()), "env": CPU_ENV}
+    served["args"] = {**CPU_ARGUMENTS, "context_length": 64}
+    settings = ONE_RANK | {
+        "reward_model.path": str(tmp_path / "judge"),
+        "reward_model.weight": 0.5,
+        "rollout.colocated": colocated,
+        "rollout.startup_timeout_s": STARTUP_S,
+        "trainer.record": True,
+        "trainer.test_freq": 1,
+        "reward.max_error_rate": 1.0,  # the toy's tokenizer cannot spell <unused20>, which a raw policy samples
+        "trainer.deterministic": False,
+        **{f"reward_model.served.{name}": value for name, value in served.items()},
+    }
+    attempt = server.train(write_rl_config(tmp_path), settings)
+    assert attempt.code == 0, attempt.console
+    rows = [row for row in attempt.rows() if row["kind"] == "step"]
+    assert len(rows) == 2
+    for row in rows:
+        batch = Recorder(attempt.run_dir / "record").read(row["step"])
+        is_spelled = [not status.startswith("masked") for status in batch.reward_statuses]
+        assert sum(is_spelled) >= 8 and is_spelled == ["<unused" not in text for text in batch.responses]
+        assert row["reward/servers"] == 1 and row["reward/server_restarts"] == 0
+        texts = [f"{prompt}{text}=" for prompt, text in zip(batch.prompts, batch.responses, strict=True)]
+        with torch.no_grad():
+            parts = [
+                model(torch.tensor([tokenizer.encode(text)])).logits.item() for text in compress(texts, is_spelled)
+            ]
+        found = batch.reward_parts["reward_model"][torch.tensor(is_spelled)]
+        assert found.tolist() == pytest.approx(parts, abs=1e-5)
+        own = batch.reward_parts["exact_match"][torch.tensor(is_spelled)]
+        assert batch.rewards[torch.tensor(is_spelled)].tolist() == pytest.approx((own + 0.5 * found).tolist(), abs=1e-5)
+    for row in (row for row in attempt.rows() if row["kind"] == "evaluation"):
+        times = [row["val/accuracy"] * count for count in range(1, 41)]
+        assert all(abs(one - round(one)) > 1e-6 for one in times), "the rule alone: up to 40 items of 0 or 1"
 
 
 def test_the_command_and_the_loss_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from rlhf_megatron.config.rules.run import (
     divides_the_samples,
     gives_all_work,
     has_critic,
-    has_reward_model,
     holds_the_longest,
     megatron_sections,
     model_parallel_size,
@@ -147,7 +146,7 @@ def _terms_without_effect(c: RunConfig, setting: str, used: set[str], weights: s
 def reward_parts(config: RunConfig) -> list[str]:
     """Names under which the scores of a run's rewards are parts of a sample's reward."""
     r = config.reward
-    of_model = [MODEL_PART] if has_reward_model(config) else []
+    of_model = [MODEL_PART] if config.reward_model.path is not None else []
     return sorted({r.name, *(one.name for one in r.by_source.values()), *term_parts(config), *of_model})
 
 

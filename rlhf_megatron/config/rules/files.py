@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.hub import is_hub_name, name_of_copy
 from rlhf_megatron.config.rules.model import critic_model_problems, model_problems, reward_model_problems
-from rlhf_megatron.config.rules.run import has_critic, has_reward_model, needs_reference
+from rlhf_megatron.config.rules.run import has_critic, has_reward_model, has_served_model, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
 from rlhf_megatron.config.secrets import read_key
 
@@ -36,6 +36,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _critic(config, config.critic.path, hf_config)
     if has_reward_model(config) and config.reward_model.path:
         yield from _reward_model(config, config.reward_model.path, hf_config)
+    if has_served_model(config) and config.reward_model.path:
+        yield from _model_dir("reward_model.path", config.reward_model.path, with_weights=True)
     yield from _data(config.data)
     if config.rollout.transfer_dir is not None and not isdir(config.rollout.transfer_dir):
         key = "rollout.transfer_dir"

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import MODEL_PART, entry_of
 from rlhf_megatron.config.rules.run import (
+    NODES,
     has_reward_model,
+    has_served_model,
     holds_the_longest,
     reward_model_ranks,
 )
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
-PATH, GRANULARITY, BUDGET = "reward_model.path", "reward_model.granularity", "reward_model.max_token_len_per_gpu"
+PATH, SERVERS = "reward_model.path", "reward_model.served.num_servers"
+GRANULARITY, BUDGET = "reward_model.granularity", "reward_model.max_token_len_per_gpu"
+OF_RANKS = tuple(
+    f"reward_model.{name}"
+    for name in (
+        *("granularity", "step_separator", "step_reduction", "num_ranks", "megatron", "param_offload"),
+        "max_token_len_per_gpu",
+    )
+)
 FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
 
 
 @idle
 def idle_reward_model_settings(config: RunConfig) -> Iterator[Idle]:
-    chosen = config.reward_model
-    yield not has_reward_model(config), ("reward_model",), PATH, "name a model there"
+    chosen, is_served = config.reward_model, has_served_model(config)
+    yield not has_reward_model(config) and not is_served, ("reward_model",), PATH, "name a model there"
+    of_served = tuple(f"reward_model.served.{name}" for name in ("dtype", "ending", "python", "args", "env"))
+    yield not is_served, of_served, SERVERS, "give it a number of servers"
+    yield is_served, OF_RANKS, SERVERS, "set that to 0"
     yield chosen.num_ranks == 0, ("reward_model.megatron",), "reward_model.num_ranks", "give the model ranks of its own"
     fix = "set that to step"
     yield chosen.granularity != "step", ("reward_model.step_separator",), GRANULARITY, fix
@@ -32,6 +46,8 @@ def idle_reward_model_settings(config: RunConfig) -> Iterator[Idle]:
 def reward_model(loaded: Loaded) -> Findings:
     """It scores behind the stage that scores by rules: what reads rewards before that stage ends would miss it."""
     c = loaded.config
+    if has_served_model(c):
+        yield from _served(c)
     if not has_reward_model(c):
         return
     chosen = c.reward_model
@@ -55,12 +71,7 @@ def reward_model(loaded: Loaded) -> Findings:
         f" {PATH} does not score; use another estimator, or serve the model and name it in reward.terms.",
         ("algorithm.adv_estimator", PATH),
     )
-    names = {c.reward.name, *(one.name for one in (*c.reward.by_source.values(), *c.reward.terms))}
-    yield wrong(
-        MODEL_PART in names,
-        f"a reward named {MODEL_PART} would share its metrics with the model of {PATH}; rename it.",
-        ("reward", PATH),
-    )
+    yield _twice(c)
     has_pool = reward_model_ranks(c) > 0
     section = "reward_model.megatron" if has_pool else "actor.megatron"
     budget = chosen.max_token_len_per_gpu or c.actor.ppo_max_token_len_per_gpu
@@ -71,4 +82,31 @@ def reward_model(loaded: Loaded) -> Findings:
         "reward_model.param_offload (false) must be true with rollout.colocated: the model would keep memory that the"
         " engines need; set it to true.",
         ("reward_model.param_offload", "rollout.colocated"),
+    )
+
+
+def _twice(c: RunConfig) -> Problem | None:
+    names = {c.reward.name, *(one.name for one in (*c.reward.by_source.values(), *c.reward.terms))}
+    return wrong(
+        MODEL_PART in names,
+        f"a reward named {MODEL_PART} would share its metrics with the model of {PATH}; rename it.",
+        ("reward", PATH),
+    )
+
+
+def _served(c: RunConfig) -> Findings:
+    """A term of the reward, so that all that reads rewards has it."""
+    yield _twice(c)
+    yield wrong(
+        c.trainer.deterministic,
+        f"{SERVERS} ({c.reward_model.served.num_servers}): what a server scores beside a text changes the last bits of"
+        " its score, so a run with trainer.deterministic would not repeat; set it to 0.",
+        (SERVERS, "trainer.deterministic"),
+    )
+    yield wrong(
+        c.trainer.runtime == "ray" or c.trainer.nnodes > 1,
+        f"{SERVERS} ({c.reward_model.served.num_servers}) has servers on the controller's machine, whose devices others"
+        " may have in a job of several machines or of Ray; start them yourself and name them with reward_server in"
+        " reward.terms, or set it to 0.",
+        (SERVERS, "trainer.runtime", NODES),
     )

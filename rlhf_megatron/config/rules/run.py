@@ -65,8 +65,14 @@ def has_critic(config: RunConfig) -> bool:
 
 
 def has_reward_model(config: RunConfig) -> bool:
-    """Whether a frozen model scores the samples of a step."""
-    return config.job == "train" and config.reward_model.path is not None
+    """Whether a frozen model on ranks scores the samples of a step."""
+    return config.job == "train" and config.reward_model.path is not None and not has_served_model(config)
+
+
+def has_served_model(config: RunConfig) -> bool:
+    """Whether servers that the run starts score samples, as a term of the reward."""
+    chosen = config.reward_model
+    return config.job == "train" and chosen.path is not None and chosen.served.num_servers > 0
 
 
 def has_pairs(config: RunConfig) -> bool:

@@ -15,6 +15,7 @@ from rlhf_megatron.config.schema.fields import (
     FRACTION,
     MEBIBYTES,
     POSITIVE,
+    PROCESSES,
     RANKS,
     SAMPLES,
     SEED,
@@ -242,6 +243,20 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class ServedConfig:
+    num_servers: int = doc(
+        "SGLang servers of the reward model to start, which score text; 0: ranks score tokens",
+        0,
+        Interval(0, PROCESSES.high, PROCESSES.why),
+    )
+    dtype: Literal["float32", "bfloat16"] | None = doc("type of the servers' weights; null: model.dtype", None)
+    ending: str = doc("text behind a response that the model was trained to score at, such as <|im_end|>", "")
+    python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)
+    args: dict[str, Any] = doc("SGLang server arguments, without the leading dashes", factory=dict)
+    env: dict[str, str] = doc("environment of the server processes", factory=dict)
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A frozen model that scores the samples of a step, beside `reward`. docs/rewards.md."""
 
@@ -269,6 +284,7 @@ class RewardModelConfig:
     megatron: MegatronConfig = doc("parallel layout of its own pool (num_ranks > 0)", factory=MegatronConfig)
     param_offload: bool = doc("keep its weights in host memory between uses", False)
     max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None, TOKENS)
+    served: ServedConfig = doc("the model behind SGLang servers of the run, not on ranks", factory=ServedConfig)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from rlhf_megatron.config.rules.run import (
     actor_ranks,
     critic_ranks,
     has_critic,
+    has_served_model,
     needs_reference,
     reward_model_ranks,
 )
@@ -115,7 +116,7 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
 def _reward_model(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
     """(bytes a rank by stage, whether they stay on the actor's ranks). Nothing of one that cannot be read."""
     chosen, num_ranks = config.reward_model, reward_model_ranks(config)
-    if chosen.path is None or not (Path(chosen.path) / "config.json").is_file():
+    if chosen.path is None or has_served_model(config) or not (Path(chosen.path) / "config.json").is_file():
         return (), False
     layout = (chosen.megatron, num_ranks) if num_ranks else (config.actor.megatron, actor_ranks(config))
     stages = plan_memory(read_hf_config(Path(chosen.path)), *layout, dtype, "value")

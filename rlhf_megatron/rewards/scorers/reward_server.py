@@ -8,18 +8,18 @@ lacks a random one: an answer of several numbers is refused, and so are replicas
 from __future__ import annotations
 
 import math
-import random
-import time
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
-from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError, Refused
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.rewards.endpoint import Asked, Endpoint, EndpointError, Refused
+from rlhf_megatron.rewards.replicas import ask_any, longest_s
 from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
 
-PROBE = "What is two and two?\nIt is four."
+PROBE = "2+2=4"  # which every tokenizer spells
 TOLERANCE = 1e-2  # between replicas, of scores of about 1: half-precision kernels differ by less, random biases by more
-FAILOVER_S = 0.5  # in which a failed request is sent to the same server again, where there are others
-PAUSE_S = 0.5  # when no server answers
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class RewardServerParams:
     servers: tuple[Endpoint, ...]  # replicas of one model, with the path, such as http://HOST:30000/classify
     ending: str = ""  # text behind the response, such as <|im_end|>, that the model was trained to score at
     model: str = "default"  # name of the model, for /v1/embeddings
+    tokenizer: str | None = None  # directory; its ids are sent. null: text, to which servers may add tokens
+    mean: float = 0.0  # subtracted from a score
+    std: float = 1.0  # by which it is divided then
+    activation: Literal["none", "sigmoid"] = "none"  # sigmoid: a score s becomes 1 / (1 + exp(-s)) in the end
     patience_s: float = 120.0  # in which some server must answer; later the sample is masked
     rest_s: float = 10.0  # that a server which failed is asked only where no other answers
 
@@ -41,75 +45,88 @@ class RewardServerParams:
                     f"url ({server.url}) gives 1.0 for every text: SGLang's /v1/classify makes one label a probability;"
                     " use /classify, or /v1/embeddings of a router."
                 )
+        if not self.std > 0:
+            raise ValueError(f"std ({self.std}) must be above 0.")
         if min(self.patience_s, self.rest_s) < 0:
             raise ValueError(f"patience_s ({self.patience_s}) and rest_s ({self.rest_s}) must be at least 0.")
 
     @property
     def waits_s(self) -> float:
         """Seconds that a sample may wait for a server, whose fault it is then."""
-        return self.patience_s + sum(server.longest_s for server in self.servers)
+        return longest_s(self.servers, self.patience_s)
 
     def prepare(self) -> str | None:
         """Return which servers answer. Raises ValueError where none does, or what they answer is no score."""
         scores, silent = {}, []
         for server in self.servers:
             try:
-                scores[server.url] = _ask(server, self.model, PROBE)
+                scores[server.url], _ = _ask(server, self, PROBE)
             except EndpointError as error:
                 silent.append(str(error))
         if not scores:
             raise ValueError(f"no server of the reward model gives a score. {' '.join(silent)}")
-        low, high = min(scores.values()), max(scores.values())
-        if high - low > TOLERANCE * max(1.0, abs(low), abs(high)):
-            raise ValueError(
-                f"servers score one text differently ({scores}): they serve different models, or SGLang has made up a"
-                " bias of the head that the checkpoint lacks; write score.bias (0) into the checkpoint."
-            )
+        compare(scores)
         return "; ".join([f"reward model: {len(scores)} of {len(self.servers)} servers answer", *silent])
 
+    def scaled(self, score: float) -> float:
+        """The reward of a score."""
+        score = (score - self.mean) / self.std
+        return 0.5 + 0.5 * math.tanh(0.5 * score) if self.activation == "sigmoid" else score
 
-_resting: dict[str, float] = {}  # of this worker process: url of a server that failed -> until when it rests
+
+def compare(scores: Mapping[str, float]) -> None:
+    """Raises ValueError where servers score one text differently. `scores`: by server."""
+    low, high = min(scores.values()), max(scores.values())
+    if high - low > TOLERANCE * max(1.0, abs(low), abs(high)):
+        raise ValueError(
+            f"servers score one text differently ({dict(scores)}): they serve different models, or SGLang has made up a"
+            " bias of the head that the checkpoint lacks; write score.bias (0) into the checkpoint."
+        )
 
 
 @REWARDS.register("reward_server", RewardServerParams, needs=(OWN_PROCESS,))
 def reward_server(sample: RewardSample, params: RewardServerParams) -> RewardResult:
-    """The part `failovers` counts the servers that failed before one answered."""
+    """The part `failovers` counts the servers that failed before one answered; `retries` are those of that one."""
     text = f"{sample.prompt}{sample.response}{params.ending}"
-    deadline, num_failed = time.monotonic() + params.patience_s, 0
-    while True:
-        now = time.monotonic()
-        for server in sorted(params.servers, key=lambda one: (_resting.get(one.url, 0.0) > now, random.random())):
-            try:
-                score = _ask(server, params.model, text, FAILOVER_S if len(params.servers) > 1 else None)
-            except Refused as error:
-                return masked("endpoint", str(error))  # no other server would take the text
-            except EndpointError as error:
-                _resting[server.url], why = time.monotonic() + params.rest_s, str(error)
-                num_failed += 1
-            else:
-                _resting.pop(server.url, None)
-                return RewardResult(score, parts={"failovers": float(num_failed)})
-        if time.monotonic() >= deadline:
-            return masked("endpoint", why)
-        time.sleep(PAUSE_S)
+    try:
+        found, num_failed = ask_any(
+            params.servers, params.patience_s, params.rest_s, lambda server: _ask(server, params, text)
+        )
+    except EndpointError as error:
+        return masked("endpoint", str(error))
+    score, asked = found
+    parts = {"failovers": num_failed, "retries": asked.num_retries, "latency_s": asked.latency_s}
+    return RewardResult(params.scaled(score), parts=parts)
 
 
-def _ask(server: Endpoint, model: str, text: str, patience_s: float | None = None) -> float:
+@cache
+def _tokenizer(directory: str) -> Tokenizer:
+    return load_tokenizer(directory)
+
+
+def _ask(server: Endpoint, params: RewardServerParams, text: str) -> tuple[float, Asked]:
     """Raises EndpointError."""
-    if patience_s is not None:
-        server = replace(server, patience_s=patience_s)
     is_openai = server.url.rstrip("/").endswith("/embeddings")
-    answer: Any = server.ask({"model": model, "input": text} if is_openai else {"text": text}).answer
+    what = text if params.tokenizer is None else list(_tokenizer(params.tokenizer).encode(text))
+    if not what:
+        raise Refused("the sample has no text.")  # an SGLang server takes harm from an empty list
+    name = "text" if params.tokenizer is None else "input_ids"
+    asked = server.ask({"model": params.model, "input": what} if is_openai else {name: what})
+    return number_of(asked.answer, server.url, is_openai), asked
+
+
+def number_of(answer: Any, url: str, is_openai: bool = False) -> float:
+    """The score that a server's answer holds. Raises EndpointError where it is none."""
     try:
         if is_openai:
             [answer] = answer["data"]
         numbers = (answer[0] if isinstance(answer, list) else answer)["embedding"]
         count, score = len(numbers), float(numbers[0])
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise Refused(f"{server.url} answered {str(answer)[:200]}, which has no embedding.") from error
+        raise Refused(f"{url} answered {str(answer)[:200]}, which has no embedding.") from error
     if count != 1 or not math.isfinite(score):
         raise Refused(
-            f"{server.url} answered {count} numbers, the first {score:g}, in place of one score: serve a model of one"
+            f"{url} answered {count} numbers, the first {score:g}, in place of one score: serve a model of one"
             " label, with an architecture that the server knows as a reward model."
         )
     return score

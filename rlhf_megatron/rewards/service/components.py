@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.config.rules.parts import MODEL_PART
+from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.config.typed import look_up
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS, Reward, RewardResult, is_masked
@@ -45,8 +46,9 @@ class Components:
         return (self.by_source.get(source, self.main), *self.terms)
 
 
-def load_components(config: RewardConfig) -> Components:
-    """Raises ConfigError with all unknown names and wrong parameters at once."""
+def load_components(config: RewardConfig, model: RewardTermConfig | None = None) -> Components:
+    """`model`: a term that scores by the run's own reward model. Raises ConfigError with all unknown names and wrong
+    parameters at once."""
     problems: list[str] = []
 
     def component(key: str, part: str, weight: float, name: str, params: dict[str, Any]) -> Component | None:
@@ -64,6 +66,8 @@ def load_components(config: RewardConfig) -> Components:
         part = _free_name(term.name, taken)
         taken.add(part)
         terms.append(component(f"reward.terms[{i}]", part, term.weight, term.name, term.params))
+    if model is not None:
+        terms.append(component(MODEL_PART, MODEL_PART, model.weight, model.name, model.params))
     if problems:
         raise ConfigError(problems)
     assert main is not None

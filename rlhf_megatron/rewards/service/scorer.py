@@ -13,7 +13,7 @@ from types import TracebackType
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.data import unknown_sources
-from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.rewards.scorers.base import MASKED, Keyed, RewardResult, RewardSample, Waiting, is_masked, masked
 from rlhf_megatron.rewards.service.components import Component, Components, combine, load_components
 from rlhf_megatron.rewards.service.pool import WorkerPool
@@ -82,6 +82,11 @@ class Scorer:
         if self._pool:
             self._pool.close()
 
+    def await_ready(self) -> None:
+        """Wait until the processes have loaded the rewards. Raises as `check_reward`."""
+        if self._pool:
+            self._pool.await_ready()
+
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Return one result a sample, in order. Raises RewardError if more than `reward.max_error_rate` failed."""
         results = self.unbounded(samples)
@@ -140,9 +145,10 @@ def _worker_pool(remote: Sequence[Component], config: RewardConfig, log: Path | 
     return WorkerPool(named, config.num_workers, config.timeout_s, log, waits_s)
 
 
-def make_scorer(config: RewardConfig, log: Path) -> Scorer:
-    """`log`: takes what worker processes print. Raises ConfigError with all unknown names and wrong parameters."""
-    return Scorer(load_components(config), config, log)
+def make_scorer(config: RewardConfig, log: Path, model: RewardTermConfig | None = None) -> Scorer:
+    """`log`: takes what worker processes print; `model`: see `load_components`. Raises ConfigError with all unknown
+    names and wrong parameters."""
+    return Scorer(load_components(config, model), config, log)
 
 
 def check_sources(config: RewardConfig, known: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -181,7 +182,7 @@ def start_sglang_engines(
     ports, meeting = Ports(), MeetingPlace()
     launches = [
         place(
-            _Launch(
+            SGLangLaunch(
                 name=f"engine{index}",
                 folder=folder,
                 installed=installed,
@@ -219,7 +220,9 @@ def search_path(env: Mapping[str, str]) -> str:
 
 
 @dataclass
-class _Launch:
+class SGLangLaunch:
+    """A server. `is_engine`: it generates, and takes weights. `keeps_port`: others know its address for good."""
+
     name: str
     folder: Path
     installed: SGLangEnvironment
@@ -230,7 +233,10 @@ class _Launch:
     ports: Ports
     meeting: MeetingPlace
     key: str | None
+    is_engine: bool = True
+    keeps_port: bool = False
     process: ServerProcess | None = None
+    port: int | None = None  # that it had when it was up, where it keeps that
     log_start: int = 0  # of this attempt, bytes into the log
     host: str = LOOPBACK
     address: EngineAddress = field(init=False)
@@ -255,7 +261,7 @@ class _Launch:
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         token = self.key or write_token(self.folder / f"{self.name}.token")
-        port = self.ports.take()
+        port = self.port or self.ports.take()
         settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
         own = {**self.meeting.env(self.name, port), **self.interfaces}
@@ -283,13 +289,15 @@ class _Launch:
             except EngineError as error:
                 text = self._said()
                 is_lost = _BIND_FAILED.search(text) or (self.process.exit_code is not None and _PORT_LOST.search(text))
-                if attempt == PORT_ATTEMPTS or not is_lost:
+                if attempt == PORT_ATTEMPTS or not is_lost or self.port is not None:
                     raise EngineError(f"{error}{own_error(text)}") from error
             logger.warning("%s lost its port to another process; it is started again with another", self.name)
             self.process.stop()
             self.process.hide_token()
             self.start()
-        SGLangEngine(self.address, self.transfer_dir).probe()
+        if self.is_engine:
+            SGLangEngine(self.address, self.transfer_dir).probe()
+        self.port = urlsplit(self.address.url).port if self.keeps_port else None
         return self.address
 
     def _is_up(self) -> bool:

@@ -177,3 +177,42 @@ def test_a_critic_from_another_model(model: dict[str, int] | None, expected: lis
         text in problem for text, problem in zip(expected, found, strict=True)
     ), found
     assert validate_model(loaded, MODEL | {"num_key_value_heads": 2}) == []
+
+
+SERVED = VALID + "\nreward_model: {path: judge, weight: 0.5, mean: 1.0, served: {num_servers: 2, ending: x}}\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (
+            ["reward_model.num_ranks=4"],
+            "reward_model.num_ranks (4) would be ignored because reward_model.served.num_servers is 2; remove it, or set that to 0.",
+        ),
+        (
+            ["reward_model.granularity=step"],
+            "reward_model.granularity (step) would be ignored because reward_model.served.num_servers is 2",
+        ),
+        (["reward_model.param_offload=true"], "reward_model.param_offload (true) would be ignored"),
+        (["trainer.deterministic=true"], "a run with trainer.deterministic would not repeat; set it to 0"),
+        (["trainer.runtime=ray"], "servers on the controller's machine, whose devices others may have"),
+        (
+            ["reward.terms=[{name: reward_model, weight: 1.0, params: {}}]"],
+            "a reward named reward_model would share its metrics",
+        ),
+    ],
+)
+def test_rules_of_a_served_reward_model(wrong: list[str], expected: str, problems: Problems) -> None:
+    assert problems(SERVED) == []
+    assert any(expected in problem for problem in problems(SERVED, *wrong)), problems(SERVED, *wrong)
+
+
+def test_settings_of_servers_that_are_not_there(problems: Problems) -> None:
+    [problem] = problems(VALID + "\nreward_model: {path: judge, served: {ending: x}}\n")
+    assert "reward_model.served.ending (x) would be ignored because reward_model.served.num_servers is 0" in problem
+
+
+def test_what_reads_rewards_early_has_those_of_a_served_model(problems: Problems) -> None:
+    """They are terms of the reward; what the model on ranks must not be read by, may read them."""
+    for setting in ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=remax", "rollout.colocated=true"):
+        assert problems(SERVED, setting) == []

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_megatron.data.tokenizer import write_character_tokenizer
+from rlhf_megatron.rewards import replicas
 from rlhf_megatron.rewards.endpoint import Endpoint
 from rlhf_megatron.rewards.scorers import RewardSample, reward_server
 from rlhf_megatron.rewards.scorers.reward_server import RewardServerParams
@@ -69,7 +73,7 @@ def start() -> Iterator[Callable[[Answer], Server]]:
         servers.append(Server(answer))
         return servers[-1]
 
-    reward_server._resting.clear()
+    replicas._resting.clear()
     yield started
     for server in servers:
         server.stop()
@@ -86,7 +90,7 @@ def sample(response: str) -> RewardSample:
 def test_every_sample_is_scored_once_when_a_replica_ends(
     start: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_server, "FAILOVER_S", 0.01)
+    monkeypatch.setattr(replicas, "FAILOVER_S", 0.01)
     first, second = start(of_length), start(of_length)
     params = params_of(first.url(), second.url(), ending="!", rest_s=3600.0)
     assert params.prepare() == "reward model: 2 of 2 servers answer"
@@ -108,8 +112,8 @@ def test_a_server_that_comes_back_is_asked_again(start: Callable[[Answer], Serve
     answers = iter([(503, {}), (503, {}), *[(200, {"embedding": [2.0]})] * 40])
     flaky = start(lambda body: next(answers))
     params = RewardServerParams((Endpoint(flaky.url(), patience_s=0.01),), rest_s=3600.0, patience_s=60.0)
-    assert score(sample("a"), params).parts == {"failovers": 2.0}
-    assert reward_server._resting == {} and score(sample("b"), params).score == 2.0
+    assert score(sample("a"), params).parts["failovers"] == 2
+    assert replicas._resting == {} and score(sample("b"), params).score == 2.0
 
 
 def test_no_server_at_all_masks_the_sample(start: Callable[[Answer], Server]) -> None:
@@ -156,3 +160,18 @@ def test_paths_that_say_1_for_all() -> None:
         params_of("http://127.0.0.1:1/v1/classify")
     with pytest.raises(ValueError, match="servers must name one server"):
         params_of()
+
+
+def test_the_ids_of_the_models_own_tokenizer_are_sent(start: Callable[[Answer], Server], tmp_path: Path) -> None:
+    """A server would add its own tokens to text: a second <bos> in front of that of a template."""
+    write_character_tokenizer(tmp_path)
+    server = start(lambda body: (200, {"embedding": [len(body["input_ids"])]}))
+    params = params_of(server.url(), tokenizer=str(tmp_path), mean=3.0, std=2.0)
+    assert score(replace(sample("12<eos>"), prompt="<pad>1"), params).score == (5 - 3) / 2
+    assert server.asked == [{"input_ids": [0, 3, 3, 4, 1]}]
+    assert score(replace(sample(""), prompt=""), params).status == "masked:endpoint" and len(server.asked) == 1
+
+
+def test_a_score_far_from_0_has_a_sigmoid(start: Callable[[Answer], Server]) -> None:
+    server = start(embedding(-5e4))
+    assert score(sample("a"), params_of(server.url(), activation="sigmoid")).score == 0.0

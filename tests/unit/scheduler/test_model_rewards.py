@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 from data_samples import scored
 
 from rlhf_megatron.config.schema import RewardModelConfig
-from rlhf_megatron.data.batch import ScoredBatch, TokenBatch, Values
+from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, Values
+from rlhf_megatron.rewards.scorers import RewardResult
 from rlhf_megatron.scheduler.model_rewards import ModelRewards, step_ends
 
 PIECES = {11: "a\n", 12: "\nb", 15: "c"}
@@ -101,3 +102,16 @@ def test_step_ends(pieces: list[str], separator: str, ends: list[int]) -> None:
 def test_parts_of_masked_samples_stay_numbers() -> None:
     batch = replace(scored(), rewards=torch.tensor([1.0, math.nan, 0.5]))
     assert rewarded(batch).rewards.isnan().tolist() == [False, True, False]
+
+
+def test_samples_of_an_evaluation_get_their_own_scores() -> None:
+    """A masked one stays as it is; parts of the rule and its status, too."""
+    results = [
+        RewardResult(1.0, parts={"exact": 1.0}),
+        RewardResult(0.0, "masked:aborted"),
+        RewardResult(0.0, "malformed", {"exact": 0.0}),
+    ]
+    rewards = ModelRewards(RewardModelConfig(path="model", weight=0.5), 100, str)
+    columns = {field.name: getattr(scored(), field.name) for field in fields(RolloutBatch)}
+    found = rewards.added(Model(), RolloutBatch(**columns), results)  # type: ignore[arg-type]
+    assert [(one.status, one.score) for one in found] == [("ok", 7.0), ("masked:aborted", 0.0), ("malformed", 7.5)]

@@ -1,0 +1,47 @@
+"""Servers that stand in for each other: one is asked, where it fails another one, and it rests for a while."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError, Refused
+
+T = TypeVar("T")
+FAILOVER_S = 0.5  # in which a failed request is sent to the same server again, where there are others
+PAUSE_S = 0.5  # when no server answers
+_resting: dict[str, float] = {}  # of this worker process: url of a server that failed -> until when it rests
+
+
+def ask_any(
+    servers: Sequence[Endpoint], patience_s: float, rest_s: float, ask: Callable[[Endpoint], T]
+) -> tuple[T, int]:
+    """(answer, servers that failed before). One that failed is asked in the next `rest_s` only where no other answers.
+
+    Raises Refused where a server says that no other would take the request either, EndpointError after `patience_s`.
+    """
+    deadline, num_failed = time.monotonic() + patience_s, 0
+    while True:
+        now = time.monotonic()
+        for server in sorted(servers, key=lambda one: (_resting.get(one.url, 0.0) > now, random.random())):
+            try:
+                answer = ask(replace(server, patience_s=FAILOVER_S) if len(servers) > 1 else server)
+            except Refused:
+                raise
+            except EndpointError as error:
+                _resting[server.url], last = time.monotonic() + rest_s, error
+                num_failed += 1
+            else:
+                _resting.pop(server.url, None)
+                return answer, num_failed
+        if time.monotonic() >= deadline:
+            raise last
+        time.sleep(PAUSE_S)
+
+
+def longest_s(servers: Sequence[Endpoint], patience_s: float) -> float:
+    """Seconds that a sample may wait for `ask_any`."""
+    return patience_s + sum(server.longest_s for server in servers)

@@ -1,0 +1,268 @@
+"""Servers of a reward model that the run starts: stock SGLang, watched, started again at the same address, put to sleep
+while others have their devices.
+
+SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack, and leaves it as it
+was made: random, another one on each replica. It is served from a directory of links that adds the bias 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rlhf_megatron.checkpoint.hf_reader import INDEX, HFReader, read_json
+from rlhf_megatron.config.rules.run import has_served_model
+from rlhf_megatron.config.schema import RewardTermConfig, RunConfig
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.parallel.device import num_devices
+from rlhf_megatron.rewards.endpoint import EndpointError
+from rlhf_megatron.rewards.scorers.reward_server import PROBE, TOLERANCE, compare, number_of
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.process import EngineServers, Progress, write_token
+from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang, on_cpu
+from rlhf_megatron.rollout.sglang.process import MeetingPlace, Ports, SGLangLaunch, loopback
+
+logger = logging.getLogger(__name__)
+WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+HEAD, BIAS = "score.weight", "score.bias"
+BIAS_FILE = "score_bias.safetensors"
+MEMORY_S = 120.0  # to release memory, or to get it
+CPU_BACKUP = "enable-weights-cpu-backup"  # or the weights of a server that slept come back without contents
+
+
+def check_served(config: RunConfig) -> None:
+    """Raises ValueError where servers of the reward model cannot be started. Starts none."""
+    if has_served_model(config):
+        load_tokenizer(str(config.reward_model.path))
+        _environment(config)
+
+
+@contextmanager
+def model_servers(config: RunConfig, run_dir: Path, progress: Progress | None = None) -> Iterator[ModelServers | None]:
+    """Start the servers of the run's reward model, and stop them in the end; None where it has none.
+
+    Raises ValueError for what a user can mend, EngineError where a server does not start.
+    """
+    if not has_served_model(config):
+        yield None
+        return
+    with ModelServers(config, run_dir, progress) as servers:
+        yield servers
+
+
+class ModelServers:
+    """A context manager. Thread-safe."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, progress: Progress | None = None) -> None:
+        """Start all, and have each score a text. Raises as `model_servers`."""
+        self.config, self.model = config, config.reward_model
+        path, folder = Path(str(self.model.path)), run_dir / "reward_servers"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.num_restarts = 0
+        self._key_file = folder / "key"
+        self._probe_ids = list(load_tokenizer(path).encode(PROBE))
+        self._lock = threading.RLock()  # held by who starts a server again, or puts them to sleep
+        self._is_asleep = False
+        self._given_up: set[str] = set()
+        self._has_ended = threading.Event()
+        launches = _launches(config, with_bias(path, folder / "model"), folder, write_token(self._key_file))
+        self.servers = EngineServers(launches, config.rollout.startup_timeout_s, progress)
+        try:
+            self._scores = {address.name: self._score(address) for address in self.servers.addresses}
+            compare(self._scores)
+        except EndpointError as error:
+            self.servers.stop()
+            raise ValueError(str(error)) from error
+        except BaseException:
+            self.servers.stop()
+            raise
+        self._watch = threading.Thread(target=self._keep, name="reward-servers", daemon=True)
+
+    def __enter__(self) -> ModelServers:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self.servers.stop()
+        self._watch.join()
+
+    def term(self) -> RewardTermConfig:
+        """The reward by which they score samples."""
+        model, rollout = self.model, self.config.rollout
+        params: dict[str, Any] = {
+            "servers": [
+                {"url": f"{address.url}/classify", "key_file": str(self._key_file)}
+                for address in self.servers.addresses
+            ],
+            "ending": model.served.ending,
+            "tokenizer": model.path,
+            "mean": model.mean,
+            "std": model.std,
+            "activation": model.activation,
+            "patience_s": rollout.startup_timeout_s + rollout.health_interval_s,  # so long one that ended is away
+        }
+        return RewardTermConfig("reward_server", model.weight, params)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the run so far."""
+        return {"reward/server_restarts": float(self.num_restarts), "reward/servers": float(len(self._live()))}
+
+    def sleep(self) -> None:
+        """The servers give their devices' memory back. Safe to call twice. Raises EngineError."""
+        with self._lock:
+            if self._is_asleep:
+                return
+            for address in self._live():
+                try:
+                    HttpClient(address).post("/release_memory_occupation", {}, MEMORY_S)
+                except EngineError:
+                    if self.servers.ending(address.name) is None:
+                        raise
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`: each scores as before, or is started again. Safe to call twice."""
+        with self._lock:
+            if not self._is_asleep:
+                return
+            self._is_asleep = False
+            for address in self._live():
+                try:
+                    HttpClient(address).post("/resume_memory_occupation", {}, MEMORY_S)
+                    self._check(address)
+                except (EngineError, EndpointError) as error:
+                    self._restart(address, str(error))
+
+    def _live(self) -> list[EngineAddress]:
+        return [one for one in self.servers.addresses if self.servers.ending(one.name) is None]
+
+    def _check(self, address: EngineAddress) -> None:
+        score, before = self._score(address), self._scores[address.name]
+        if abs(score - before) > TOLERANCE * max(1.0, abs(before)):
+            raise EngineError(f"{address.name} scores {PROBE!r} with {score:g}, before with {before:g}.")
+
+    def _score(self, address: EngineAddress) -> float:
+        body, limit_s = {"input_ids": self._probe_ids}, self.config.rollout.health_timeout_s
+        return number_of(HttpClient(address).post("/classify", body, limit_s), address.url)
+
+    def _keep(self) -> None:
+        """Start servers again that have ended, or do not score as they did."""
+        while not self._has_ended.wait(self.config.rollout.health_interval_s):
+            for address in self.servers.addresses:
+                with self._lock:
+                    if self._is_asleep or self._has_ended.is_set() or address.name in self._given_up:
+                        continue
+                    if (why := self._trouble(address)) is not None:
+                        self._restart(address, why)
+
+    def _trouble(self, address: EngineAddress) -> str | None:
+        try:
+            self._check(address)
+        except (EngineError, EndpointError) as error:
+            return self.servers.ending(address.name) or str(error)
+        return None
+
+    def _restart(self, address: EngineAddress, why: str) -> None:
+        """At most `rollout.max_engine_restarts` in all; then others score alone."""
+        most = self.config.rollout.max_engine_restarts
+        if self._has_ended.is_set():
+            return
+        if self.num_restarts >= most:
+            self._given_up.add(address.name)
+            self.servers.kill(address.name)
+            logger.error("%s is left out: %s. rollout.max_engine_restarts (%d) are used up.", address.name, why, most)
+            return
+        self.num_restarts += 1
+        logger.warning("%s is started again: %s", address.name, why)
+        try:
+            self._check(self.servers.restart(address.name))
+        except (EngineError, EndpointError) as error:
+            logger.error("%s was not started again: %s", address.name, error)
+
+
+def with_bias(model: Path, target: Path) -> Path:
+    """The directory to serve: `model`, or `target`, where that needs a bias 0 of the head: links to its files."""
+    reader = HFReader(model)
+    architectures = read_json(model / "config.json").get("architectures") or ()
+    if not set(WITHOUT_BIAS).intersection(architectures) or BIAS in reader.names:
+        return model
+    target.mkdir(parents=True, exist_ok=True)
+    for file in [*target.iterdir()]:
+        file.unlink()
+    for file in model.iterdir():
+        if file.name != INDEX:
+            (target / file.name).symlink_to(file.resolve())
+    weight_map = {name: reader.file_of(name) for name in reader.names} | {BIAS: BIAS_FILE}
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file({BIAS: torch.zeros(reader.shape_of(HEAD)[0])}, target / BIAS_FILE, {"format": "pt"})
+    return target
+
+
+def _environment(config: RunConfig) -> SGLangEnvironment:
+    """Raises ValueError."""
+    served = config.reward_model.served
+    try:
+        return check_sglang(
+            served.python, served.args, served.env, num_engines=served.num_servers, machine=_machine(config)
+        )
+    except ValueError as error:
+        text = str(error).replace("rollout.sglang.", "reward_model.served.")
+        text = text.replace("rollout.num_engines", "reward_model.served.num_servers")
+        raise ValueError(text.replace("rollout.engine: local", "reward_model.served.num_servers: 0")) from error
+
+
+def _machine(config: RunConfig) -> Machine:
+    """This machine's GPUs: the trainer's ranks and the engines take the first of them."""
+    rollout, trainer = config.rollout, config.trainer
+    given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
+    taken = 0 if trainer.device == "cpu" else trainer.n_gpus_per_node
+    if not rollout.endpoints and not on_cpu(given, rollout.sglang.env):
+        span = given.get("tp-size", given.get("tensor-parallel-size", 1)) if rollout.engine == "sglang" else 1
+        taken += rollout.num_engines * int(str(span))
+    return Machine(num_devices(), taken, rollout.colocated)
+
+
+def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SGLangLaunch]:
+    served, installed = config.reward_model.served, _environment(config)
+    if installed.warning is not None:
+        logger.warning("%s", installed.warning)
+    of_user = installed.arguments.values
+    own: dict[str, object] = {
+        "model-path": str(model.absolute()),
+        "host": "127.0.0.1",
+        "dtype": served.dtype or config.model.dtype,
+        "is-embedding": True,
+        "skip-tokenizer-init": True,
+    }
+    if config.rollout.colocated and not on_cpu(of_user, served.env):
+        own[CPU_BACKUP] = True
+    settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
+    ports, meeting = Ports(), MeetingPlace()
+    return [
+        SGLangLaunch(
+            name=f"reward{index}",
+            folder=folder,
+            installed=installed,
+            settings={**settings, **devices},
+            env=installed.env,
+            interfaces=loopback(served.env, os.environ, is_one_machine=True),
+            transfer_dir=folder,
+            ports=ports,
+            meeting=meeting,
+            key=key,
+            is_engine=False,
+            keeps_port=True,
+        )
+        for index, devices in enumerate(installed.devices)
+    ]

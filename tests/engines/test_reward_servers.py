@@ -1,0 +1,129 @@
+"""A reward model behind stock SGLang servers of the run: their scores by transformers', one killed, all slept."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from config_samples import VALID
+from places import MODEL
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from rlhf_megatron.checkpoint.hf_reader import HFReader
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.schema import RewardConfig, RunConfig
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.rewards.scorers import RewardSample
+from rlhf_megatron.rewards.service.model_servers import ModelServers
+from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rollout.http import HttpClient
+
+pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
+ENDING = "="
+
+
+def run_config(directory: Path, **rollout: object) -> RunConfig:
+    path = directory / "run.yaml"
+    served = {"num_servers": 2, "dtype": "float32", "ending": ENDING, "python": str(sglang_python())}
+    arguments = {**CPU_ARGUMENTS, "context_length": 64, "disable_radix_cache": True}
+    path.write_text(
+        yaml.safe_dump(
+            {
+                **yaml.safe_load(VALID),
+                "reward": {"name": "overlong", "params": {"max_len": 4, "buffer": 4}},
+                "reward_model": {
+                    "path": str(directory / "judge"),
+                    "weight": 2.0,
+                    "mean": 0.1,
+                    "std": 3.0,
+                    "served": {**served, "args": arguments, "env": CPU_ENV},
+                },
+            }
+        )
+    )
+    config = read_run_config(path).config
+    limits = {"startup_timeout_s": STARTUP_S, "health_interval_s": 1.0, "health_timeout_s": 60.0}
+    return replace(config, rollout=replace(config.rollout, **limits, **rollout))
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """As the job reward-model or transformers writes it, without a bias of the head."""
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL, num_labels=1)).eval()
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(folder / "judge")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder / "judge")
+    assert "score.bias" not in HFReader(folder / "judge").names
+    return folder, model
+
+
+def samples(count: int) -> list[RewardSample]:
+    draw = random.Random(1)
+    texts = ["".join(draw.choices("0123456789+", k=draw.randrange(1, 30))) for _ in range(count)]
+    return [RewardSample(f"{number % 9}+", text, "", "s", "stop", 2) for number, text in enumerate(texts)]
+
+
+def by_transformers(model: PreTrainedModel, asked: list[RewardSample]) -> list[float]:
+    tokenizer = load_tokenizer(MODEL)
+    with torch.no_grad():
+        return [
+            model(torch.tensor([tokenizer.encode(one.prompt + one.response + ENDING)])).logits.item() for one in asked
+        ]
+
+
+def await_true(claim: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + STARTUP_S
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_two_servers(judge: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = judge
+    asked = samples(60)
+    wanted = by_transformers(model, asked)
+    with ModelServers(run_config(folder), folder) as servers:
+        config = RewardConfig(name="overlong", params={"max_len": 4, "buffer": 4}, num_workers=4)
+        with make_scorer(config, folder / "log", servers.term()) as scorer:
+
+            def scores() -> list[float]:
+                results = scorer(asked)
+                assert {result.status for result in results} == {"ok"}
+                parts = [result.parts["reward_model"] for result in results]
+                assert [result.score for result in results] == pytest.approx([2 * p - 0.5 for p in parts])
+                return parts
+
+            first = scores()
+            assert first == pytest.approx([(score - 0.1) / 3 for score in wanted], abs=1e-5)
+            assert statistics.pstdev(first) > 1e-2
+
+            addresses = servers.servers.addresses
+            servers.servers.process("reward0").send_signal(signal.SIGKILL)
+            assert scores() == pytest.approx(first, abs=1e-5), "every sample, by the other"
+            await_true(lambda: servers.num_restarts == 1 and servers._lock.acquire(blocking=False))
+            servers._lock.release()
+            assert servers.servers.addresses == addresses, "those that know them need not be told"
+
+            def directly() -> list[float]:
+                answers = [HttpClient(one).post("/classify", {"input_ids": [3, 5, 7]}, 60.0) for one in addresses]
+                return [answer["embedding"][0] for answer in answers]
+
+            before = directly()
+            assert before[0] == pytest.approx(before[1], abs=1e-6)
+            servers.sleep()
+            servers.sleep()
+            servers.wake()
+            assert directly() == before and scores() == pytest.approx(first, abs=1e-5)
