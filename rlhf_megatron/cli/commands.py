@@ -349,6 +349,15 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
 
 
+def _serve_rewards(parser: argparse.ArgumentParser) -> None:
+    add_run_config(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8900, help="0: any free one (%(default)s)")
+    text = "file with the key that clients must send (environment: RLHF_MEGATRON_API_KEY)"
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("reward-server"), help="of logs (%(default)s)")
+
+
 def _load_test(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000")
     text = "numbers of clients, one after another (%(default)s)"
@@ -399,6 +408,7 @@ COMMANDS = (
     Command("generate", "write a model's answers to prompts", _generate, ".generate:generate"),
     Command("evaluate", "score answers, a model or a run", _evaluate, ".evaluate:evaluate"),
     Command("serve", "answer requests in OpenAI's format with a model or a run", _serve, ".serve:serve"),
+    Command("serve-rewards", "score samples of runs elsewhere", _serve_rewards, ".serve_rewards:serve_rewards"),
     Command("load-test", "measure a server under load", _load_test, ".load_test:load_test"),
     Command("engine", "start SGLang servers for runs to attach to", _engine, ".engine:engine"),
     Command("status", "say how far runs are, and when they will be done", _status, ".report:status"),

@@ -197,6 +197,7 @@ def test_a_run_starts_servers_of_its_model(server: ForkServer, tmp_path: Path, c
         "trainer.test_freq": 1,
         "reward.max_error_rate": 1.0,  # the toy's tokenizer cannot spell <unused20>, which a raw policy samples
         "trainer.deterministic": False,
+        "trainer.total_training_steps": 2,
         **{f"reward_model.served.{name}": value for name, value in served.items()},
     }
     attempt = server.train(write_rl_config(tmp_path), settings)
