@@ -30,6 +30,7 @@ from rlhf_megatron.rollout import http
 from rlhf_megatron.rollout.engine import EngineAddress, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.sockets import allow_open_files
 
 NUM_PROCESSES = 4  # of servers: each may open as many files as the controller
 PROMPT = 64  # tokens
@@ -39,7 +40,7 @@ ROOM = 1 << 20  # samples that an engine says it decodes at once
 
 def serve(num_engines: int, parent: Connection) -> None:
     """Tell the ports, then answer `count` with the calls that wait and `go` by letting all end."""
-    http.allow_open_files()
+    allow_open_files()
     answers = {}  # by number of samples
     waiting = [0]
     go = asyncio.Event()

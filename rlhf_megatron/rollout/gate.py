@@ -18,7 +18,7 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._is_open = True
+        self.is_open = True  # only the loop changes it
         self._num_aborts = 0
         self._num_inside = 0
         self._waiting: set[str] = set()
@@ -66,10 +66,10 @@ class Gate:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    while not (self._is_open or is_over()):
+                    while not (self.is_open or is_over()):
                         await self._next_change.wait()
                     await free.acquire()
-                    if self._is_open or is_over():
+                    if self.is_open or is_over():
                         break
                     free.release()  # a pause has begun as it waited: others may have engines that go on
             is_running = not is_over()
@@ -91,7 +91,7 @@ class Gate:
 
     def _now(self, is_open: bool | None = None, names: Collection[str] = (), is_for_all: bool = False) -> None:
         async def change() -> None:
-            self._is_open = self._is_open if is_open is None else is_open
+            self.is_open = self.is_open if is_open is None else is_open
             self._num_aborts += is_for_all
             self._waiting.difference_update(names)
             self._tell()

@@ -12,24 +12,23 @@ import io
 import json
 import logging
 import os
-import resource
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import aiohttp
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
+from rlhf_megatron.rollout.sockets import allow_open_files, notice_vanished
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-OPEN_FILES = 65536  # wanted: a connection a group in flight, and one a rank
 _CONNECT_TIMEOUT_S = 10.0
 _OPENING = 32  # connections to one server at a time
 _IDLE_S = 4.0  # SGLang's server drops connections that were idle for 5 s; one that is about to go must not be used
@@ -99,7 +98,11 @@ class HttpClient:
             raise EngineError(f"{who}: {error or type(error).__name__}.") from error
 
     def _parsed(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
-        return run(self.send(method, path, body, timeout_s), timeout_s).parsed()
+        try:
+            return run(self.send(method, path, body, timeout_s), timeout_s).parsed()
+        except TimeoutError as error:  # the loop did not say so itself: this process stood still
+            words = f"{self.address.name} ({self.address.url}{path}): no answer within {timeout_s:g} s."
+            raise EngineTimeoutError(words) from error
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,6 @@ class Answer:
             return json.loads(self.data) if self.data else None
         except ValueError as error:
             raise EngineError(f"{self.who}: the answer is not JSON: {self.data[:200]!r}") from error
-
-
-def allow_open_files() -> int:
-    """Raise this process's soft limit of file descriptors to OPEN_FILES or the hard one. Returns the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
 
 
 class Connections(asyncio.Semaphore):
@@ -182,17 +175,31 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
 
 
-def spawn(work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]) -> None:
-    """Start `work`; the loop calls `ended` when it is done. Lighter than a `Future` a call."""
-    loop = _loop(os.getpid())
+class Spawned:
+    """A coroutine that runs in the loop. Lighter than a `Future`."""
 
-    def begin() -> None:
-        task = loop.create_task(work)
+    __slots__ = ("_loop", "_task")
+
+    def __init__(self, work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]) -> None:
+        """Start `work`; the loop calls `ended` when it is done."""
+        self._loop = _loop(os.getpid())
+        self._task: asyncio.Task[Any] | None = None
+        self._loop.call_soon_threadsafe(self._begin, work, ended)
+
+    def give_up(self, after_s: float) -> None:
+        """Nobody waits for it any more: it is cancelled where it runs after that time, and gives its connection back.
+        Any thread may call it."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_s, self._cancel)
+
+    def _begin(self, work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]) -> None:
+        self._task = task = self._loop.create_task(work)
         _tasks.add(task)
         task.add_done_callback(_forget)
         task.add_done_callback(ended)
 
-    loop.call_soon_threadsafe(begin)
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 _tasks: set[asyncio.Task[Any]] = set()  # the loop itself would forget them
@@ -204,12 +211,21 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()  # where nobody reads the result, an error is no news either
 
 
-@lru_cache(1)
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_loops_lock = threading.Lock()
+
+
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of this process; a forked one needs its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
-    return loop
+    """The loop of this process, one for all threads; a forked one needs its own."""
+    found = _loops.get(process)
+    if found is None:
+        with _loops_lock:
+            if process not in _loops:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+                _loops[process] = loop
+            found = _loops[process]
+    return found
 
 
 _connections: dict[asyncio.AbstractEventLoop, Connections] = {}
@@ -227,12 +243,19 @@ class _Connector(aiohttp.TCPConnector):
     """Opens a few connections to a server at a time: of thousands at once none would be open before its deadline."""
 
     def __init__(self) -> None:
-        super().__init__(limit=0, keepalive_timeout=_IDLE_S)
+        super().__init__(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_socket)
         self._opening: defaultdict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_OPENING))
 
     async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
         async with self._opening[req.connection_key]:
             return await super().connect(req, traces, timeout)
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol = address[:3]
+    sock = socket.socket(family, kind, protocol)
+    notice_vanished(sock)  # an engine says nothing for minutes as it decodes
+    return sock
 
 
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}

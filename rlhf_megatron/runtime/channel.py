@@ -12,7 +12,6 @@ Messages are neither encrypted nor signed one by one: the connection belongs on 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import os
 import secrets
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.data import codec
+from rlhf_megatron.rollout.sockets import is_vanished, notice_vanished
 
 MAX_FRAME_BYTES = 1 << 33
 SEND_TIMEOUT_S = 60  # without progress; then the peer counts as lost
-VANISHED_S = 15  # without a sign from the peer's kernel; then its machine counts as lost
 NONCE_BYTES = 32
 SECRET_ENV = "RLHF_MEGATRON_SECRET"
 SECRET_FILE_ENV = "RLHF_MEGATRON_SECRET_FILE"
@@ -204,23 +203,10 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float | None = No
     return data
 
 
-def is_vanished(error: OSError) -> bool:
-    """Whether a socket of `detect_dead_peers` has failed since the peer's machine gives no sign."""
-    return error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
-
-
 def detect_dead_peers(sock: socket.socket) -> None:
-    """Make a machine that vanished an error of this socket within VANISHED_S, whether bytes are on the way or not; and
-    a peer that stopped reading an error by the send timeout."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    """Make a machine that vanished an error of this socket (`notice_vanished`), and a peer that stopped reading an
+    error by the send timeout."""
+    notice_vanished(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        every_s = VANISHED_S // 3  # after a silence as long
-        for option, value in (
-            (socket.TCP_KEEPIDLE, every_s),
-            (socket.TCP_KEEPINTVL, every_s),
-            (socket.TCP_KEEPCNT, 2),
-            (socket.TCP_USER_TIMEOUT, VANISHED_S * 1000),  # bytes that are on the way keep probes from being sent
-        ):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rlhf_megatron.rollout.http import allow_open_files
+from rlhf_megatron.rollout.sockets import allow_open_files
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.messages import Register

@@ -16,7 +16,8 @@ from typing import Any
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, VANISHED_S, Channel, FrameError, VanishedError
+from rlhf_megatron.rollout.sockets import VANISHED_S
+from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, Channel, FrameError, VanishedError
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
 from rlhf_megatron.runtime.failures import HostError, HostLostError, HostTimeoutError, as_error
 from rlhf_megatron.runtime.hang import DescribeHang, HostView, describe_hosts
@@ -122,8 +123,10 @@ class RemoteGroup:
         with self._submit_lock:
             scattered = scatter_calls(self._next_id, method, batch, self.layout, token_budget, arguments)
 
-            def finish(values: dict[int, Any]) -> Any:
-                return join(method, [values[rank] for rank in scattered.leaders], scattered.plans, batch.offsets)
+            leaders, plans, offsets = scattered.leaders, scattered.plans, batch.offsets
+
+            def finish(values: dict[int, Any]) -> Any:  # keeps nothing of the batch but these
+                return join(method, [values[rank] for rank in leaders], plans, offsets)
 
             if scattered.largest_bytes > MAX_SHARD_BYTES:
                 raise ValueError(

@@ -80,7 +80,7 @@ class EngineCalls:
 
     def start_async(
         self, engine: str, verb: str, work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]
-    ) -> None:
+    ) -> http.Spawned:
         """Run `work` in the loop of `rollout.http`, without a thread of its own. The loop calls `ended`."""
         call = self.recorded(engine, verb)
 
@@ -88,7 +88,7 @@ class EngineCalls:
             with call:
                 return await work
 
-        http.spawn(run(), ended)
+        return http.Spawned(run(), ended)
 
     def recorded(self, engine: str, verb: str) -> EngineCall:
         """Return a call that is over at the end of a `with` block."""

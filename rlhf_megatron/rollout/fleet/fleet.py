@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from rlhf_megatron import faults
+from rlhf_megatron.data.routes import remove_routes
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     Engine,
@@ -151,6 +152,8 @@ class EngineFleet:
                         num_missing -= len(run)
                         if on_groups is not None:
                             on_groups(run.start, new)
+                    again = (group for i, group in enumerate(groups, chunk.start) if i in known)
+                    remove_routes(sample.routes for group in again for sample in group)
                     if num_missing:
                         faults.reach("rollout.mid_generate")
         assert all(group is not None for group in results), "a group was lost"

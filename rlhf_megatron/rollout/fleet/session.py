@@ -81,7 +81,10 @@ class Session:
             if not is_mine:
                 return []
             failed, self._work.failed = self._work.failed, []
-        return [(chunk.start, error) for chunk, error in failed if self._chunks.pop(chunk.start, None)]
+        found = [(chunk.start, error) for chunk, error in failed if self._chunks.get(chunk.start) is chunk]
+        for key, _ in found:
+            del self._chunks[key]
+        return found
 
     def wake(self) -> None:
         """End a `poll` that waits: there is something to submit. Any thread may call it."""

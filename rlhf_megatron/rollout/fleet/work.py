@@ -10,11 +10,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
 from rlhf_megatron.data.routes import remove_routes
+from rlhf_megatron.rollout import http
 from rlhf_megatron.rollout.engine import (
     Engine,
     EngineError,
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 _ABORT_S = 5.0
+_GIVEN_UP_S = 60.0  # that an engine gets to end what nobody awaits any more; its connection is closed then
 # Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not counted, end before.
 _ALLOWANCE_S = 86400.0
 
@@ -93,9 +96,10 @@ class Generation:
         self._is_open = is_open
         self._clock = means.lock.clock if is_open else time.monotonic
         self._todo = deque(chunks)
-        self._running: dict[Call, None] = {}  # in the order in which they were sent
+        self._running: dict[Call, http.Spawned] = {}  # in the order in which they were sent
         self._ended: deque[tuple[Call, asyncio.Task[Groups]]] = deque()
         self._woken = threading.Event()
+        self._is_abandoned = False
         self.load = Load()  # of what is on its way; only the thread that has the lock may read it
         self._places: Counter[tuple[Member | None, Engine | None]] = Counter()  # where it is
         self._keeps_failures = keeps_failures
@@ -112,7 +116,7 @@ class Generation:
         for call in list(self._running):
             member = call.sent.member
             if member is not None and not _serves(member, call.sent.engine):
-                self._take(call)
+                self._give_back(call)
                 self._again(call.sent, member.reason)
 
     def dispatch(self, version: int | None, others: Load) -> None:
@@ -151,7 +155,7 @@ class Generation:
         accepted: list[tuple[Chunk, Groups]] = []
         while self._ended:
             call, task = self._ended.popleft()
-            if not self._take(call):
+            if self._take(call) is None:
                 _forget(task)  # it was taken back or dropped
                 continue
             sent = call.sent
@@ -197,7 +201,7 @@ class Generation:
         self._todo = deque(chunk for chunk in self._todo if id(chunk) not in gone)
         dropped = [call for call in self._running if id(call.sent.chunk) in gone]
         for call in dropped:
-            self._take(call)
+            self._give_back(call)
         self._end(dropped)
 
     def expire(self) -> None:
@@ -205,7 +209,7 @@ class Generation:
         now, most_s = self._clock(), self._means.request_timeout_s
         late = list(takewhile(lambda call: now - call.clock > most_s, self._running))
         for call in late:
-            self._take(call)
+            self._give_back(call)
             words = f"{call.sent.name}: no answer within {most_s:g} s (rollout.request_timeout_s)"
             self._blame(call.sent, words, self._supervisor.failed)
             self._again(call.sent, words)
@@ -213,7 +217,11 @@ class Generation:
 
     def abandon(self) -> None:
         """Make the engines finish at once what nobody will read. Waits for them a moment."""
+        self._is_abandoned = True
         wait(self._end(self._running), timeout=_ABORT_S)
+        for spawned in self._running.values():
+            spawned.give_up(_GIVEN_UP_S)
+        self._forget_ended()
 
     def _send(self, chunk: Chunk, sent: Sent, version: int | None) -> None:
         name = call_name(chunk.num_samples) if self._is_named else ""
@@ -221,26 +229,41 @@ class Generation:
         timeout_s = self._means.request_timeout_s + (_ALLOWANCE_S if self._is_open else 0.0)
         work = sent.generate(chunk.requests, timeout_s, **named)
         call = Call(sent, name, version, self._clock())
-        self._running[call] = None
         self.load.add(sent)
         self._places[sent.member, sent.engine] += 1
-        self._means.calls.start_async(sent.name, "generate", work, partial(self._has_ended, call))
+        start = self._means.calls.start_async
+        self._running[call] = start(sent.name, "generate", work, partial(self._has_ended, call))
 
     def _has_ended(self, call: Call, task: asyncio.Task[Groups]) -> None:
         self._ended.append((call, task))
         self._woken.set()
+        if self._is_abandoned:
+            self._forget_ended()
 
-    def _take(self, call: Call) -> bool:
-        """It is on its way no more. False: it was not."""
-        if call not in self._running:
-            return False
-        del self._running[call]
+    def _forget_ended(self) -> None:
+        """Any thread may call it."""
+        with suppress(IndexError):
+            while True:
+                _forget(self._ended.popleft()[1])
+
+    def _give_back(self, call: Call) -> None:
+        """It is on its way no more, and what comes of it is read by nobody. It must not keep its connection where the
+        engine never answers."""
+        spawned = self._take(call)
+        if spawned is not None:
+            spawned.give_up(_GIVEN_UP_S)
+
+    def _take(self, call: Call) -> http.Spawned | None:
+        """It is on its way no more. None: it was not."""
+        spawned = self._running.pop(call, None)
+        if spawned is None:
+            return None
         place = (call.sent.member, call.sent.engine)
         self.load.add(call.sent, -1)
         self._places[place] -= 1
         if not self._places[place]:
             del self._places[place]
-        return True
+        return spawned
 
     def _end(self, calls: Iterable[Call]) -> list[Future[None]]:
         """Make engines end these: all that they do, where nobody else asks them for anything."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlhf_megatron.data.routes import remove_routes
 from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
@@ -124,7 +125,8 @@ class RouterClient:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            remove_routes(sample.routes for sample in found if isinstance(sample, GeneratedSample))
             raise
         return [[next(samples) for _ in request.seeds] for request in requests]
 

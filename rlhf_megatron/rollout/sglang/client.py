@@ -34,6 +34,7 @@ from rlhf_megatron.rollout.gate import Gate
 from rlhf_megatron.rollout.http import HttpClient, aside, run
 from rlhf_megatron.rollout.sglang.samples import (
     Limits,
+    ask_limits,
     generate_body,
     groups_of,
     limits_of,
@@ -117,7 +118,8 @@ class SGLangEngine:
                 body = msgspec.json.encode(generate_body(requests, self._version, name))
                 answers = (await self._serving.send("POST", "/generate", body, timeout_s, left_s=left)).good_data()
         except TimeoutError as error:
-            raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.") from error
+            words = "does not tell its limits" if self._gate.is_open else "is paused"
+            raise EngineTimeoutError(f"{self.address.name} {words}: no answer within {timeout_s:g} s.") from error
         try:
             return await aside(len(answers), groups_of, answers, requests)
         except ValueError as error:
@@ -234,10 +236,11 @@ class SGLangEngine:
 
     async def _learn_limits(self, timeout_s: float) -> Limits:
         """The server answers the question only while it decodes. One call asks, others wait for it."""
-        async with self._asks:
-            if self._limits is None:
-                self._limits = await asyncio.to_thread(limits_of, self._serving, timeout_s)
-            return self._limits
+        if self._limits is None:
+            async with asyncio.timeout(timeout_s), self._asks:
+                if self._limits is None:
+                    self._limits = await ask_limits(self._serving, timeout_s)
+        return self._limits
 
     def _require_fit(self) -> None:
         if self._stale_reason is not None:

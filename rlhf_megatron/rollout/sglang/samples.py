@@ -31,7 +31,7 @@ from rlhf_megatron.rollout.engine import (
     VersionSpan,
 )
 from rlhf_megatron.rollout.fleet.calls import sample_names
-from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.http import HttpClient, run
 
 _TOP_P_OF_ONE = 1e-6  # below the probability of the likeliest token of any vocabulary
 _NOT_A_NUMBER = "NaN happened"  # SGLang's words; it ends such a sample with a stop token that nobody drew
@@ -306,11 +306,16 @@ class Limits:
         return ""
 
 
-def limits_of(http: HttpClient, timeout_s: float) -> Limits:
-    """Ask the server. Raises EngineError."""
-    info = http.get("/server_info", timeout_s)
+async def ask_limits(http: HttpClient, timeout_s: float) -> Limits:
+    """Ask the server, in the loop of `rollout.http`. Raises EngineError."""
+    info = (await http.send("GET", "/server_info", None, timeout_s)).parsed()
     is_deterministic = isinstance(info, dict) and info.get("enable_deterministic_inference") is True
-    return Limits(_vocab_size(http, timeout_s), is_deterministic)
+    return Limits(await _vocab_size(http, timeout_s), is_deterministic)
+
+
+def limits_of(http: HttpClient, timeout_s: float) -> Limits:
+    """As `ask_limits`, for a thread that waits."""
+    return run(ask_limits(http, timeout_s), 2 * timeout_s)
 
 
 def max_running_of(http: HttpClient, timeout_s: float) -> int | None:
@@ -322,7 +327,7 @@ def max_running_of(http: HttpClient, timeout_s: float) -> int | None:
     return sum(found) if found and all(type(count) is int and count > 0 for count in found) else None
 
 
-def _vocab_size(http: HttpClient, timeout_s: float) -> int | None:
+async def _vocab_size(http: HttpClient, timeout_s: float) -> int | None:
     """No endpoint tells it, but the refusal of a token that no model has does."""
     body = {
         "input_ids": [[0]],
@@ -331,7 +336,7 @@ def _vocab_size(http: HttpClient, timeout_s: float) -> int | None:
         "token_ids_logprob": [[_NO_TOKEN]],
     }
     try:
-        http.post("/generate", body, timeout_s)
+        (await http.send("POST", "/generate", json.dumps(body), timeout_s)).parsed()
     except EngineRequestError as error:
         found = _RANGE.search(str(error))
         return int(found[1]) if found else None

@@ -19,7 +19,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from rlhf_megatron.runtime.channel import VANISHED_S, detect_dead_peers, is_vanished
+from rlhf_megatron.rollout.sockets import VANISHED_S, is_vanished
+from rlhf_megatron.runtime.channel import detect_dead_peers
 
 POLL_S = 1.0
 GRACE_S = 10.0  # for the ranks to end by themselves: the controller says more than an agent can

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,6 +239,12 @@ def test_a_session_that_keeps_failures_goes_on_without_what_no_engine_can_do(mon
             failures = session.take_failures()
         assert [(key, type(error)) for key, error in failures] == [(0, EngineRequestError)]
         assert session.num_running == 1 and session.take_failures() == []
+        session.submit(0, [request((0,), (0,), 4)])
+        while not session._work.failed:
+            assert session.poll() == [] and time.monotonic() < deadline
+        session.abort([0])
+        session.submit(0, [request((1,), (0,), 4)])
+        assert session.take_failures() == [] and session.num_running == 2, "a key that is used again has not failed"
         session.wake()
         monkeypatch.setattr(work, "POLL_S", 3600.0)
         session.poll()  # which ends
@@ -258,3 +265,71 @@ def test_files_of_an_answer_that_nobody_reads_are_removed(tmp_path: Path) -> Non
             while not found and Path(name).exists() and time.monotonic() < deadline:
                 found = session.poll()
         assert (bool(found), Path(name).exists()) == (is_read, is_read)
+
+
+def test_a_closed_session_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two answers come that nobody reads: one before it is closed, one after."""
+    monkeypatch.setattr(work, "_ABORT_S", 0.0)
+    names = [write_routes(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
+    first, second = engines = [Refusing(name) for name in names]
+    monkeypatch.setattr(second, "abort", lambda names=(): None)
+    session = EngineFleet(engines, 60.0, 0).open_session()  # type: ignore[arg-type]
+    for key in range(2):
+        session.submit(key, [request((1,), (0,), 4)])
+    session.poll()
+    first.is_over.set()
+    until(lambda: len(session._work._ended) == 1)
+    session.close()
+    second.is_over.set()
+    until(lambda: not any(map(os.path.exists, names)))
+
+
+def test_what_an_engine_never_answers_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is aborted, and nothing comes."""
+    monkeypatch.setattr(work, "_GIVEN_UP_S", 0.0)
+    engine, silent = Refusing(), Silent()
+    monkeypatch.setattr(engine, "generate_async", silent.generate_async)
+    with EngineFleet([engine], 60.0, 0).open_session() as session:  # type: ignore[list-item]
+        session.submit(0, [request((1,), (0,), 4)])
+        until(lambda: session.poll() == [] and silent.is_running)
+        session.abort([0])
+        until(lambda: silent.is_cancelled)
+        assert session.poll() == [] and not session._work._ended
+
+
+class Silent:
+    """An engine that never answers."""
+
+    is_running = is_cancelled = False
+
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        self.is_running = True
+        try:
+            return await asyncio.Future()
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
+
+
+def test_files_of_groups_that_were_known_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a closed piece of two groups the first is known: both are generated, and the first is not read."""
+    names = [write_routes(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
+    engine = Refusing()
+
+    async def both(requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        files = names if len(requests) == 2 else [""]
+        return [[GeneratedSample((3,), (-0.5,), "length", 1, routes=name)] for name in files]
+
+    monkeypatch.setattr(engine, "generate_async", both)
+    fleet = EngineFleet([engine], 60.0, 0, is_closed=True)  # type: ignore[list-item]
+    known = GeneratedSample((3,), (-0.5,), "length", 1)
+    found = fleet.generate([request((1,), (0,), 4)] * 3, known={0: [known]})
+    assert found[0] == [known] and found[1][0].routes == names[1]
+    assert list(map(os.path.exists, names)) == [False, True]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

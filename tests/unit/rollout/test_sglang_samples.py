@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 from rollout_tools import request
 
 from rlhf_megatron.data.routes import read_routes
+from rlhf_megatron.rollout import http
 from rlhf_megatron.rollout.engine import (
     UNSYNCED,
     EngineAddress,
@@ -308,6 +310,21 @@ def test_a_paused_server_is_asked_nothing(recorder: tuple[str, dict[str, str]], 
         engine.generate([request(PROMPT, (1,), 8)], 0.1)
     engine.close()
     assert set(keys) == {"/pause_generation"}
+
+
+def test_servers_that_hang_keep_nobody_from_reading_answers(tmp_path: Path) -> None:
+    """More of them than there are threads to read in, at the first question to each. Who waits for that of another call
+    has its own deadline."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        engines = [SGLangEngine(EngineAddress(f"engine{i}", "sglang", url, "key"), tmp_path) for i in range(40)]
+        asked = [http.start(engine.generate_async([request(PROMPT, (1,), 8)], 3600.0)) for engine in engines]
+        assert http.run(http.aside(1 << 20, lambda: "read"), 30.0) == "read"
+        late = http.start(engines[0].generate_async([request(PROMPT, (1,), 8)], 0.1))
+        with pytest.raises(EngineTimeoutError, match=r"engine0 does not tell its limits: no answer within 0\.1 s"):
+            late.result(60)
+        for future in asked:
+            future.cancel()
 
 
 def test_a_wrong_answer_names_the_engine(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:

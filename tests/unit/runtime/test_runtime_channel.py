@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.rollout.http import OPEN_FILES, allow_open_files
+from rlhf_megatron.rollout import sockets
+from rlhf_megatron.rollout.sockets import OPEN_FILES, allow_open_files
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
@@ -300,5 +301,5 @@ def test_the_kernel_looks_for_a_machine_that_gives_no_sign() -> None:
         Channel(sock)
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         idle, every, count, unanswered = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
-        assert idle + every * count <= channel.VANISHED_S and unanswered == channel.VANISHED_S * 1000
-        assert channel.is_vanished(OSError(errno.ETIMEDOUT, "")) and not channel.is_vanished(ConnectionResetError())
+        assert idle + every * count <= sockets.VANISHED_S and unanswered == sockets.VANISHED_S * 1000
+        assert sockets.is_vanished(OSError(errno.ETIMEDOUT, "")) and not sockets.is_vanished(ConnectionResetError())
