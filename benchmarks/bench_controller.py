@@ -1,6 +1,7 @@
 """What the controller spends on every token: CPU time and memory, by part, with engines and ranks that cost nothing.
 
     python -m benchmarks.bench_controller [--groups 64] [--samples 8] [--response 2048] [--ranks 64]
+    python -m benchmarks.bench_controller --large    # 8,192 tokens a response and 1,024 ranks, in two sizes
 
 A step of GRPO with a reference and four mini-batches goes through the controller's own code: SGLang's answers as bytes,
 samples, journal, batch, rewards, the calls of log-probs with their messages, advantages, updates, metrics. Answers,
@@ -69,6 +70,9 @@ class Meter:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.bytes: dict[str, int] = {}  # of the process at the peak of the part, beyond what stood at first
+        self.waited_s = (
+            0.0  # of these seconds: between the last answer and the first micro-batch, without what is made up
+        )
         self._stood = reset_peak()
         self._open: list[str] = []
         self._since = 0.0
@@ -89,6 +93,20 @@ class Meter:
                 return function(*args, **kwargs)
 
         return run
+
+    def answered(self) -> None:
+        """The last answer has come."""
+        self._turn()
+        self.waited_s = -self._own_s()
+
+    def updates(self) -> None:
+        """The first micro-batch goes out."""
+        self._turn()
+        if self.waited_s <= 0.0:
+            self.waited_s += self._own_s()
+
+    def _own_s(self) -> float:
+        return sum(seconds for part, seconds in self.seconds.items() if part != MADE_UP)
 
     def _turn(self) -> None:
         now = time.process_time()
@@ -137,6 +155,7 @@ class Engines:
                 del data
             on_groups(chunk.start, groups)
             found += groups
+        self._meter.answered()
         return found
 
 
@@ -156,8 +175,10 @@ class Ranks:
         for rank in range(self.layout.world_size):
             with self._meter.of(name):
                 message = b"".join(codec.encode_parts(scattered.call(rank)))
+            if method == "actor.update" and rank == 0:
+                self._meter.updates()
             with self._meter.of(MADE_UP):
-                value = self._answer(codec.decode(codec.decode(message).shard))
+                value = self._answer(codec.decode(codec.decode(message).shard), bool(arguments.get("with_entropy")))
                 reply = bytearray(codec.encode(Reply(1, value)))
             with self._meter.of(name):
                 values.append(codec.decode(reply).value)
@@ -169,11 +190,11 @@ class Ranks:
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         raise AssertionError(f"{method}: nothing is broadcast in a step")
 
-    def _answer(self, batch: TokenBatch) -> Any:
+    def _answer(self, batch: TokenBatch, with_entropy: bool) -> Any:
         if hasattr(batch, "loss_weights"):
             return UpdateResult({"actor/pg_loss": 1.0}, 1.0, 1e-6, False)
         log_probs = -(batch.token_ids % 977).float() / 977 * batch.response_mask
-        return LogProbs(log_probs, -log_probs)
+        return LogProbs(log_probs, -log_probs if with_entropy else None)
 
 
 class Text:
@@ -250,7 +271,8 @@ def measure(shape: Shape, directory: Path) -> Meter:
     with meter.of("mismatch record"):
         mismatch_record(1, train, lambda ids: "")
     with meter.of("distributions"):
-        distributions(train, 0)
+        for _ in distributions(train, 0):
+            pass
     return meter
 
 
@@ -266,6 +288,42 @@ def peak() -> int:
     return int(found[1]) * 1024
 
 
+LARGE = (Shape(64, 8, 64, 8192, 1024), Shape(256, 8, 64, 8192, 1024))  # is it linear?
+WHOLE = Shape(2048, 8, 64, 8192, 1024)  # the step whose figures follow
+
+
+def of_large() -> dict[str, Any]:
+    """Two sizes of a large step, once each, and what the whole one takes by them. Its memory would not be there."""
+    sizes = []
+    for shape in LARGE:
+        with tempfile.TemporaryDirectory() as directory:
+            meter = measure(shape, Path(directory))
+        rows = {part: seconds for part, seconds in meter.seconds.items() if part != MADE_UP}
+        drivers, histograms = rows.pop("answers to samples"), rows.pop("distributions")
+        tokens, count = shape.num_tokens, {part: meter.bytes[part] for part in rows}
+        sizes.append(
+            {
+                "num_samples": shape.num_groups * shape.num_samples,
+                "controller_us_a_token": sum(rows.values()) / tokens * 1e6,
+                "drivers_us_a_token": drivers / tokens * 1e6,
+                "answer_to_update_us_a_token": meter.waited_s / tokens * 1e6,
+                "histograms_us_a_token": histograms / tokens * 1e6,
+                "bytes_a_token": max(count.values()) / tokens,
+                "bytes_a_token_with_histograms": meter.bytes["distributions"] / tokens,
+            }
+        )
+        print("  ".join(f"{name} {value:.4g}" for name, value in sizes[-1].items()))
+    last, millions = sizes[-1], WHOLE.num_tokens / 1e6
+    whole = {
+        "num_samples": WHOLE.num_groups * WHOLE.num_samples,
+        "controller_cpu_s": last["controller_us_a_token"] * millions,
+        "answer_to_update_cpu_s": last["answer_to_update_us_a_token"] * millions,
+        "gigabytes": last["bytes_a_token"] * millions / 1e3,
+    }
+    print("a step of 16,384 samples:  " + "  ".join(f"{name} {value:.4g}" for name, value in whole.items()))
+    return {"sizes": [{k: significant(v) for k, v in size.items()} for size in sizes], "whole_step": whole}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=Shape.num_groups)
@@ -273,7 +331,10 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=Shape.response_length)
     parser.add_argument("--ranks", type=int, default=Shape.num_ranks)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/controller.json")
+    parser.add_argument("--large", action="store_true", help="large steps in place of the others")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the result in benchmarks/results/controller[_large].json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
@@ -282,6 +343,11 @@ def main() -> None:
     used: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         measure(Shape(4, 2, 3, 20, 2), Path(directory))  # imports what a step needs
+    if args.large:
+        found = of_large()
+        if args.write:
+            print(write_result("controller_large", "python -m benchmarks.bench_controller --large", found))
+        return
     for repeat in range(args.repeats):
         with tempfile.TemporaryDirectory() as directory:
             meter = measure(shape, Path(directory))

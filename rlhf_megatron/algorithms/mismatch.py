@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +30,13 @@ def mismatch_statistics(
     """
     found = _differences(rollout_log_probs_T, old_log_probs_T, response_mask_T)
     count = found.diff_N.numel()
-    p50, p99, p100 = percentiles(found.diff_N, (0.5, 0.99, 1.0))
+    mean = found.diff_N.mean().item() if count else 0.0
+    p50, p99, p100 = percentiles(found.diff_N, (0.5, 0.99, 1.0), in_place=True)
     return {
         "training/rollout_log_probs_diff_max": p100,
         "training/rollout_log_probs_diff_p50": p50,
         "training/rollout_log_probs_diff_p99": p99,
-        "training/rollout_log_probs_diff_mean": found.diff_N.mean().item() if count else 0.0,
+        "training/rollout_log_probs_diff_mean": mean,
         "training/rollout_kl": found.kl_sum / max(count, 1),
         "training/rollout_probs_diff_valid": float(count > 0),
         "training/rollout_probs_diff_max": found.probs_diff_max,
@@ -106,19 +106,20 @@ def percentile(sorted_N: Tensor, share: float) -> float:
     return sorted_N[max(math.ceil(share * count), 1) - 1].item() if count else 0.0
 
 
-def percentiles(column_N: Tensor, shares: Sequence[float]) -> list[float]:
-    """Nearest rank, as `percentile`, of a column in any order: it is divided at these ranks, not sorted."""
+def percentiles(column_N: Tensor, shares: Sequence[float], in_place: bool = False) -> list[float]:
+    """Nearest rank, as `percentile`, of a column in any order: it is divided at these ranks, not sorted. `in_place`:
+    its order is of no more use."""
     count = column_N.numel()
     if not count:
         return [0.0 for _ in shares]
     ranks = [max(math.ceil(share * count), 1) - 1 for share in shares]
-    rest, num_below, found = column_N.cpu().numpy(), 0, {}
+    rest, num_below, found = (column_N if in_place else column_N.clone()).cpu().numpy(), 0, {}
     for rank in sorted(set(ranks)):  # one at a time, each in what is above the one before: numpy's fast way
         place = rank - num_below
         if place == len(rest) - 1:
             found[rank] = float(rest.max())
             continue
-        rest = np.partition(rest, place)
+        rest.partition(place)
         found[rank] = float(rest[place])
         rest, num_below = rest[place:], rank
     return [found[rank] for rank in ranks]
@@ -151,13 +152,32 @@ def differences(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
     return log_ratio(rollout_log_probs_T.to(torch.float64), old_log_probs_T.to(torch.float64)).abs()
 
 
+def response_differences(
+    rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor, runs: Sequence[slice] | None = None
+) -> Tensor:
+    """[N] float64: `differences` of the response tokens of `runs`, None: of all. Block by block: one column stands."""
+    runs = [slice(0, response_mask_T.numel())] if runs is None else runs
+    found, count = torch.empty(sum(run.stop - run.start for run in runs), dtype=torch.float64), 0
+    for start, stop in (
+        (start, min(start + BLOCK, run.stop)) for run in runs for start in range(run.start, run.stop, BLOCK)
+    ):
+        places_N = places(response_mask_T[start:stop])
+        columns = (
+            column_T[start:stop].index_select(0, places_N) for column_T in (rollout_log_probs_T, old_log_probs_T)
+        )
+        found[count : count + places_N.numel()] = differences(*columns)
+        count += places_N.numel()
+    return found[:count]
+
+
 def spread(differences_N: Tensor) -> Spread:
-    """Of at least one difference."""
+    """Of at least one difference. Their order is another one afterwards."""
     count = differences_N.numel()
     assert count, "a spread is of at least one token"
     inner = torch.tensor(EDGES[1:-1], dtype=torch.float64)
     counts = torch.zeros(len(EDGES) - 1, dtype=torch.int64)
     for block_N in differences_N.split(BLOCK):
         counts += torch.bincount(torch.bucketize(block_N, inner, right=True), minlength=len(counts))
-    p99, largest = percentiles(differences_N, (0.99, 1.0))
-    return Spread(tuple(counts.tolist()), count, differences_N.mean().item(), p99, largest)
+    mean = differences_N.mean().item()
+    p99, largest = percentiles(differences_N, (0.99, 1.0), in_place=True)
+    return Spread(tuple(counts.tolist()), count, mean, p99, largest)

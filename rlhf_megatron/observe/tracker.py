@@ -150,7 +150,7 @@ class Tracker:
         view = BatchView(
             samples=tuple(samples_of(step, batch, self.facts.samples_kept, self.facts.seed)),
             mismatch=mismatch_record(step, batch, spell) if spell else None,
-            make_distributions=partial(distributions, batch, self._version),
+            distributions=partial(distributions, batch, self._version),
         )
         self.loggers.tell(lambda logger: logger.batch(step, view))
 

@@ -33,6 +33,10 @@ class NonFiniteNumbers(Exception):
     """trainer.max_consecutive_skips is reached. The message says what was seen and names the capsule."""
 
 
+SamplesOf = Callable[[int], TrainBatch]
+MiniBatchOf = Callable[[int], TokenBatch]
+
+
 @dataclass
 class Skips:
     """The skips of a run, counted by the controller. Without `capsules` none are kept."""
@@ -73,23 +77,23 @@ class Skips:
         self.count("actor", is_skipped)
         self._end_at_limit(step, ["Look at the learning rate and at the weights that the run starts from."])
 
-    def seen(self, of_role: RoleSkips, number: int, mini_batch: TokenBatch, result: UpdateResult) -> None:
+    def seen(self, of_role: RoleSkips, number: int, result: UpdateResult) -> None:
         """The outcome of mini-batch `number` of a role in a step."""
         self.count(of_role.role, result.is_skipped)
         if not result.is_skipped:
             return
         of_role.count += 1
-        if of_role.first is None:
-            of_role.first, of_role.first_number = mini_batch, number
+        if of_role.first_number is None:
+            of_role.first_number = number
 
-    def settle(self, step: int, skips: Sequence[tuple[RoleSkips, Callable[[int], TrainBatch]]]) -> None:
+    def settle(self, step: int, skips: Sequence[tuple[RoleSkips, SamplesOf, MiniBatchOf]]) -> None:
         """After the updates of a step: say what was skipped, complete capsules, end the run at the limit.
 
-        `skips`: of each role, with its samples by number of the mini-batch. Raises NonFiniteNumbers.
+        `skips`: of each role, with its samples and mini-batches by number. Raises NonFiniteNumbers.
         """
         said = []
-        for of_role, samples_of in skips:
-            if of_role.first is None:
+        for of_role, samples_of, mini_batch_of in skips:
+            if of_role.first_number is None:
                 continue
             findings: list[Findings] = []
             for of_rank in of_role.worker.take_skips().result():
@@ -98,7 +102,7 @@ class Skips:
             facts = of_update(step, of_role, samples, findings)
             said.append(f"{of_role.role}: {summary(facts)}")
             if of_role.place is not None:
-                self._keep(of_role.place, facts, samples, of_role.first)
+                self._keep(of_role.place, facts, samples, mini_batch_of(of_role.first_number))
             self.note(f"step {step}: {of_role.count} optimizer steps skipped; {said[-1]}")
         self._end_at_limit(step, said)
 
@@ -151,8 +155,7 @@ class RoleSkips:
     arguments: dict[str, object]  # of its update
     place: Path | None  # where its hosts write; None: no capsule
     count: int = 0
-    first_number: int = 0  # of the mini-batch, counted over the step
-    first: TokenBatch | None = None
+    first_number: int | None = None  # of the mini-batch, counted over the step
 
     @property
     def role(self) -> str:

@@ -27,20 +27,26 @@ def cut(
     batch: TrainBatch, mini_batch_size: int, use_shuffle: bool, seed: int, step: int, epoch: int
 ) -> Iterator[TrainBatch]:
     """The step's B samples in parts of `mini_batch_size` samples, in an order of (seed, step, epoch)."""
-    order = list(range(len(batch)))
+    return (select(batch, samples) for samples in _cut(len(batch), mini_batch_size, use_shuffle, seed, step, epoch))
+
+
+def _cut(
+    num_samples: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int, epoch: int
+) -> Iterator[list[int]]:
+    order = list(range(num_samples))
     if use_shuffle:
         generator = torch.Generator().manual_seed(derive_seed(seed, step, epoch, 7))
-        order = torch.randperm(len(batch), generator=generator).tolist()
-    for start in range(0, len(order), mini_batch_size):
-        yield select(batch, order[start : start + mini_batch_size])
+        order = torch.randperm(num_samples, generator=generator).tolist()
+    for start in range(0, num_samples, mini_batch_size):
+        yield order[start : start + mini_batch_size]
 
 
 def of_epochs(
-    batch: TrainBatch, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
-) -> Iterator[TrainBatch]:
+    num_samples: int, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
+) -> Iterator[list[int]]:
     """The samples of each mini-batch of a step, over all epochs."""
     for epoch in range(num_epochs):
-        yield from cut(batch, mini_batch_size, use_shuffle, seed, step, epoch)
+        yield from _cut(num_samples, mini_batch_size, use_shuffle, seed, step, epoch)
 
 
 def picked(part: TrainBatch, loss: PolicyLossConfig, seed: int, step: int, number: int) -> Tensor | None:
@@ -72,9 +78,9 @@ def weighed(
     and in metrics, as any token.
     """
     weights, for_metrics = weigh(part, mode, scale_factor)
-    weights = weights * valid_tokens(part)
+    weights.mul_(valid_tokens(part))
     if part.is_kept is not None:
-        weights = weights * part.is_kept
+        weights.mul_(part.is_kept)
     return MiniBatch(
         offsets=part.offsets,
         token_ids=part.token_ids,
@@ -105,7 +111,7 @@ def weighed_values(part: TrainBatch, mode: str, scale_factor: float | None = Non
         offsets=part.offsets,
         token_ids=part.token_ids,
         response_mask=part.response_mask,
-        loss_weights=weights * is_valid,
+        loss_weights=weights.mul_(is_valid),
         metric_weights=metric_weights(is_valid, int(is_valid.sum())),
         old_values=part.values,
         returns=part.returns,

@@ -6,8 +6,10 @@ decide how often a sample does: PF-PPO, see algorithms/resampling.py.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import nan
 from typing import TypeVar
@@ -56,6 +58,13 @@ def greedy_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
     rewards = torch.empty(groups.num_groups).index_copy_(0, groups.index_B, batch.greedy_rewards)
     known = rewards[~rewards.isnan()]
     return {**statistics("greedy/rewards", known), "greedy/masked": 1.0 - known.numel() / max(1, rewards.numel())}
+
+
+def give_back_memory() -> None:
+    """What answers and messages took, in pieces too small for the C library to give back by itself, goes to the
+    system."""
+    with suppress(OSError, AttributeError):  # other C libraries have no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:

@@ -34,6 +34,7 @@ from rlhf_megatron.scheduler.model_rewards import model_rewards
 from rlhf_megatron.scheduler.parts import Parts, RunData
 from rlhf_megatron.scheduler.samples import (
     filtered,
+    give_back_memory,
     greedy_length_metrics,
     of_groups,
     resampled,
@@ -118,7 +119,9 @@ class Stages:
         if (found := self._journalled(step)) is not None:
             return found
         self._known = self.journal.groups(step) if self.journal is not None else {}
-        return self._generate(step, prompts, 0)
+        rollout = self._generate(step, prompts, 0)
+        give_back_memory()
+        return rollout
 
     def _generate(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
         """`batch_number`: of those that the step has generated, counted from 0. Its groups stand behind those of the
@@ -212,7 +215,10 @@ class Stages:
         self.turns.to_trainer()
         is_recorded = self._is_recorded(step)
         has_actor = self.parts.needs_log_probs or is_recorded or step == self.mismatch.first_step
-        return annotate(self.workers, self._settings, self.parts, scored, has_actor, is_recorded, self._model_rewards)
+        asked = (self._settings, self.parts, scored, has_actor, is_recorded, self._model_rewards)
+        annotated = annotate(self.workers, *asked)
+        give_back_memory()
+        return annotated
 
     def _is_recorded(self, step: int) -> bool:
         """Whether the log-probs of a step are there to record the experts that its updates' tokens meet, too."""
@@ -222,6 +228,7 @@ class Stages:
         if isinstance(batch, TrainBatch):
             return batch
         train, metrics = self.advantage_stage(batch)
+        give_back_memory()
         self._step_metrics |= metrics
         self._write_journal(step, train)
         faults.reach("loop.after_advantages")
@@ -251,6 +258,7 @@ class Stages:
             self._step_metrics |= leave_out(self.workers, updates, step, self.skips, batch, columns)
         else:
             self._step_metrics |= run_updates(updates, step, self.skips)
+        give_back_memory()
         self.route_files.trained(step, batch.routes)
         self._step_metrics |= self._check_replicas(step)
         for metrics_of in self.watches:

@@ -7,14 +7,22 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, RunConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, MiniBatch, ScoredBatch, TokenBatch, TrainBatch, gain
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    MiniBatch,
+    ScoredBatch,
+    TokenBatch,
+    TrainBatch,
+    gain,
+    select,
+)
 from rlhf_megatron.observe.metrics.batch import BadColumn
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
@@ -35,8 +43,12 @@ class RoleUpdate:
     send: partial[Future[UpdateResult]]
     num_epochs: int
     token_budget: int
-    mini_batches: Iterator[TokenBatch]  # of all epochs
+    mini_batches: Callable[[], Iterator[TokenBatch]]  # of all epochs, from the first; keeps none that it has made
     samples_of: Callable[[int], TrainBatch]  # number of a mini-batch -> its samples
+
+    def mini_batch(self, number: int) -> TokenBatch:
+        """Made anew."""
+        return next(islice(self.mini_batches(), number, None))
 
 
 @dataclass(frozen=True)
@@ -72,22 +84,21 @@ class UpdateSettings:
 def actor_update(workers: Workers, settings: UpdateSettings, step: int, batch: TrainBatch) -> RoleUpdate:
     """The policy's update of a step."""
     actor, seed = settings.actor, settings.seed
-    order = (actor.mini_batch_size, actor.shuffle, seed, step)
+    order = (len(batch), actor.ppo_epochs, actor.mini_batch_size, actor.shuffle, seed, step)
+    read = replace(batch, values=None, returns=None, entropies=None, sum_squares=None, process_rewards=None)
 
-    def mini_batches() -> Iterator[MiniBatch]:
-        for number, part in enumerate(of_epochs(batch, actor.ppo_epochs, *order)):
-            is_picked = picked(part, actor.policy_loss, seed, step, number)
-            yield weighed(
-                part, actor.loss_agg_mode, settings.loss_scale_factor, is_picked, settings.has_engine_log_probs
-            )
+    def mini_batch(number: int, samples: list[int]) -> MiniBatch:
+        part = select(read, samples)
+        is_picked = picked(part, actor.policy_loss, seed, step, number)
+        return weighed(part, actor.loss_agg_mode, settings.loss_scale_factor, is_picked, settings.has_engine_log_probs)
 
     return RoleUpdate(
         workers.actor,
         partial(workers.actor.update, temperature=settings.temperature, loss="policy"),
         actor.ppo_epochs,
         actor.ppo_max_token_len_per_gpu,
-        mini_batches(),
-        lambda number: next(islice(of_epochs(batch, actor.ppo_epochs, *order), number, None)),
+        lambda: (mini_batch(number, samples) for number, samples in enumerate(of_epochs(*order))),
+        lambda number: select(batch, next(islice(of_epochs(*order), number, None))),
     )
 
 
@@ -96,14 +107,19 @@ def critic_update(workers: Workers, settings: UpdateSettings, step: int, batch: 
     actor, critic = settings.actor, settings.critic
     num_epochs = critic.ppo_epochs or actor.ppo_epochs
     size, mode = critic.mini_batch_size or actor.mini_batch_size, critic.loss_agg_mode or actor.loss_agg_mode
-    order = (size, actor.shuffle, settings.seed, step)
+    order = (len(batch), num_epochs, size, actor.shuffle, settings.seed, step)
+    read = replace(batch, process_rewards=None, entropies=None, sum_squares=None, correction_weights=None, is_kept=None)
+    read = replace(read, old_log_probs=None, ref_log_probs=None)
+
     return RoleUpdate(
         workers.critic,
         partial(workers.critic.update),
         num_epochs,
         settings.critic_budget,
-        (weighed_values(part, mode, settings.loss_scale_factor) for part in of_epochs(batch, num_epochs, *order)),
-        lambda number: next(islice(of_epochs(batch, num_epochs, *order), number, None)),
+        lambda: (
+            weighed_values(select(read, samples), mode, settings.loss_scale_factor) for samples in of_epochs(*order)
+        ),
+        lambda number: select(batch, next(islice(of_epochs(*order), number, None))),
     )
 
 
@@ -169,17 +185,26 @@ def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | Non
     """
     skips = skips or Skips()
     runs = [_RoleRun(update, step, skips) for update in updates]
-    for turn in zip_longest(*(update.mini_batches for update in updates)):
-        for run, mini_batch in zip(runs, turn, strict=True):
-            if mini_batch is not None and not skips.is_over:
-                run.send(mini_batch)
+    to_send = [(run, update.mini_batches()) for run, update in zip(runs, updates, strict=True)]
+    while to_send and not skips.is_over:
+        for turn in list(to_send):
+            if not _send_next(*turn, skips):
+                to_send.remove(turn)
     metrics = dict(NOTHING_MADE)
     for run in runs:
         run.finish()
-    skips.settle(step, [(run.skips, run.update.samples_of) for run in runs])
+    skips.settle(step, [(run.skips, run.update.samples_of, run.update.mini_batch) for run in runs])
     for run in runs:
         metrics |= update_metrics(run.update.worker.role, run.update.num_epochs, run.results)
     return metrics
+
+
+def _send_next(run: _RoleRun, mini_batches: Iterator[TokenBatch], skips: Skips) -> bool:
+    """Whether there was one. It is made here and kept nowhere, so that one stands at a time."""
+    mini_batch = next(mini_batches, None)
+    if mini_batch is not None and not skips.is_over:
+        run.send(mini_batch)
+    return mini_batch is not None
 
 
 class _RoleRun:
@@ -191,21 +216,21 @@ class _RoleRun:
         self.skips = skips.begin(step, update.worker, update.token_budget, dict(update.send.keywords))
         self._all_skips = skips
         self._send = partial(update.send, capsule=self.skips.place)
-        self._waiting: deque[tuple[Future[UpdateResult], TokenBatch]] = deque()
+        self._waiting: deque[Future[UpdateResult]] = deque()
 
     def send(self, mini_batch: TokenBatch) -> None:
+        """Nothing here keeps it."""
         if len(self._waiting) == CALLS_IN_FLIGHT:
             self._take()
-        self._waiting.append((self._send(mini_batch, self.update.token_budget), mini_batch))
+        self._waiting.append(self._send(mini_batch, self.update.token_budget))
 
     def finish(self) -> None:
         while self._waiting:
             self._take()
 
     def _take(self) -> None:
-        call, mini_batch = self._waiting.popleft()
-        result = call.result()
-        self._all_skips.seen(self.skips, len(self.results), mini_batch, result)
+        result = self._waiting.popleft().result()
+        self._all_skips.seen(self.skips, len(self.results), result)
         self.results.append(result)
         if self.update.worker.role == "actor":
             faults.reach("update.after_mini_batch")
@@ -224,7 +249,7 @@ def leave_out(
     skips.leave_out(workers, step, list(roles), batch, columns)
     metrics = dict(NOTHING_MADE)
     for role, update in roles.items():
-        count = float(sum(1 for _ in update.mini_batches))
+        count = float(sum(1 for _ in update.mini_batches()))
         metrics |= {f"{role}/num_optimizer_steps": count, f"{role}/num_skipped_steps": count, f"{role}/num_epochs": 0.0}
     return metrics
 

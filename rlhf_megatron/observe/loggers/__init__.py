@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +32,7 @@ class BatchView:
 
     samples: tuple[Sample, ...]
     mismatch: MismatchStep | None
-    make_distributions: Callable[[], Mapping[str, Tensor]]
-
-    @cached_property
-    def distributions(self) -> Mapping[str, Tensor]:
-        """Name -> the values, see `metrics.batch.distributions`. Made where a logger asks: they are whole columns."""
-        return self.make_distributions()
+    distributions: Callable[[], Iterator[tuple[str, Tensor]]]  # see `metrics.batch.distributions`; whole columns
 
 
 class Logger:

@@ -50,7 +50,7 @@ class TensorboardLogger(Logger):
     def batch(self, step: int, view: BatchView) -> None:
         if not is_view_step(step, self._total_steps):
             return
-        for name, values in view.distributions.items():
+        for name, values in view.distributions():
             self._writer.add_histogram(f"histogram/{name}", values, step)
         if view.samples:
             self._writer.add_text("samples", "\n\n---\n\n".join(map(as_markdown, view.samples)), step)

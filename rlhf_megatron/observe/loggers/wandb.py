@@ -64,7 +64,7 @@ class WandbLogger(Logger):
         import wandb
 
         values: dict[str, Any] = {
-            f"histogram/{name}": wandb.Histogram(column.double().numpy()) for name, column in view.distributions.items()
+            f"histogram/{name}": wandb.Histogram(column.double().numpy()) for name, column in view.distributions()
         }
         if view.samples:
             columns = list(vars(view.samples[0]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import get_args
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.algorithms.groups import Groups
-from rlhf_megatron.algorithms.mismatch import differences
+from rlhf_megatron.algorithms.mismatch import response_differences
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.observe.report.files import Sample
@@ -272,24 +272,31 @@ def sample_versions(batch: RolloutBatch) -> list[set[int]]:
     return [{of for of, _, _ in of_sample} or {first} for of_sample, first in pairs]
 
 
-def distributions(batch: TrainBatch, version: int | None = None) -> dict[str, Tensor]:
-    """Name -> [n] finite values: of samples whose reward counts, of all responses, or of response tokens.
+def distributions(batch: TrainBatch, version: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, [n] finite values): of samples whose reward counts, of all responses, or of response tokens. One column
+    stands at a time.
 
     `version`: of the policy that trained on them; with it there are their lags, where any is not 0.
     """
-    mask_T = batch.response_mask
-    columns = {"rewards": batch.rewards[valid_samples(batch)], "response_length": response_lengths(batch)}
+    for name, values in _columns(batch, version):
+        is_finite = np.isfinite(values.numpy())
+        if is_finite.any():
+            yield name, values if is_finite.all() else torch.from_numpy(values.numpy()[is_finite])
+
+
+def _columns(batch: TrainBatch, version: int | None) -> Iterator[tuple[str, Tensor]]:
+    mask_T, engine_T, trainer_T = batch.response_mask, batch.rollout_log_probs, batch.old_log_probs
+    yield "rewards", batch.rewards[valid_samples(batch)]
+    yield "response_length", response_lengths(batch)
     if version is not None and bool((of_samples := lags(version, batch)).any()):
-        columns["lag"] = of_samples
-    columns["advantages"] = batch.advantages[mask_T]
-    if batch.old_log_probs is not None:
-        engine_N, trainer_N = batch.rollout_log_probs[mask_T], batch.old_log_probs[mask_T]
-        columns["log_prob_difference"] = differences(engine_N, trainer_N)
-        columns["mismatch_ratio"] = (trainer_N - engine_N).exp()
+        yield "lag", of_samples
+    yield "advantages", picked(batch.advantages, mask_T)
+    if trainer_T is not None:
+        yield "mismatch_ratio", picked(trainer_T, mask_T).sub_(picked(engine_T, mask_T)).exp_()
+        yield "log_prob_difference", response_differences(engine_T, trainer_T, mask_T)
     for name, column_T in (("values", batch.values), ("returns", batch.returns), ("entropy", batch.entropies)):
         if column_T is not None:
-            columns[name] = column_T[mask_T]
-    return {name: finite for name, values in columns.items() if (finite := values[values.isfinite()]).numel()}
+            yield name, picked(column_T, mask_T)
 
 
 COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")

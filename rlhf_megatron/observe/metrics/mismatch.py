@@ -10,10 +10,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.mismatch import BLOCK, EDGES, differences, mismatch_statistics, spread, worst_tokens
+from rlhf_megatron.algorithms.mismatch import (
+    EDGES,
+    differences,
+    mismatch_statistics,
+    response_differences,
+    spread,
+    worst_tokens,
+)
 from rlhf_megatron.config.schema import CheckConfig
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, select
-from rlhf_megatron.observe.metrics.batch import picked, prompt_lengths, sample_versions, token_versions
+from rlhf_megatron.observe.metrics.batch import prompt_lengths, sample_versions, token_versions
 from rlhf_megatron.observe.report.files import MismatchGroup, MismatchStep, WorstToken
 
 
@@ -82,22 +89,11 @@ def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]
         return None
     groups = []
     for (version, reason), runs in sorted(_runs_of_groups(batch).items()):
-        chosen = torch.cat([_differences_of(batch, block) for run in runs for block in _blocks(run)])
+        chosen = response_differences(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask, runs)
         if chosen.numel():
             groups.append(MismatchGroup(version, reason, **vars(spread(chosen))))
     worst = [_worst_token(batch, t, sample, spell) for t, sample in _worst_places(batch)]
     return MismatchStep(step, EDGES, tuple(groups), tuple(worst))
-
-
-def _blocks(run: slice) -> list[slice]:
-    return [slice(start, min(start + BLOCK, run.stop)) for start in range(run.start, run.stop, BLOCK)]
-
-
-def _differences_of(batch: TrainBatch, run: slice) -> Tensor:
-    """Of the response tokens of a run."""
-    assert batch.old_log_probs is not None
-    mask = batch.response_mask[run]
-    return differences(picked(batch.rollout_log_probs[run], mask), picked(batch.old_log_probs[run], mask))
 
 
 def _runs_of_groups(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:

@@ -20,7 +20,7 @@ from rlhf_megatron.observe.metrics.batch import lags
 from rlhf_megatron.recovery.journal import GroupJournal
 from rlhf_megatron.recovery.keeper import Stage
 from rlhf_megatron.rollout.fleet.session import Session
-from rlhf_megatron.scheduler.samples import FewGroups, alike, greedy_length_metrics
+from rlhf_megatron.scheduler.samples import FewGroups, alike, give_back_memory, greedy_length_metrics
 from rlhf_megatron.scheduler.schedules.base import OnSync, Schedule
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow
 from rlhf_megatron.scheduler.supply.drive import WAIT_S, Driver, Scoring, start
@@ -154,6 +154,7 @@ class Background:
         seconds += time.monotonic() - began
         assert taken.step == step, f"the supply made step {taken.step}, the loop is at {step}"
         batch = concat(alike([group.batch for group in taken.groups]))
+        give_back_memory()
         self.leave_out(step, taken.left_out)
         self._metrics = self._metrics_of(taken, batch, seconds)
         missing = self._early.missing(taken.groups)

@@ -28,6 +28,14 @@ def test_weights_by_hand(mode: str, first: float, second: float) -> None:
     torch.testing.assert_close(weights, expected, atol=0, rtol=1e-7)
 
 
+@pytest.mark.parametrize("block", [1, 3, 4, 8])
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_blocks_change_no_weight(mode: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = loss_weights(mode, MASK, OFFSETS, 50, 30, 8)
+    monkeypatch.setattr(aggregate, "BLOCK", block)
+    assert torch.equal(loss_weights(mode, MASK, OFFSETS, 50, 30, 8), whole)
+
+
 def test_global_counts_divide_and_not_local_ones() -> None:
     assert loss_weights("token-mean", MASK, OFFSETS, 50, 30)[1] == pytest.approx(1 / 50)
     assert loss_weights("seq-mean-token-sum", MASK, OFFSETS, 50, 30)[1] == pytest.approx(1 / 30)

@@ -7,7 +7,14 @@ import torch
 
 from rlhf_megatron.algorithms import mismatch
 from rlhf_megatron.algorithms.metric_names import METRICS
-from rlhf_megatron.algorithms.mismatch import BLOCK, mismatch_statistics, percentile, percentiles, worst_tokens
+from rlhf_megatron.algorithms.mismatch import (
+    BLOCK,
+    mismatch_statistics,
+    percentile,
+    percentiles,
+    response_differences,
+    worst_tokens,
+)
 
 NAME = "training/rollout_log_probs_diff"
 
@@ -91,7 +98,20 @@ def test_percentiles_without_sorting_are_those_of_the_sorted_column(count: int) 
     if count > 2:
         column[1] = float("inf")
     shares = (0.5, 0.99, 1.0)
-    assert percentiles(column, shares) == [percentile(column.sort().values, share) for share in shares]
+    expected, before = [percentile(column.sort().values, share) for share in shares], column.clone()
+    assert percentiles(column, shares) == expected and torch.equal(column, before)
+    assert percentiles(column, shares, in_place=True) == expected
+
+
+def test_differences_of_runs_are_those_of_their_response_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatch, "BLOCK", 2)
+    engine, trainer = (
+        torch.tensor([0.0, -1, -2, -3, -4, -5, -6]),
+        torch.tensor([9.0, -1.5, 9, -1, float("nan"), -5, -9]),
+    )
+    mask = torch.tensor([0, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
+    assert response_differences(engine, trainer, mask).tolist() == [0.5, 2, float("inf"), 0, 3]
+    assert response_differences(engine, trainer, mask, [slice(6, 7), slice(0, 4)]).tolist() == [3, 0.5, 2]
 
 
 def test_blocks_change_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

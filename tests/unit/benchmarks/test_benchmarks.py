@@ -133,3 +133,14 @@ def test_a_step_of_the_controller_is_told_by_part(tmp_path: Path) -> None:
     assert meter.seconds.keys() >= {"answers to samples", "samples to a batch", "mismatch record", *calls, *journal}
     assert all(seconds > 0 for seconds in meter.seconds.values()) and meter.bytes.keys() == meter.seconds.keys()
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["step_000001.train"]
+    assert 0 < meter.waited_s < sum(meter.seconds.values()) - meter.seconds["answers to samples"]
+
+
+def test_a_large_step_is_told_by_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (bench_controller.Shape(count, 2, 3, 20, 2) for count in (4, 8))
+    monkeypatch.setattr(bench_controller, "LARGE", (small, large))
+    found = bench_controller.of_large()
+    first, last = found["sizes"]
+    assert (first["num_samples"], last["num_samples"]) == (8, 16)
+    per_token = last["controller_us_a_token"] / 1e6
+    assert found["whole_step"]["controller_cpu_s"] == pytest.approx(per_token * 16384 * 8256, rel=1e-3)

@@ -130,8 +130,11 @@ def updates_of(group: Any, count: int) -> list[RoleUpdate]:
         return select(batch, [number])
 
     actor = Workers(group).actor
-    mini_batches = iter([mini_batch(i) for i in range(count)])
-    return [RoleUpdate(actor, partial(actor.update, loss="policy"), 1, 100, mini_batches, samples_of)]
+    return [
+        RoleUpdate(
+            actor, partial(actor.update, loss="policy"), 1, 100, lambda: map(mini_batch, range(count)), samples_of
+        )
+    ]
 
 
 def test_skips_are_counted_over_steps_and_a_step_that_is_made_ends_the_row() -> None:

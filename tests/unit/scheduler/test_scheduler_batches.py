@@ -180,11 +180,11 @@ def test_the_actors_mini_batches_have_their_own_picks_and_others_have_none() -> 
     loss = PolicyLossConfig("clip_cov", {"clip_cov_lb": -1e9, "clip_cov_ub": 1e9, "clip_cov_ratio": 0.2})
     config = RunConfig(actor=ActorConfig(mini_batch_size=10, ppo_epochs=2, shuffle=False, policy_loss=loss))
     first, second = (
-        part.is_picked.tolist() for part in actor_update(WORKERS, UpdateSettings.of(config), 2, batch).mini_batches
+        part.is_picked.tolist() for part in actor_update(WORKERS, UpdateSettings.of(config), 2, batch).mini_batches()
     )
     assert sum(first) == sum(second) == 11 and first != second
     plain = RunConfig(actor=ActorConfig(mini_batch_size=10))
-    assert next(actor_update(WORKERS, UpdateSettings.of(plain), 2, batch).mini_batches).is_picked is None
+    assert next(actor_update(WORKERS, UpdateSettings.of(plain), 2, batch).mini_batches()).is_picked is None
 
 
 def test_samples_of_masked_status_are_neither_picked_nor_counted() -> None:
@@ -202,7 +202,7 @@ def test_a_norm_without_a_factor_divides_by_the_longest_response() -> None:
     for factor, expected in ((None, 1 / (10 * 40)), (5.0, 1 / 50)):
         config = RunConfig(data=DataConfig(max_response_length=40), actor=replace(actor, loss_scale_factor=factor))
         for update in (actor_update, critic_update):
-            (part,) = update(WORKERS, UpdateSettings.of(config), 2, batch).mini_batches
+            (part,) = update(WORKERS, UpdateSettings.of(config), 2, batch).mini_batches()
             assert part.loss_weights.max().item() == pytest.approx(expected)
 
 
@@ -235,7 +235,7 @@ def test_critic_and_actor_see_the_same_samples_in_mini_batches_of_one_size() -> 
     batch = replace(train_batch(), values=torch.zeros(65), returns=torch.zeros(65))
     config = RunConfig(actor=ActorConfig(mini_batch_size=4, ppo_epochs=2))
     of_actor, of_critic = (
-        [samples_of(part) for part in update(WORKERS, UpdateSettings.of(config), 2, batch).mini_batches]
+        [samples_of(part) for part in update(WORKERS, UpdateSettings.of(config), 2, batch).mini_batches()]
         for update in (actor_update, critic_update)
     )
     assert of_critic == of_actor and len(of_actor) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.model_rewards import model_rewards
 from rlhf_megatron.scheduler.parts import Parts
-from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, annotate, run_updates
+from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, actor_update, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import Sync
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import BadTensor, Findings
@@ -124,7 +125,7 @@ def numbered(worker: ActorProxy | CriticProxy, count: int) -> RoleUpdate:
             yield TokenBatch(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([False]))
 
     send = partial(worker.update)
-    return RoleUpdate(worker, send, 1, 100, batches(), lambda number: train_batch())
+    return RoleUpdate(worker, send, 1, 100, batches, lambda number: train_batch())
 
 
 def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
@@ -142,6 +143,27 @@ def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
         *("wait actor.update 1", "send actor.update 3"),
         *("wait actor.update 2", "send actor.update 4"),
     ]
+
+
+def test_one_mini_batch_stands_at_a_time() -> None:
+    """The last is gone before the next is made, whose columns are those that the update reads."""
+    group, stood, made = FakeGroup(), [], []
+    update = actor_update(Workers(group), UpdateSettings.of(config_of(actor={"mini_batch_size": 5})), 1, train_batch())
+
+    def mini_batches() -> Iterator[TokenBatch]:
+        for mini_batch in update.mini_batches():
+            made.append(weakref.ref(mini_batch.token_ids))
+            yield mini_batch
+            del mini_batch
+            stood.append([ref() is not None for ref in made])
+
+    def send(mini_batch: TokenBatch, token_budget: int, capsule: object) -> Future[UpdateResult]:
+        future: Future[UpdateResult] = Future()
+        future.set_result(UpdateResult({"actor/x": 1.0}, 1.0, 1e-6, False))
+        return future
+
+    run_updates([replace(update, mini_batches=mini_batches, send=partial(send))])
+    assert stood == [[False], [False, False]]
 
 
 def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
