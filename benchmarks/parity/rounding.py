@@ -14,7 +14,8 @@ from torch import Tensor
 
 NUM_ORDERS = 4  # more of them would move the root mean square by a few per cent
 HEAD = "score"  # a critic's: a linear layer of one output
-_ROWS = ("o_proj", "down_proj", "w2", "norm", "input_layernorm", "post_attention_layernorm")  # what writes hidden units
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_ROWS = ("o_proj", "down_proj", "w2", "norm", *_NORMS)  # what writes hidden units
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _MLP = ("gate_proj", "up_proj", "gate", "router", "w1", "w3")
 _COLUMNS = ("embed_tokens", "lm_head", "score", *_ATTENTION, *_MLP)  # what reads them

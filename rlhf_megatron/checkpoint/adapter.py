@@ -17,6 +17,7 @@ from rlhf_megatron.models.lora import DOWN, UP, is_adapter, last_part, merged, s
 from rlhf_megatron.models.table import HFTensor, Rule, plain_rule
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_STAYS = (True, False, "gaussian", "eva")  # kinds of first matrices; others change the base's weights
 _PREFIX = "base_model.model."  # of names in peft's files
 
 
@@ -34,6 +35,11 @@ def read_adapter(directory: Path, lora: LoRAConfig, shapes: Mapping[str, Sequenc
                 f"{directory / CONFIG} has {key} {stored[key]!r}, but {wanted!r} is needed; set actor.lora as it says,"
                 " or merge that adapter and start from the merged model."
             )
+    if (begun := stored.get("init_lora_weights", True)) not in (*BASE_STAYS, None):
+        raise ValueError(
+            f"{directory / CONFIG} has init_lora_weights {begun!r}: its matrices stand beside weights that peft changed"
+            " when it made them, not the model's own; merge that adapter and start from the merged model."
+        )
     held = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(directory / WEIGHTS).items()}
     found = {name: tuple(tensor.shape) for name, tensor in held.items()}
     wanted_shapes = {name: tuple(shape) for name, shape in shapes.items()}

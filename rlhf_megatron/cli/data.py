@@ -12,8 +12,9 @@ from pathlib import Path
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.run import has_pairs
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.documents import Documents, DocumentSets, DocumentSource, answered
+from rlhf_megatron.data.documents import DocumentSets, answered
 from rlhf_megatron.data.prepare import SETS, fetched, prepare
+from rlhf_megatron.data.samples import Documents, DocumentSource
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.turns import Document
 from rlhf_megatron.scheduler.parts import load_data

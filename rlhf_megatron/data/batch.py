@@ -124,6 +124,8 @@ class AnnotatedBatch(ScoredBatch):
     values: Tensor | None = per_token(default=None)  # [T] float32, critic
     entropies: Tensor | None = per_token(default=None)  # [T] float32, nats
     sum_squares: Tensor | None = per_token(default=None)  # [T] float32, of the trainer's probabilities
+    teacher_ids: Tensor | None = per_token(default=None, kw_only=True)  # [T, K] int32, the teacher's most likely tokens
+    teacher_log_probs: Tensor | None = per_token(default=None, kw_only=True)  # [T, K] float32
 
 
 @codec.register

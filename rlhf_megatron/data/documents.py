@@ -1,43 +1,29 @@
-"""What supervised and preference jobs train on: documents of rows (prompt and answer, conversations, pairs), as tokens.
-
-A sample is one document, or two of a preference pair: the chosen one, then the rejected one. A set holds its tokens in
-three tensors, 5 bytes a token.
-"""
+"""The rows of supervised and preference jobs as samples: prompts and answers, conversations, pairs."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from rlhf_megatron.algorithms.distillation.base import DistillationParams
 from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
-from rlhf_megatron.data.batch import TokenBatch, concat, offsets_from_lengths, select
+from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.items import PromptFormat, PromptItem, Truncation, cut
 from rlhf_megatron.data.prompts import load_prompts, of_source, sources_of
 from rlhf_megatron.data.rows import SOURCE_KEY, check_text, look_up, prompt_of, raw_rows, refuse
+from rlhf_megatron.data.samples import Documents, DocumentSource, Sample
+from rlhf_megatron.data.taught import taught_of
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.turns import Document, turns_of
 
 MESSAGES, TEXT = "messages", "text"  # keys that published files have
 ANY_LENGTH = 1 << 24  # tokens: the limit on documents comes after the one on prompts
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One document, or the chosen and the rejected one of a pair."""
-
-    documents: tuple[Document, ...]
-    source: str
-    weight: float = 1.0  # in the loss
 
 
 @dataclass
@@ -64,95 +50,6 @@ class Counts:
             "turns whose reasoning_content the chat template leaves out": self.num_thoughts_lost,
         }
         return [f"{count} {what}" for what, count in phrases.items() if count]
-
-
-class Documents(Sequence[Sample]):
-    """Samples of one source. Its repr is a digest of all that trains, which names the data of a run."""
-
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        ids, mask, lengths = array("i"), bytearray(), array("q")
-        weights, sources = array("f"), []
-        self.width = 1  # documents a sample
-        for sample in samples:
-            self.width = len(sample.documents)
-            weights.append(sample.weight)
-            sources.append(sample.source)
-            for document in sample.documents:
-                ids.extend(document.token_ids)
-                lengths.append(len(document.token_ids))
-                trains = bytearray(len(document.token_ids))
-                for begin, end in document.trained:
-                    trains[begin:end] = b"\1" * (end - begin)
-                mask += trains
-        self.weights = torch.tensor(weights, dtype=torch.float32)
-        self.sources = tuple(sources)
-        self.tokens = TokenBatch(
-            offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64)),
-            torch.tensor(ids, dtype=torch.int32),
-            torch.frombuffer(mask, dtype=torch.bool).clone() if mask else torch.zeros(0, dtype=torch.bool),
-        )
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __getitem__(self, index: Any) -> Any:
-        documents = []
-        for row in range(index * self.width, (index + 1) * self.width):
-            one = select(self.tokens, [row])
-            edges = torch.cat([torch.zeros(1), one.response_mask.float(), torch.zeros(1)]).diff().nonzero().flatten()
-            documents.append(Document(tuple(one.token_ids.tolist()), tuple(map(tuple, edges.view(-1, 2).tolist()))))
-        return Sample(tuple(documents), self.sources[index], float(self.weights[index]))
-
-    def __repr__(self) -> str:
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
-        found = hashlib.sha256(repr((self.width, self.sources)).encode())
-        for tensor in (self.tokens.offsets, self.tokens.token_ids, self.tokens.response_mask, self.weights):
-            found.update(tensor.numpy().data)
-        return found.hexdigest()
-
-    def batch(self, indices: Sequence[int]) -> SampleBatch:
-        """The samples with these indices, in order; documents of a pair stand beside each other."""
-        rows = [index * self.width + k for index in indices for k in range(self.width)]
-        found = select(self.tokens, rows)
-        tokens = replace(found, token_ids=found.token_ids.long())
-        return SampleBatch(tokens, self.weights[list(indices)], tuple(self.sources[i] for i in indices))
-
-
-@dataclass(frozen=True)
-class SampleBatch:
-    """B samples. `tokens` has B documents, or 2 B of pairs."""
-
-    tokens: TokenBatch
-    weights: Tensor  # [B] float32
-    sources: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-
-def drawn(sources: Sequence[DocumentSource], places: Iterable[tuple[int, int]]) -> SampleBatch:
-    """The samples at (source, index of its item) as one batch, by source."""
-    by_source: dict[int, list[int]] = {}
-    for source, index in places:
-        by_source.setdefault(source, []).append(index)
-    parts = [sources[source].items.batch(indices) for source, indices in sorted(by_source.items())]
-    return SampleBatch(
-        concat([part.tokens for part in parts]),
-        torch.cat([part.weights for part in parts]),
-        tuple(name for part in parts for name in part.sources),
-    )
-
-
-@dataclass(frozen=True)
-class DocumentSource:
-    """Samples that share a weight, as a stream draws them."""
-
-    name: str
-    weight: float  # relative to the other sources
-    items: Documents
 
 
 @dataclass(frozen=True)
@@ -272,7 +169,8 @@ def _from_rows(
             read = partial(_conversation, sft=sft, chat=chat, tokenizer=tokenizer, counts=counts)
         with of_source(key, source):
             train.append((source.name, source.weight, _read(source.train_files, source, read, data, counts)))
-            for sample in _read(source.val_files, source, read, data, counts) if source.val_files else ():
+            untaught = partial(read, sft=replace(sft, teacher_key=None))  # held-out losses ask no teacher
+            for sample in _read(source.val_files, source, untaught, data, counts) if source.val_files else ():
                 held_out.setdefault(sample.source, []).append(sample)
     return train, held_out
 
@@ -318,7 +216,13 @@ def _conversation(
     counts.num_stops_added += turns.num_stops_added
     counts.num_thoughts_lost += turns.num_thoughts_lost
     weight = _weight_of(row, sft)
-    return [Sample((document,), "", weight) for document in turns.documents]
+    samples = [Sample((document,), "", weight) for document in turns.documents]
+    if sft.teacher_key is None:
+        return samples
+    ends = list(accumulate((d.num_trained for d in turns.documents), initial=0))
+    top_k = params_from_mapping(DistillationParams, sft.params, "sft.params").top_k
+    told = taught_of(row, sft.teacher_key, ends[-1], top_k, tokenizer.vocab_size)
+    return [replace(s, taught=told.part(b, e)) for s, b, e in zip(samples, ends, ends[1:], strict=False)]
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -405,6 +309,11 @@ def _limited(samples: Iterable[Sample], data: DataConfig, max_length: int, count
                     f"a document of {sample.source!r} has {longest} tokens, over sft.max_length ({max_length}); raise"
                     " it, or set data.filter_overlong_prompts=true to drop such documents, or data.truncation to cut"
                     " them."
+                )
+            if sample.taught is not None:
+                raise ValueError(
+                    f"a document of {sample.source!r} has {longest} tokens, over sft.max_length ({max_length}), and"
+                    " what a teacher told of it is not cut; raise that, or set data.filter_overlong_prompts=true."
                 )
             sample = replace(sample, documents=tuple(_cut(d, max_length, data.truncation) for d in sample.documents))
             counts.num_cut += 1

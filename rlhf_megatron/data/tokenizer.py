@@ -48,6 +48,11 @@ class Tokenizer:
         """Largest token id + 1. A model's vocabulary may be larger."""
         return max(self._known_ids) + 1
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether an id stands for the same token in both."""
+        own, its = (one._backend.get_vocab(with_added_tokens=True) for one in (self, other))
+        return own == its
+
     def encode(self, text: str) -> tuple[int, ...]:
         return self.encode_all([text])[0]
 

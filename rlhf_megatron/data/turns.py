@@ -29,6 +29,10 @@ class Document:
     token_ids: tuple[int, ...]
     trained: tuple[tuple[int, int], ...]  # [begin, end) of each stretch of tokens that train, ascending
 
+    @property
+    def num_trained(self) -> int:
+        return sum(end - begin for begin, end in self.trained)
+
 
 @dataclass(frozen=True)
 class Turns:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.documents import Sample, load_held_out
+from rlhf_megatron.data.documents import load_held_out
+from rlhf_megatron.data.samples import Sample
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.sample_figures import SEED, bootstrap
 from rlhf_megatron.generation.answer_file import digest_of, read_answers

@@ -11,10 +11,11 @@ from pathlib import Path
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.value_model import read_value_model, scoring_model
 from rlhf_megatron.config.rules import Check
-from rlhf_megatron.config.rules.run import has_critic, has_pairs, has_reward_model, needs_reference
+from rlhf_megatron.config.rules.run import has_critic, has_pairs, has_reward_model, has_teacher, needs_reference
 from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, TrainerConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.data.prompts import read_all
+from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.observe.loggers import check_loggers
 from rlhf_megatron.observe.metrics.names import find
@@ -51,6 +52,7 @@ def checks_of_run(
             ("model.path", "reference"),
             lambda c: _check_weights(c.reference.path if needs_reference(c) else None, c.actor),
         ),
+        Check(("reference.path", "model.tokenizer_path"), _check_teacher),
         Check(("critic.path",), lambda c: _check_critic(c.critic.path if has_critic(c) else None)),
         Check(("reward_model.path",), lambda c: _check_scoring(c.reward_model.path if has_reward_model(c) else None)),
         Check(("reward_model", "rollout.sglang"), lambda c: check_served(revealed(c, os.environ))),
@@ -127,6 +129,19 @@ def _check_metric(name: str | None) -> None:
         raise ValueError(
             f"trainer.keep_best ({name}) is no metric of a run; docs/metrics.md lists them, such as val/accuracy or"
             " critic/rewards/mean."
+        )
+
+
+def _check_teacher(config: RunConfig) -> None:
+    """A teacher names tokens by their ids: they must be the student's. Not looked at where it has no tokenizer."""
+    path = config.reference.path if has_teacher(config) else None
+    if path is None or not (Path(path) / "tokenizer.json").is_file():
+        return
+    student = config.model.tokenizer_path or config.model.path
+    if not load_tokenizer(student, config.model.path).has_tokens_of(load_tokenizer(path, path)):
+        raise ValueError(
+            f"the teacher at reference.path ({path}) has other tokens than {student}: it tells ids, which stand for"
+            " other texts there; name a teacher with the same tokenizer."
         )
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from rlhf_megatron.algorithms.distillation import DISTILLATION_LOSSES
-from rlhf_megatron.algorithms.distillation.base import DistillationParams
 from rlhf_megatron.checkpoint.dist_checkpoint import write_together
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of, records_below
@@ -32,7 +30,6 @@ from rlhf_megatron.config.rules.run import (
     needs_reference,
 )
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
-from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head
@@ -51,7 +48,7 @@ from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import ScoreWorker, TeachingWorker, TrainWorker, ValueWorker
 from rlhf_megatron.workers.critic import Critic
 from rlhf_megatron.workers.frozen import RewardModel
-from rlhf_megatron.workers.losses import DistillationRowLoss, moving_correction
+from rlhf_megatron.workers.losses import distillation_params, distillation_row_loss, moving_correction
 from rlhf_megatron.workers.megatron import MegatronBackend
 from rlhf_megatron.workers.reference import Reference
 from rlhf_megatron.workers.routes import ReplayMode
@@ -289,21 +286,14 @@ class RoleBuilder:
         correction = moving_correction(config.algorithm.rollout_correction)
         replay = config.actor.router_replay
         backend = self._backend(hf_config, weights, world, config.actor.megatron, router_replay=replay)
-        actor = Actor(backend, config.actor, self.actor_phases, correction, self._distillation())
+        distillation = distillation_row_loss(config) if has_teacher(config) else None
+        actor = Actor(backend, config.actor, self.actor_phases, correction, distillation)
         reference = self._reference(hf_config, weights, world) if needs_reference(config) else None
         trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
         host: HostWorker = HostRole(world, actor, reference, path)
         scores: TeachingWorker | None = reference
         roles: dict[str, object] = {"actor": trains, "host": host}
         return roles if scores is None else {**roles, "reference": scores}
-
-    def _distillation(self) -> DistillationRowLoss | None:
-        """The loss towards a teacher, where the job has one."""
-        sft = self.config.sft
-        if not has_teacher(self.config):
-            return None
-        params = params_from_mapping(DistillationParams, sft.params, "sft.params")
-        return DistillationRowLoss(DISTILLATION_LOSSES.get(sft.loss_mode).build, params.has_tail)
 
     def _reward_model_roles(self, world: World) -> dict[str, object]:
         """The model that learns stands where the policy does in other jobs; its output layer has one label."""
@@ -376,6 +366,8 @@ class RoleBuilder:
                     f"the teacher at reference.path ({path}) has a vocabulary of {hf_config.get('vocab_size')} and the"
                     f" model one of {student.get('vocab_size')}; both must have the same tokens."
                 )
+            if has_teacher(self.config) and (count := distillation_params(self.config).top_k) > hf_config["vocab_size"]:
+                raise ValueError(f"top_k ({count}) must be at most the vocabulary's {hf_config['vocab_size']} tokens.")
             weights = weight_source(path, None, hf_config, world.layout.tp)
         backend = self._backend(hf_config, weights, world, actor.megatron, is_frozen=True)
         return Reference(backend, actor.log_prob_chunk_size, actor.kernels, is_offloaded=reference.param_offload)

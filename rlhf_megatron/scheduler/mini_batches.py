@@ -93,6 +93,8 @@ def weighed(
         rollout_log_probs=part.rollout_log_probs,
         correction_weights=part.correction_weights,
         is_picked=is_picked,
+        teacher_ids=part.teacher_ids,
+        teacher_log_probs=part.teacher_log_probs,
         sample_ids=part.sample_ids,
         routes=part.routes,
     )

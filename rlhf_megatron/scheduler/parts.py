@@ -13,7 +13,7 @@ from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts
-from rlhf_megatron.config.rules.run import needs_reference
+from rlhf_megatron.config.rules.run import has_kl, has_teacher, needs_reference
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.data.items import prompt_batch
@@ -25,7 +25,7 @@ from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.workers.losses import correction_params
+from rlhf_megatron.workers.losses import correction_params, distillation_params
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Parts:
     needs_sum_squares: bool = False  # of the probabilities of the actor
     needs_greedy_rewards: bool = False  # of one greedy sample a prompt
     schedule: Schedule = field(default_factory=Synchronous)
+    needs_ref_log_probs: bool = True  # of what was sampled, where there is a reference
+    teacher_top_k: int = 0  # tokens that the reference tells of each place; 0: it is no teacher
 
 
 def load_parts(config: RunConfig) -> Parts:
@@ -64,6 +66,8 @@ def load_parts(config: RunConfig) -> Parts:
         needs_sum_squares="sum_squares" in estimator.needs,
         needs_greedy_rewards="greedy_rewards" in estimator.needs,
         schedule=load_schedule(config.schedule),
+        needs_ref_log_probs=has_kl(config),
+        teacher_top_k=distillation_params(config).top_k if has_teacher(config) else 0,
     )
 
 

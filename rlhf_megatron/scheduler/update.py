@@ -142,14 +142,18 @@ def annotate(
     tokens = _tokens(scored, is_recorded)
     budget, temperature = settings.actor.ppo_max_token_len_per_gpu, settings.temperature
     asked = {"with_sum_squares": True} if parts.needs_sum_squares else {}
-    actor = critic = reference = None
+    actor = critic = reference = teacher = None
     if has_actor:
         actor = workers.actor.log_probs(tokens, budget, temperature=temperature, with_entropy=True, **asked)
     if parts.needs_values:
         critic = workers.critic.values(tokens, settings.critic_budget)
-    if parts.needs_reference:
+    if parts.needs_reference and parts.needs_ref_log_probs:
         reference = workers.reference.log_probs(
             tokens, settings.reference_budget, temperature=temperature, with_entropy=False
+        )
+    if parts.teacher_top_k:
+        teacher = workers.reference.top_log_probs(
+            tokens, settings.reference_budget, temperature=temperature, count=parts.teacher_top_k
         )
     asked_model = rewards.ask(workers.reward_model, scored) if rewards is not None else None
     by_actor = actor.result() if actor else None
@@ -161,6 +165,8 @@ def annotate(
         sum_squares=by_actor.sum_squares if by_actor else None,
         values=critic.result().values if critic else None,
         ref_log_probs=reference.result().log_probs if reference else None,
+        teacher_ids=teacher.result().teacher_ids if teacher else None,
+        teacher_log_probs=teacher.result().teacher_log_probs if teacher else None,
     )
 
 

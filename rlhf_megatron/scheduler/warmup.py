@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_megatron.config.schema import SamplingConfig, WarmupConfig
-from rlhf_megatron.data.documents import Documents, SampleBatch, answered
+from rlhf_megatron.data.documents import answered
 from rlhf_megatron.data.items import WeightedItems
 from rlhf_megatron.data.prompts import PromptSets
+from rlhf_megatron.data.samples import Documents, SampleBatch
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.tracker import Tracker

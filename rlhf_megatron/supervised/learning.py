@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import metric_weights, sequence_sums
-from rlhf_megatron.algorithms.distillation.base import DistillationParams
 from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, Pairs
 from rlhf_megatron.config.rules.run import has_pairs, has_teacher
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, ValueMiniBatch, with_places_behind
-from rlhf_megatron.data.documents import Documents, DocumentSource, SampleBatch
+from rlhf_megatron.data.samples import Documents, DocumentSource, SampleBatch
 from rlhf_megatron.evaluation.intervals import wilson_interval
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, ReferenceProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
 from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.losses import distillation_params
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,16 @@ class Answers:
 class Distillation(Answers):
     """A divergence from the teacher's most likely tokens, at the places that train. Measured as answers are."""
 
-    teacher: ReferenceProxy | None = None
+    teacher: ReferenceProxy | None = None  # asked where the rows do not bring what it told
     teacher_budget: int = 0
     top_k: int = 16
 
     def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
-        assert self.teacher is not None, "its maker gives it one"
-        told = self.teacher.top_log_probs(batch.tokens, self.teacher_budget, temperature=1.0, count=self.top_k).result()
+        told = batch.taught
+        if told is None:
+            assert self.teacher is not None, "its maker gives it one"
+            asked = self.teacher.top_log_probs(batch.tokens, self.teacher_budget, temperature=1.0, count=self.top_k)
+            told = asked.result()
         mini_batch = replace(
             supervised_mini_batch(batch.tokens, self.mode, self.scale_factor, batch.weights),
             teacher_ids=told.teacher_ids,
@@ -214,7 +217,7 @@ def make_learner(config: RunConfig, workers: Workers) -> Learner:
         answers = (workers.actor, budget, actor.loss_agg_mode, factor)
         if not has_teacher(config):
             return Answers(*answers)
-        top_k = params_from_mapping(DistillationParams, sft.params, "sft.params").top_k
+        top_k = distillation_params(config).top_k
         return Distillation(*answers, workers.reference, of_reference, top_k)
     entry = PREFERENCE_LOSSES.get(sft.loss_mode)
     params = params_from_mapping(entry.params, sft.params, "sft.params") if entry.params is not None else None

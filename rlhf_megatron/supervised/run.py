@@ -17,7 +17,8 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.rules.run import has_pairs, needs_reference
 from rlhf_megatron.config.schema import DataConfig, ModelConfig, RunConfig, SFTConfig
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.data.documents import DocumentSets, DocumentSource, SampleBatch, drawn, load_documents
+from rlhf_megatron.data.documents import DocumentSets, load_documents
+from rlhf_megatron.data.samples import DocumentSource, SampleBatch, drawn
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.data.stream import Stream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer

@@ -14,7 +14,7 @@ from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.workers.backend import TellingHead, TrainedBackend
+from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
@@ -22,6 +22,7 @@ from rlhf_megatron.workers.losses import (
     CorrectedRowLoss,
     DistillationRowLoss,
     RowLoss,
+    TaughtRowLoss,
     make_row_losses,
     policy_row_loss,
 )
@@ -52,8 +53,9 @@ class Actor(TrainedModel):
         super().__init__(backend, phases, "actor")
         self.config = config
         self.losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
-        if correction is not None:
-            self.losses["policy"] = CorrectedRowLoss(policy_row_loss(config), correction)
+        policy, term = policy_row_loss(config), config.distillation
+        taught = policy if distillation is None else TaughtRowLoss(policy, distillation, term.others_coef, term.coef)
+        self.losses["policy"] = taught if correction is None else CorrectedRowLoss(taught, correction)
         if distillation is not None:
             self.losses["distillation"] = distillation
         self.head = backend.make_head("actor", config.log_prob_chunk_size, config.kernels)
@@ -109,7 +111,6 @@ class Actor(TrainedModel):
                 sequences = Sequences(micro.sequence_ids, micro.num_sequences, partial(sum_over_cp, world=world))
             columns = micro.columns
             if "teacher_ids" in columns:
-                assert isinstance(self.head, TellingHead), "a rule lets only such a backend have a teacher"
                 found = self.head.log_probs_at(hidden_SH, micro, temperature, log_probs_R, columns["teacher_ids"])
                 columns = {**columns, "student_log_probs": found}
             return *row_loss(log_probs_R, entropies_R, columns, sequences), log_probs_R

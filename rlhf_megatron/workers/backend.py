@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,19 +59,11 @@ class StepOptimizer(Protocol):
 
 
 class Head(Protocol):
-    """The head of a policy: log-probs and entropies of rows, by the kernel in use."""
+    """The head of a policy: log-probs and entropies of rows, by the kernel in use. Last stage, all tp ranks."""
 
     def outputs(
         self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, with_entropy: bool, with_sum_squares: bool
     ) -> HeadOutputs: ...
-
-    def report(self) -> HeadReport | None:
-        """None off the last stage."""
-
-
-@runtime_checkable
-class TellingHead(Head, Protocol):
-    """A head that gives log-probs of other tokens than the targets, too."""
 
     def log_probs_at(
         self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, log_probs_R: Tensor, ids_RK: Tensor
@@ -80,6 +72,9 @@ class TellingHead(Head, Protocol):
 
     def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
         """([R, K] ids, [R, K] float32 log-probs) of the `count` likeliest tokens, the likeliest first. No grad."""
+
+    def report(self) -> HeadReport | None:
+        """None off the last stage."""
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_megatron.data.batch import LogProbs, TokenBatch, TopLogProbs, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.kernels.log_prob import HeadOutputs
-from rlhf_megatron.workers.backend import Backend, Head, RowsResult, TellingHead
+from rlhf_megatron.workers.backend import Backend, Head, RowsResult
 from rlhf_megatron.workers.pack import MicroBatch, pack
 from rlhf_megatron.workers.pipeline import sum_over_cp
 
@@ -65,7 +65,7 @@ def forward_values(backend: Backend, batch: TokenBatch, plan: ReplicaPlan) -> Va
 
 
 def forward_top(
-    backend: Backend, head: TellingHead, batch: TokenBatch, plan: ReplicaPlan, temperature: float, count: int
+    backend: Backend, head: Head, batch: TokenBatch, plan: ReplicaPlan, temperature: float, count: int
 ) -> TopLogProbs | None:
     """The likeliest tokens of each place, on the leader; None elsewhere. All ranks of a replica."""
 

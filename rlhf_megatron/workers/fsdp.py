@@ -141,7 +141,7 @@ class FSDPBackend:
         if self.model.is_plain:
             return PlainHead(role, self.world)
         vocab_size = require_int(self.hf_config, "vocab_size")
-        return WholeHead(
+        return LogProbHead(
             role, lambda: self.model.head.weight, 0, vocab_size, self.world, self.dtype, chunk_size, kernels
         )
 
@@ -304,29 +304,6 @@ class FSDPBackend:
                 error,
             )
         return is_unlike
-
-
-class WholeHead(LogProbHead):
-    """A `TellingHead`: the weight is whole on every rank while it is used, and autograd has its gradient."""
-
-    def log_probs_at(
-        self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, log_probs_R: Tensor, ids_RK: Tensor
-    ) -> Tensor:
-        """The kernel's log-prob of the target, and how much larger the logits of the others are."""
-        hidden_RH, weight_VH = hidden_SH.index_select(0, micro.rows).float(), self._weight()
-
-        def logits(ids_R: Tensor) -> Tensor:
-            return (hidden_RH * weight_VH.index_select(0, ids_R).float()).sum(-1) / temperature
-
-        others_RK = torch.stack([logits(ids_R) for ids_R in ids_RK.long().unbind(-1)], -1)
-        return others_RK + (log_probs_R - logits(micro.targets))[:, None]
-
-    @torch.no_grad()
-    def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-        hidden_RH, weight_VH = hidden_SH.index_select(0, micro.rows), self._weight()
-        parts = [_top(part @ weight_VH.T, temperature, count) for part in hidden_RH.split(self.chunk_size)]
-        ids, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
-        return ids, log_probs
 
 
 class PlainHead:

@@ -2,7 +2,8 @@
 
 Also: The head's gradient goes straight into megatron's float32 main_grad: no tensor of the weight's size in between.
 """
-# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary shard, H hidden
+# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary shard, H hidden,
+# K other tokens than the target, N those and the target
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
+from rlhf_megatron.kernels.other_tokens import HeadShard, chosen_logits, likeliest
 from rlhf_megatron.kernels.self_check import SelfCheck, check_backend
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
@@ -122,3 +124,22 @@ class LogProbHead:
             stash_bytes=stash_bytes if torch.is_grad_enabled() else 0,
             backend=self.checked.backend,
         )
+
+    def log_probs_at(
+        self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, log_probs_R: Tensor, ids_RK: Tensor
+    ) -> Tensor:
+        """The kernel's log-prob of the target, and how much larger the logits of the others are."""
+        ids_RN = torch.cat([micro.targets[:, None], ids_RK.long()], -1)
+        weight_VH = self._weight()
+        logits_RN = chosen_logits(hidden_SH, weight_VH, ids_RN, micro.rows, self._shard(weight_VH)) / temperature
+        return logits_RN[:, 1:] + (log_probs_R - logits_RN[:, 0])[:, None]
+
+    def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        """See `backend.Head`."""
+        weight_VH = self._weight()
+        of = (count, micro.rows, self._shard(weight_VH))
+        return likeliest(hidden_SH, weight_VH, *of, temperature, self.chunk_size)
+
+    def _shard(self, weight_VH: nn.Parameter) -> HeadShard:
+        sink = sink_of(weight_VH) if torch.is_grad_enabled() else None
+        return HeadShard(*self._vocab, self.world.tp_group, self.world.layout.sequence_parallel, sink)

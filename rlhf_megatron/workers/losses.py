@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.distillation.base import Loss, outcomes
+from rlhf_megatron.algorithms.distillation import DISTILLATION_LOSSES
+from rlhf_megatron.algorithms.distillation.base import DistillationParams, Loss, outcomes
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams
@@ -22,7 +23,7 @@ from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams,
 from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.correction import filter_bounds, importance_bounds, is_bypass, resolved
-from rlhf_megatron.config.schema import ActorConfig, RolloutCorrectionConfig
+from rlhf_megatron.config.schema import ActorConfig, RolloutCorrectionConfig, RunConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
 from rlhf_megatron.kernels.row_loss import Columns, Sums, weighted
@@ -55,11 +56,39 @@ class DistillationRowLoss:
         student, teacher = (
             outcomes(columns[name], self.has_tail) for name in ("student_log_probs", "teacher_log_probs")
         )
-        value, _ = weighted(PolicyLossOutputs(self.divergence(student, teacher), {}), columns)
-        return value, {"actor/loss": value.detach()}
+        loss_R = self.divergence(student, teacher)
+        value, shares = weighted(PolicyLossOutputs(loss_R, {"actor/distillation_loss": loss_R.detach()}), columns)
+        return value, {"actor/loss": value.detach(), **shares}
 
 
-RowLoss = PolicyRowLoss | SupervisedRowLoss | DistillationRowLoss
+@dataclass(frozen=True)
+class TaughtRowLoss:
+    """A policy loss with its terms, and beside them a divergence from the teacher; their weights."""
+
+    row_loss: PolicyRowLoss
+    teacher: DistillationRowLoss
+    others_coef: float
+    coef: float
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.row_loss.needs_entropy
+
+    @property
+    def needs_sequences(self) -> bool:
+        return self.row_loss.needs_sequences
+
+    def __call__(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
+    ) -> Sums:
+        """As `PolicyRowLoss`, with `columns` as `DistillationRowLoss` has them."""
+        others, metrics = self.row_loss(log_probs_R, entropies_R, columns, sequences)
+        taught, of_teacher = self.teacher(log_probs_R, None, columns)
+        value = self.others_coef * others + self.coef * taught
+        return value, {**metrics, **of_teacher, "actor/loss": value.detach()}
+
+
+RowLoss = PolicyRowLoss | SupervisedRowLoss | DistillationRowLoss | TaughtRowLoss
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
@@ -80,6 +109,19 @@ def policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
     )
     use_triton = config.kernels.fused_loss and config.kernels.backend in ("auto", "triton")
     return PolicyRowLoss(entry.name, entry.build, params, regularizers, entry.needs, use_triton)
+
+
+def distillation_params(config: RunConfig) -> DistillationParams:
+    """Of the loss towards a teacher, in either kind of job. Raises ValueError for those that it does not have."""
+    if config.job == "train":
+        return params_from_mapping(DistillationParams, config.actor.distillation.params, "actor.distillation.params")
+    return params_from_mapping(DistillationParams, config.sft.params, "sft.params")
+
+
+def distillation_row_loss(config: RunConfig) -> DistillationRowLoss:
+    """The loss towards a teacher, of a job that has one. Raises as `distillation_params`."""
+    name = config.actor.distillation.loss_mode if config.job == "train" else config.sft.loss_mode
+    return DistillationRowLoss(DISTILLATION_LOSSES.get(str(name)).build, distillation_params(config).has_tail)
 
 
 def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
@@ -115,7 +157,7 @@ class CorrectedRowLoss:
     were counted before, with every response token. The old log-probs of these rows are the engine's.
     """
 
-    row_loss: PolicyRowLoss
+    row_loss: PolicyRowLoss | TaughtRowLoss
     params: CorrectionParams
 
     @property

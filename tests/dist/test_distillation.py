@@ -1,57 +1,95 @@
-"""A student of another family learns from a teacher's most likely tokens on two ranks; against plain transformers."""
+"""A student of another family learns from a teacher's most likely tokens, on both backends and in layouts, alone and
+beside a policy loss; against plain transformers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import workers_reference as reference
 from dist_pool import DistPool
 from torch import Tensor
-from workers_jobs import CONFIG, StateSource, share
+from workers_jobs import CONFIG, StateSource, megatron_of, shards, share, whole
 
-from rlhf_megatron.config.schema import FSDPConfig
-from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.data.plan import restore
+from rlhf_megatron.config.schema import FSDPConfig, TeacherTermConfig
+from rlhf_megatron.data.batch import MiniBatch, TopLogProbs
+from rlhf_megatron.data.plan import ReplicaPlan, restore
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.contract import UpdateResult
 
 pytestmark = pytest.mark.dist
 COUNT = 5
 STUDENT, TEACHER = "llama", "qwen3_tied"
 
 
-def distil(world: World, states: dict[str, dict[str, Tensor]], batch: MiniBatch, loss: str) -> tuple[Any, ...]:
-    """(plan, what the teacher told, result of one update, gradients)."""
+OTHERS_COEF, COEF = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a rank: what the teacher told and the update on leaders only."""
+
+    plan: ReplicaPlan
+    told: TopLogProbs | None
+    result: UpdateResult | None
+    grads: dict[str, Tensor]
+
+
+def distil(
+    world: World, states: dict[str, dict[str, Tensor]], batch: MiniBatch, loss: str, backend: str, is_rl: bool = False
+) -> Found:
+    """One update towards the teacher, or with `is_rl` of the policy loss and the teacher's term."""
     from rlhf_megatron.algorithms.distillation import DISTILLATION_LOSSES
     from rlhf_megatron.workers.actor import Actor
     from rlhf_megatron.workers.fsdp import FSDPBackend
     from rlhf_megatron.workers.losses import DistillationRowLoss
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.reference import Reference
     from rlhf_megatron.workers.trained_model import Phase
 
-    def backend(name: str, is_frozen: bool) -> FSDPBackend:
-        settings = (world, torch.float32, FSDPConfig(), "vocabulary", is_frozen)
-        return FSDPBackend(reference.HF_CONFIGS[name], StateSource(states[name]), *settings)
+    def model(name: str, is_frozen: bool) -> Any:
+        kind, section = (FSDPBackend, FSDPConfig()) if backend == "fsdp" else (MegatronBackend, megatron_of(world, {}))
+        settings = (world, torch.float32, section, "vocabulary", is_frozen)
+        return kind(reference.HF_CONFIGS[name], StateSource(states[name]), *settings)
 
     row_loss = DistillationRowLoss(DISTILLATION_LOSSES.get(loss).build, has_tail=True)
-    student = Actor(backend(STUDENT, False), CONFIG, {"sft": Phase(CONFIG.optim, 10)}, distillation=row_loss)
-    teacher = Reference(backend(TEACHER, True), CONFIG.log_prob_chunk_size, CONFIG.kernels)
+    config = replace(CONFIG, distillation=TeacherTermConfig(loss, COEF, OTHERS_COEF))
+    student = Actor(model(STUDENT, False), config, {"sft": Phase(CONFIG.optim, 10)}, distillation=row_loss)
+    teacher = Reference(model(TEACHER, True), CONFIG.log_prob_chunk_size, CONFIG.kernels)
     shard, plan = share(world, batch, 40)
     told = teacher.top_log_probs(shard, plan, reference.TEMPERATURE, COUNT)
-    assert told is not None
-    given = replace(shard, teacher_ids=told.teacher_ids, teacher_log_probs=told.teacher_log_probs)
-    result = student.update(given, plan, reference.TEMPERATURE, "distillation")
-    return plan, told, result, {name: grad.clone() for name, grad in student.backend.named_gradients().items()}
+    of_ranks: list[Any] = [None] * world.layout.world_size
+    dist.all_gather_object(of_ranks, (world.coordinates.dp, told))
+    (mine,) = [one for dp, one in of_ranks if dp == world.coordinates.dp and one is not None]
+    given = replace(shard, teacher_ids=mine.teacher_ids, teacher_log_probs=mine.teacher_log_probs)
+    result = student.update(given, plan, reference.TEMPERATURE, "policy" if is_rl else "distillation")
+    return Found(plan, told, result, shards(student)[0])
 
 
+CELLS = [
+    ("fsdp", {"dp": 2}),
+    ("megatron", {"tp": 2, "sequence_parallel": True}),
+    ("megatron", {"tp": 2, "pp": 2}),
+    ("megatron", {"cp": 2, "dp": 2}),
+]
+
+
+@pytest.mark.parametrize(("backend", "layout"), CELLS)
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl"])
-def test_one_update_equals_transformers(dist_pool: DistPool, loss: str) -> None:
+def test_one_update_equals_transformers(
+    dist_pool: DistPool, loss: str, backend: str, layout: dict[str, Any], is_rl: bool = False
+) -> None:
     models = {name: reference.make_model(name) for name in (STUDENT, TEACHER)}
     states = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()}
     batch = reference.make_batch()
-    results = dist_pool.run(distil, states=states, batch=batch, loss=loss, dp=2)
+    if is_rl:
+        with torch.no_grad():
+            batch = reference.with_past(batch, reference.token_log_probs(models[STUDENT], batch)[0])
+    job = {"states": states, "batch": batch, "loss": loss, "backend": backend, "is_rl": is_rl}
+    results = dist_pool.run(distil, **job, **layout)
 
     held: dict[str, Tensor] = {}
 
@@ -67,18 +105,31 @@ def test_one_update_equals_transformers(dist_pool: DistPool, loss: str) -> None:
 
     likeliest = reference.token_columns(models[TEACHER].double(), batch, keep)["likeliest"]
     student = models[STUDENT].double()
-    value = (reference.token_columns(student, batch, divergence)["loss"] * batch.loss_weights.double()).sum()
+    loss_T = reference.token_columns(student, batch, divergence)["loss"]
+    if is_rl:
+        policy_T = reference.policy_token_loss(*reference.token_log_probs(student, batch), batch)
+        loss_T = COEF * loss_T + OTHERS_COEF * policy_T
+    value = (loss_T * batch.loss_weights.double()).sum()
     value.backward()
 
-    told = restore([r[1] for r in results], [r[0] for r in results], batch.offsets)
+    leaders = [r for r in results if r.told is not None]
+    told = restore([r.told for r in leaders], [r.plan for r in leaders], batch.offsets)
     assert told.teacher_ids.shape == (batch.num_tokens, COUNT)
     assert (told.teacher_log_probs[:, 0] - likeliest).abs().max() <= 1e-5
     assert bool((told.teacher_log_probs.diff(dim=1) <= 0).all())
-    assert sum(r[2].sums["actor/loss"] for r in results) == pytest.approx(float(value.detach()), rel=1e-5)
+    assert sum(r.result.sums["actor/loss"] for r in leaders) == pytest.approx(float(value.detach()), rel=1e-5)
     parameters = dict(student.named_parameters())
     norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm()
-    assert results[0][2].grad_norm == pytest.approx(float(norm), rel=1e-4)
+    assert leaders[0].result.grad_norm == pytest.approx(float(norm), rel=1e-4)
     clip = min(1.0, reference.CLIP / float(norm))
+    if backend == "fsdp":
+        found = {name: torch.cat([r.grads[name] for r in results]) for name in results[0].grads}
+    else:
+        found = whole(results, STUDENT, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "grads")
     for name, parameter in parameters.items():
-        gradient = torch.cat([r[3][name] for r in results])
-        assert (gradient - clip * parameter.grad).norm() <= 2e-5 * clip * parameter.grad.norm(), name
+        wanted = clip * parameter.grad
+        assert (found[name] - wanted).norm() <= 2e-5 * wanted.norm(), name
+
+
+def test_a_term_beside_the_policy_loss(dist_pool: DistPool) -> None:
+    test_one_update_equals_transformers(dist_pool, "reverse_kl", "megatron", {"tp": 2, "dp": 2}, is_rl=True)

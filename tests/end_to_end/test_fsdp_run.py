@@ -89,15 +89,24 @@ def test_supervised_jobs_with_adapters(tmp_path: Path, loss: str) -> None:
     assert loss == "sft" or (steps[0]["rewards/margins"] == 0.0 and steps[-1]["rewards/margins"] > 0.0)
 
 
-def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
-    """The teacher is another run's model; the student begins elsewhere."""
-    rows = {"actor.backend": "fsdp", "actor.optim.lr": 1e-2}
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
+    """The teacher is another run's model; the student begins elsewhere. By rows, and by its own answers in a run of
+    RL whose rewards do not count."""
+    rows = {"actor.backend": backend, "actor.optim.lr": 1e-2}
     with ForkServer(tmp_path) as server:
         teacher = server.train(write_supervised(tmp_path / "teacher"), rows, command="sft")
         assert teacher.code == 0, teacher.console
         settings = {**rows, "sft.loss_mode": "forward_kl", "sft.params": {"top_k": 4}, "model.init_seed": 2}
         settings |= {"reference.path": str(teacher.run_dir / "hf"), "trainer.total_training_steps": 10}
         student = server.train(write_supervised(tmp_path / "student"), settings, command="sft")
-    assert student.code == 0, student.console
-    losses = [row["sft/loss"] for row in student.rows() if row["kind"] == "step"]
-    assert losses[-1] < 0.5 * losses[0]
+        of_term = {"loss_mode": "reverse_kl", "others_coef": 0.0, "params": {"top_k": 4}}
+        settings = {**SETTINGS, **rows, "actor.use_kl_loss": False, "algorithm.adv_estimator": "grpo"}
+        settings |= {f"actor.distillation.{name}": value for name, value in of_term.items()}
+        settings |= {"reference.path": str(teacher.run_dir / "hf"), "trainer.total_training_steps": 10}
+        (tmp_path / "policy").mkdir()
+        policy = server.train(write_config(tmp_path / "policy"), settings)
+    for run, name in ((student, "sft/loss"), (policy, "actor/distillation_loss")):
+        assert run.code == 0, run.console
+        losses = [row[name] for row in run.rows() if row["kind"] == "step"]
+        assert losses[-1] < 0.5 * losses[0], (name, losses)

@@ -58,6 +58,10 @@ def named_parts(c: RunConfig) -> Iterator[Named]:
     yield Named("advantage estimator", c.algorithm.adv_estimator, ESTIMATOR, "algorithm", c.algorithm.params)
     loss = c.actor.policy_loss
     yield Named("policy loss", loss.loss_mode, LOSS, "actor.policy_loss", loss.params)
+    teacher = c.actor.distillation
+    if c.job == "train" and teacher.loss_mode is not None:
+        where = "actor.distillation"
+        yield Named("distillation loss", teacher.loss_mode, f"{where}.loss_mode", where, teacher.params)
     for section, mode in (("actor", c.actor.loss_agg_mode), ("critic", c.critic.loss_agg_mode)):
         if mode is not None:
             yield Named("aggregation", mode, f"{section}.loss_agg_mode", f"{section}.loss_agg_mode")

@@ -82,15 +82,23 @@ def has_pairs(config: RunConfig) -> bool:
 
 def has_teacher(config: RunConfig) -> bool:
     """Whether the job learns from the distributions of a teacher, which stands where a reference does."""
-    return config.job != "train" and config.sft.loss_mode in parts_of("distillation loss")
+    if config.job == "train":
+        return config.actor.distillation.loss_mode is not None
+    return config.sft.loss_mode in parts_of("distillation loss")
+
+
+def has_kl(config: RunConfig) -> bool:
+    """Whether a step of RL asks for the reference's log-probs of what was sampled."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a KL term, or a preference loss, asks for the frozen reference."""
+    """Whether a KL term, a preference loss or a student asks for a frozen policy."""
     if config.job != "train":
         entry = entry_of("preference loss", config.sft.loss_mode) if has_pairs(config) else None
-        return has_teacher(config) or (entry is not None and "ref_log_probs" in entry.needs)
-    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+        asks_teacher = has_teacher(config) and config.sft.teacher_key is None
+        return asks_teacher or (entry is not None and "ref_log_probs" in entry.needs)
+    return has_teacher(config) or has_kl(config)
 
 
 def model_parallel_size(m: MegatronConfig) -> int:
@@ -102,9 +110,14 @@ def model_parallel_size(m: MegatronConfig) -> int:
 def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
     of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
     yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
+    teacher = "actor.distillation.loss_mode"
+    of_teacher = tuple(f"actor.distillation.{name}" for name in ("coef", "others_coef", "params"))
+    yield c.job == "train" and not has_teacher(c), of_teacher, teacher, "set that to reverse_kl"
     switch, fix = "actor.use_kl_loss", "set it or algorithm.use_kl_in_reward to true"
     if c.job != "train":
         switch, fix = "sft.loss_mode", "set that to a preference loss, such as dpo"
+    if has_teacher(c) and c.job != "train":
+        switch, fix = "sft.teacher_key", "set that to null, and the teacher is asked"
     yield not needs_reference(c), ("reference",), switch, fix
     engines = parts_of("engine")
     for setting in sorted({key for name in engines for key in engines.get(name).build.settings}):
@@ -346,6 +359,25 @@ def kl(loaded: Loaded) -> Findings:
         "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run for nothing; give"
         " it a weight such as 0.001 or set use_kl_loss: false.",
         ("actor.kl_loss_coef", "actor.use_kl_loss"),
+    )
+    teacher = actor.distillation
+    yield wrong(
+        teacher.loss_mode is not None and teacher.coef == 0,
+        "actor.distillation.coef (0) must be above 0, or the teacher is run for nothing; use 1, or set"
+        " actor.distillation.loss_mode: null.",
+        ("actor.distillation.coef", "actor.distillation.loss_mode"),
+    )
+
+
+@rule
+def teacher(loaded: Loaded) -> Findings:
+    c = loaded.config
+    key = "actor.distillation.loss_mode" if c.job == "train" else "sft.loss_mode"
+    mode = c.actor.distillation.loss_mode if c.job == "train" else c.sft.loss_mode
+    yield wrong(
+        has_teacher(c) and needs_reference(c) and c.reference.path is None,
+        f"{key} ({mode}) learns from a teacher; name its directory as reference.path.",
+        (key, "reference.path"),
     )
 
 

@@ -24,11 +24,12 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
 LOSS, MESSAGES, CHAT = "sft.loss_mode", "sft.messages_key", "data.apply_chat_template"
+TEACHER = "sft.teacher_key"
 ROWS = ("data.prompt_key", "data.label_key", "data.prompt_template", "data.few_shot")
 OF_RL = (
     *("rollout", "reward", "reward_model", "algorithm", "critic", "warmup", "checks", "schedule", *LENGTHS),
     *(f"actor.{name}" for name in ("policy_loss", "mini_batch_size", "ppo_epochs", "entropy_coeff", "use_kl_loss")),
-    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle", "router_replay")),
+    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle", "router_replay", "distillation")),
     *(f"trainer.{name}" for name in ("critic_warmup", "samples_kept", "record", "capsules_kept")),
     *("actor.kernels.fused_loss", "ray.num_cpus_per_engine"),
 )
@@ -44,7 +45,8 @@ def idle_settings_of_jobs(c: RunConfig) -> Iterator[Idle]:
     yield not has_pairs(c) and not has_teacher(c), ("sft.params",), LOSS, "name a loss with parameters there"
     yield not has_pairs(c), ("sft.chosen_key", "sft.rejected_key"), LOSS, "name a preference loss there"
     yield has_pairs(c), (MESSAGES, "data.label_key", "actor.loss_agg_mode"), LOSS, "set that to sft"
-    yield c.sft.messages_key is None, ("sft.tools_key",), MESSAGES, "name the key of conversations"
+    yield c.sft.messages_key is None, ("sft.tools_key", TEACHER), MESSAGES, "name the key of conversations"
+    yield not has_teacher(c), (TEACHER,), LOSS, "set that to forward_kl or reverse_kl"
     yield c.sft.messages_key is not None, ROWS, MESSAGES, "set that to null"
 
 
@@ -64,17 +66,6 @@ def sft(loaded: Loaded) -> Findings:
         f"{LOSS} ({c.sft.loss_mode}) is not a loss of job: {c.job}; use bradley_terry or regression for a reward model,"
         " sft, dpo, forward_kl or reverse_kl for the job sft.",
         (LOSS, "job"),
-    )
-    teaches = has_teacher(c)
-    yield wrong(
-        teaches and c.actor.backend != "fsdp",
-        f"{LOSS} ({c.sft.loss_mode}) needs actor.backend fsdp, whose head gives log-probs of any token; set that.",
-        (LOSS, "actor.backend"),
-    )
-    yield wrong(
-        teaches and c.reference.path is None,
-        f"{LOSS} ({c.sft.loss_mode}) learns from a teacher; name its directory as reference.path.",
-        (LOSS, "reference.path"),
     )
     tasks = [task for task in (c.data.task, *(source.task for source in c.data.sources)) if task is not None]
     yield wrong(

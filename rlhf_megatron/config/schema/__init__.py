@@ -35,6 +35,7 @@ from rlhf_megatron.config.schema.training import (
     ReferenceConfig,
     RewardModelConfig,
     SFTConfig,
+    TeacherTermConfig,
     WarmupConfig,
 )
 

@@ -179,6 +179,16 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True)
+class TeacherTermConfig:
+    """A divergence from the teacher at reference.path, at the tokens that the policy sampled. docs/sft.md."""
+
+    loss_mode: str | None = doc("a registered distillation loss: forward_kl or reverse_kl; null: no teacher", None)
+    coef: float = doc("weight of the divergence in the loss", 1.0, FACTOR)
+    others_coef: float = doc("weight of all other terms of the loss; 0: the teacher alone", 1.0, FACTOR)
+    params: dict[str, Any] = doc("parameters of the divergence: top_k, has_tail", factory=dict)
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     backend: Literal["megatron", "fsdp"] = doc(
         "trainer of actor, critic and reference: Megatron-Core, or transformers' models under FSDP2", "megatron"
@@ -203,6 +213,7 @@ class ActorConfig:
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = doc(
         "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
     )
+    distillation: TeacherTermConfig = doc("what the policy learns from a teacher", factory=TeacherTermConfig)
     shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
     router_replay: Literal["none", "r2", "r3"] = doc(
         "experts that tokens meet in updates: as routers pick then; r2: as they did for old_log_probs; r3: as the"
@@ -316,5 +327,10 @@ class SFTConfig:
     )
     tools_key: str = doc("key of the tools that a conversation may call, where a row has some", "tools")
     weight_key: str | None = doc("key of a sample's weight in the loss; null: 1 each", None)
+    teacher_key: str | None = doc(
+        "of forward_kl and reverse_kl: key of what the teacher told of a conversation, so that it need not run; null:"
+        " ask the model at reference.path",
+        None,
+    )
     chosen_key: str = doc("of a preference loss: key of the better answer, text or messages", "chosen")
     rejected_key: str = doc("of a preference loss: key of the worse answer, text or messages", "rejected")

@@ -249,6 +249,8 @@ def test_the_backend_fsdp_replays_no_routing(problems) -> None:  # type: ignore[
 
 
 FSDP, TAUGHT = "actor.backend=fsdp", ("job=sft", "sft.loss_mode=forward_kl")
+CHATS = ("sft.messages_key=messages", "data.apply_chat_template=true")
+TEACHER = ("actor.distillation.loss_mode=reverse_kl", "reference.path=teacher")
 
 
 @pytest.mark.parametrize(
@@ -258,12 +260,19 @@ FSDP, TAUGHT = "actor.backend=fsdp", ("job=sft", "sft.loss_mode=forward_kl")
         ((FSDP, "actor.lora.alpha=32"), "set it to 16"),
         ((FSDP, "actor.lora.rank=8", "actor.lora.target_modules=[]"), "target_modules is empty: nothing would train"),
         ((FSDP, "actor.lora.rank=8", "job=reward-model"), "is not for job: reward-model, whose head has no adapter"),
-        ((*TAUGHT, "reference.path=teacher"), "sft.loss_mode (forward_kl) needs actor.backend fsdp"),
+        (("actor.distillation.loss_mode=reverse_kl",), "learns from a teacher; name its directory as reference.path"),
+        ((*TAUGHT, "sft.teacher_key=t"), "name the key of conversations"),
+        ((*TAUGHT, *CHATS, "sft.teacher_key=t", "reference.path=teacher"), "set that to null, and the teacher is asked"),
+        (("job=sft", *CHATS, "sft.teacher_key=t"), "set that to forward_kl or reverse_kl"),
+        (("actor.distillation.others_coef=0",), "set that to reverse_kl"),
+        ((*TEACHER, "actor.distillation.coef=0"), "the teacher is run for nothing"),
+        ((*TEACHER, "actor.distillation.params={top_n: 8}"), "top_n"),
+        ((*TAUGHT, "actor.distillation.coef=2"), "job"),
         ((*TAUGHT, FSDP), "learns from a teacher; name its directory as reference.path"),
         ((*TAUGHT, FSDP, "reference.path=t", "sft.params={top_k: 0}"), "top_k (0) must be at least 1"),
     ],
 )  # fmt: skip
-def test_adapters_and_teachers_are_of_the_backend_fsdp(tmp_path: Path, settings: tuple[str, ...], told: str) -> None:
+def test_adapters_and_teachers(tmp_path: Path, settings: tuple[str, ...], told: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(VALID)
     found = validate(read_run_config(path, settings))

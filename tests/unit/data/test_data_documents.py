@@ -12,9 +12,11 @@ from published_templates import write_published
 
 from rlhf_megatron.cli.data import lines
 from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
-from rlhf_megatron.data.documents import Document, Documents, Sample, drawn, load_documents, load_held_out
+from rlhf_megatron.data.documents import load_documents, load_held_out
+from rlhf_megatron.data.samples import Documents, Sample, drawn
 from rlhf_megatron.data.stream import Stream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer
+from rlhf_megatron.data.turns import Document
 
 SUMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "9=", "answer": "09", "w": 0.5, "data_source": "other"}]
 CHATS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.nn.functional import logsigmoid
 from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, Pairs
 from rlhf_megatron.algorithms.preferences.dpo import DPOParams
 from rlhf_megatron.algorithms.preferences.reward_model import BradleyTerryParams, RegressionParams
-from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
-from rlhf_megatron.data.documents import Document, Documents, DocumentSource, Sample, SampleBatch
-from rlhf_megatron.supervised.learning import Answers, Preferences, Rewards, held_out_metrics
+from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TopLogProbs, ValueMiniBatch, Values
+from rlhf_megatron.data.samples import Documents, DocumentSource, Sample, SampleBatch
+from rlhf_megatron.data.turns import Document
+from rlhf_megatron.supervised.learning import Answers, Distillation, Preferences, Rewards, held_out_metrics
 from rlhf_megatron.workers.contract import UpdateResult
 
 LOSSES = [("sigmoid", 0.0), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1)]
@@ -88,6 +90,27 @@ def test_weights_of_samples_and_one_denominator() -> None:
     _result, metrics = Answers(backend, 1000).update(batch)  # type: ignore[arg-type]
     assert metrics["sft/loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
     assert apart(backend.grads, backend.grads_of(expected)) < 1e-6  # loss weights travel as float32
+
+
+def test_a_teacher_that_rows_bring_is_not_asked() -> None:
+    """Its columns go to the backend as they are, with the weights of the supervised loss."""
+    batch = samples(1)
+    num_tokens = batch.tokens.num_tokens
+    told = TopLogProbs(torch.arange(2 * num_tokens).view(-1, 2).int(), -torch.rand(num_tokens, 2))
+    sent: list[MiniBatch] = []
+
+    class Student:
+        def update(self, batch: MiniBatch, token_budget: int, temperature: float, loss: str) -> Future[UpdateResult]:
+            assert (loss, temperature) == ("distillation", 1.0)
+            sent.append(batch)
+            return done(UpdateResult({"actor/loss": 2.5}, 1.0, 0.1, False))
+
+    learner = Distillation(Student(), 1000, teacher=None, top_k=2)  # type: ignore[arg-type]
+    _, metrics = learner.update(replace(batch, taught=told))
+    assert metrics == {"sft/loss": 2.5} and sent[0].teacher_ids is told.teacher_ids
+    assert sent[0].teacher_log_probs is told.teacher_log_probs
+    weights = batch.tokens.response_mask * torch.repeat_interleave(batch.weights, batch.tokens.lengths)
+    torch.testing.assert_close(sent[0].loss_weights, weights / batch.tokens.response_mask.sum())
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), LOSSES)

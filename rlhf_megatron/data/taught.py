@@ -1,0 +1,70 @@
+"""What a teacher told of a row's answers, from the row itself: the likeliest tokens of each place that trains."""
+
+# N tokens that train, in the order of the conversation; K likeliest tokens of each place
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.data.rows import look_up
+
+IDS, LOG_PROBS = "ids", "log_probs"
+SLACK = 1e-3  # of a probability, for files that were written in half precision
+
+
+@dataclass(frozen=True)
+class Taught:
+    """N x K ids and log-probs, row by row; a place's likeliest token first."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    width: int  # K
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.width
+
+    def part(self, begin: int, end: int) -> Taught:
+        """Of some places."""
+        places = slice(begin * self.width, end * self.width)
+        return Taught(self.ids[places], self.log_probs[places], self.width)
+
+
+def taught_of(row: Mapping[str, Any], key: str, num_trained: int, width: int, vocab_size: int) -> Taught:
+    """The `width` likeliest tokens of each place. `row[key]`: {"ids": N lists of K or more, "log_probs": the same}.
+
+    Raises ValueError for another number of places, for less tokens, and for what are no ids or log-probs.
+    """
+    value = look_up(row, key, "sft.teacher_key")
+    columns = [value.get(name) if isinstance(value, Mapping) else None for name in (IDS, LOG_PROBS)]
+    if not all(isinstance(column, list) and all(isinstance(one, list) for one in column) for column in columns):
+        raise ValueError(f'{key!r} must be {{"{IDS}": [[...], ...], "{LOG_PROBS}": [[...], ...]}}')
+    ids, log_probs = columns
+    assert ids is not None and log_probs is not None, "they are lists"
+    if len(ids) != num_trained or len(log_probs) != num_trained:
+        raise ValueError(
+            f"{key!r} has {len(ids)} ids and {len(log_probs)} log_probs, one for each place, but {num_trained} tokens"
+            " of the row train (rlhf-megatron data show prints them); write it with this chat template and tokenizer"
+        )
+    places = [_place(*pair, width, vocab_size, f"place {n} of {key!r}") for n, pair in enumerate(zip(ids, log_probs))]
+    return Taught(tuple(i for place in places for i in place[0]), tuple(p for place in places for p in place[1]), width)
+
+
+def _place(
+    ids: list[Any], log_probs: list[Any], width: int, vocab_size: int, where: str
+) -> tuple[list[int], list[float]]:
+    if len(ids) != len(log_probs) or len(ids) < width:
+        raise ValueError(
+            f"{where} has {len(ids)} ids and {len(log_probs)} log_probs, but sft.params.top_k is {width}; lower that"
+        )
+    pairs = sorted(zip(log_probs, ids, strict=True), key=lambda pair: -pair[0])[:width]
+    for log_prob, token_id in pairs:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"{where} has {token_id!r}, which is no id below {vocab_size}")
+        if isinstance(log_prob, bool) or not isinstance(log_prob, int | float) or not math.isfinite(log_prob):
+            raise ValueError(f"{where} has {log_prob!r}, which is no log-prob")
+    if len({token_id for _, token_id in pairs}) < width or sum(math.exp(p) for p, _ in pairs) > 1 + SLACK:
+        raise ValueError(f"{where} must have different tokens whose probabilities are at most 1 together")
+    return [token_id for _, token_id in pairs], [float(log_prob) for log_prob, _ in pairs]
