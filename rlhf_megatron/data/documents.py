@@ -16,8 +16,9 @@ from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.items import PromptFormat, PromptItem, Truncation, cut
 from rlhf_megatron.data.prompts import load_prompts, of_source, sources_of
-from rlhf_megatron.data.rows import SOURCE_KEY, check_text, look_up, prompt_of, raw_rows, refuse
+from rlhf_megatron.data.rows import SOURCE_KEY, check_text, json_rows, look_up, prompt_of, raw_rows, refuse
 from rlhf_megatron.data.samples import Documents, DocumentSource, Sample
+from rlhf_megatron.data.streamed import StreamedDocuments
 from rlhf_megatron.data.taught import taught_of
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.turns import Document, turns_of
@@ -81,7 +82,10 @@ def load_documents(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pa
     else:
         train, held_out = _from_prompts(data, sft, tokenizer, counts)
     limited = partial(_limited, data=data, max_length=sft.max_length, counts=counts)
-    sources = tuple(DocumentSource(name, weight, Documents(limited(samples))) for name, weight, samples in train)
+    sources = tuple(
+        DocumentSource(name, weight, samples if isinstance(samples, StreamedDocuments) else Documents(limited(samples)))
+        for name, weight, samples in train
+    )
     for source in sources:
         if not len(source.items):
             raise ValueError(
@@ -121,7 +125,7 @@ def _text(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[Sample]:
     return [Sample((Document(ids, ((1, len(ids)),) if len(ids) > 1 else ()),), "")]
 
 
-Train = list[tuple[str, float, list[Sample]]]  # (name, weight, samples) of each source
+Train = list[tuple[str, float, list[Sample] | StreamedDocuments]]  # (name, weight, samples) of each source
 HeldOut = dict[str, list[Sample]]
 
 
@@ -147,7 +151,7 @@ def _from_prompts(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, counts
         weights = [_weight_of(json.loads(item.extra or "{}"), sft) for item in items]
         return [replace(sample, weight=weight) for sample, weight in zip(found, weights, strict=True)]
 
-    train = [(source.name, source.weight, samples(source.items)) for source in sets.sources]
+    train: Train = [(source.name, source.weight, samples(source.items)) for source in sets.sources]
     return train, {held_out.name: samples(held_out.items) for held_out in sets.held_out_sets}
 
 
@@ -168,7 +172,12 @@ def _from_rows(
             assert chat is not None, "a rule demands the template of conversations"
             read = partial(_conversation, sft=sft, chat=chat, tokenizer=tokenizer, counts=counts)
         with of_source(key, source):
-            train.append((source.name, source.weight, _read(source.train_files, source, read, data, counts)))
+            if sft.in_memory:
+                samples: list[Sample] | StreamedDocuments = _read(source.train_files, source, read, data, counts)
+            else:
+                again = read if is_pairs else partial(read, counts=Counts())
+                samples = _streamed(source, read, again, data, sft.max_length, counts)
+            train.append((source.name, source.weight, samples))
             untaught = partial(read, sft=replace(sft, teacher_key=None))  # held-out losses ask no teacher
             for sample in _read(source.val_files, source, untaught, data, counts) if source.val_files else ():
                 held_out.setdefault(sample.source, []).append(sample)
@@ -179,27 +188,59 @@ def _read(files: Sequence[str], source: SourceConfig, read: Any, data: DataConfi
     """Raises ValueError for bad rows that are not to be skipped, and where no row is left."""
     if source.task is not None or not files:
         raise ValueError("conversations and pairs come from files; name train_files, and no task.")
-    samples: list[Sample] = []
+    rows = ((path, number, 0, value) for path in map(Path, files) for number, value in raw_rows(path))
+    return [sample for _, _, part in _good(rows, source, read, data, counts) for sample in part]
+
+
+def _streamed(
+    source: SourceConfig, read: Any, again: Any, data: DataConfig, max_length: int, counts: Counts
+) -> StreamedDocuments:
+    """As `_read` with `_limited`. `again`: `read` that counts nothing."""
+    if source.task is not None or not source.train_files:
+        raise ValueError("conversations and pairs come from files; name train_files, and no task.")
+    files = [Path(name) for name in source.train_files]
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file of JSON lines, which sft.in_memory: false reads; set that to true.")
+    rows = ((path, *row) for path in files for row in json_rows(path))
+    good = _good(rows, source, read, data, counts)
+    limited = ((files.index(path), begin, list(_limited(part, data, max_length, counts))) for path, begin, part in good)
+
+    def read_again(path: Path, value: Any) -> list[Sample]:
+        return list(_limited(_of_row(path, value, source, again), data, max_length, Counts()))
+
+    return StreamedDocuments(files, limited, read_again)
+
+
+def _good(
+    rows: Iterable[tuple[Path, int, int, Any]], source: SourceConfig, read: Any, data: DataConfig, counts: Counts
+) -> Iterator[tuple[Path, int, list[Sample]]]:
+    """(file, byte, samples) of each row (file, number, byte, value) that is none of the bad ones. Raises as `_read`."""
     problems: list[str] = []
     num_good = 0
-    for path in map(Path, files):
-        for number, value in raw_rows(path):
-            try:
-                if isinstance(value, ValueError):
-                    raise value
-                if not isinstance(value, dict):
-                    raise ValueError("not a JSON object")
-                check_text(json.dumps(value, ensure_ascii=False))
-                row_source = source.name or str(value.get(SOURCE_KEY, path.stem))
-                samples += [replace(sample, source=row_source) for sample in read(value)]
-                num_good += 1
-            except ValueError as error:
-                problems.append(f"{path}:{number}: {error}")
+    for path, number, begin, value in rows:
+        try:
+            part = _of_row(path, value, source, read)
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+            continue
+        num_good += 1
+        yield path, begin, part
     refuse(problems, num_good, data.skip_bad_rows)
     counts.num_bad += len(problems)
-    if not samples:
-        raise ValueError(f"the dataset is empty: no rows in {', '.join(files)}; each line must be a JSON object.")
-    return samples
+    if not num_good:
+        names = ", ".join((*source.train_files, *source.val_files))
+        raise ValueError(f"the dataset is empty: no rows in {names}; each line must be a JSON object.")
+
+
+def _of_row(path: Path, value: Any, source: SourceConfig, read: Any) -> list[Sample]:
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    check_text(json.dumps(value, ensure_ascii=False))
+    row_source = source.name or str(value.get(SOURCE_KEY, path.stem))
+    return [replace(sample, source=row_source) for sample in read(value)]
 
 
 def _conversation(

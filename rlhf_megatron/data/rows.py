@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 STATE = "state.json"
 PARQUET_BATCH = 1024  # rows that are held as Python objects at once
@@ -30,10 +30,23 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    return ((number, value) for number, _, value in json_rows(path))
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, int, Any]]:
+    """As `raw_rows`, of JSON lines, with the byte at which each begins between number and value."""
+    begin = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _parse(line)
+                yield number, begin, _parse(line)
+            begin += len(line)
+
+
+def json_row(file: BinaryIO, begin: int) -> Any:
+    """The value of the line that begins at a byte."""
+    file.seek(begin)
+    return _parse(file.readline())
 
 
 def _parse(line: bytes) -> Any:

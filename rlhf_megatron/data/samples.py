@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -156,10 +156,18 @@ def _columns(told: Sequence[Taught]) -> TopLogProbs | None:
     )
 
 
+class SampleSet(Protocol):
+    """Samples of one source, held or read when they are drawn. The repr names all that trains."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any) -> Any: ...
+    def batch(self, indices: Sequence[int]) -> SampleBatch: ...
+
+
 @dataclass(frozen=True)
 class DocumentSource:
     """Samples that share a weight, as a stream draws them."""
 
     name: str
     weight: float  # relative to the other sources
-    items: Documents
+    items: SampleSet

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, reduce
 from math import gcd
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import PromptBatch
@@ -102,7 +103,7 @@ class Source(Protocol):
     @property
     def weight(self) -> float: ...
     @property
-    def items(self) -> Sequence[Any]: ...
+    def items(self) -> Sized: ...
 
 
 OfSource = TypeVar("OfSource", bound=Source)
@@ -185,7 +186,7 @@ class Stream(Generic[OfSource]):
         return source, self._epoch_order(source, epoch)[index]
 
     def _make_epoch_order(self, source: int, epoch: int) -> Sequence[int]:
-        order = list(range(len(self.sources[source].items)))
+        order = array("q", range(len(self.sources[source].items)))  # 8 bytes an item
         if self.shuffle:
             name = f"{self.sources[source].name}/" if len(self.sources) > 1 else ""
             random.Random(f"prompts/{name}{self.seed}/{epoch}").shuffle(order)

@@ -22,7 +22,7 @@ from rlhf_megatron.config.rules.run import has_pairs, has_teacher
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, ValueMiniBatch, with_places_behind
-from rlhf_megatron.data.samples import Documents, DocumentSource, SampleBatch
+from rlhf_megatron.data.samples import DocumentSource, SampleBatch, SampleSet
 from rlhf_megatron.evaluation.intervals import wilson_interval
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, ReferenceProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
@@ -248,7 +248,7 @@ def held_out_metrics(
     return metrics
 
 
-def _parts(items: Documents, batch_size: int, limit: int | None) -> Iterator[SampleBatch]:
+def _parts(items: SampleSet, batch_size: int, limit: int | None) -> Iterator[SampleBatch]:
     count = len(items) if limit is None else min(limit, len(items))
     for first in range(0, count, batch_size):
         yield items.batch(range(first, min(first + batch_size, count)))

@@ -86,6 +86,14 @@ def sft(loaded: Loaded) -> Findings:
         f" {CHAT}: true.",
         (MESSAGES, CHAT),
     )
+    files = [file for one in (c.data, *c.data.sources) for file in one.train_files]
+    tables = [file for file in files if file.endswith(".parquet")]
+    yield wrong(
+        not c.sft.in_memory and (tables or not (has_pairs(c) or c.sft.messages_key is not None)),
+        f"sft.in_memory (false) reads conversations or pairs of JSONL files{f', not {tables[0]}' if tables else ''};"
+        f" set it to true, or name {MESSAGES} and JSONL files.",
+        ("sft.in_memory", MESSAGES),
+    )
     if c.sft.weight_key is not None:
         yield wrong(
             not c.sft.weight_key, "sft.weight_key ('') must be a key of the rows; name it.", ("sft.weight_key",)

@@ -322,6 +322,11 @@ class SFTConfig:
     max_length: int = doc(
         "longest document, tokens; longer ones: data.filter_overlong_prompts and data.truncation", 4096, TOKENS
     )
+    in_memory: bool = doc(
+        "hold the tokens of all documents, 5 bytes each; false: hold the places of rows in JSONL files, 14 bytes each,"
+        " and read a row when it is drawn (conversations and pairs)",
+        True,
+    )
     messages_key: str | None = doc(
         "key of a conversation, whose assistant turns train; null: rows of data.prompt_key and data.label_key", None
     )

@@ -263,6 +263,8 @@ TEACHER = ("actor.distillation.loss_mode=reverse_kl", "reference.path=teacher")
         (("actor.distillation.loss_mode=reverse_kl",), "learns from a teacher; name its directory as reference.path"),
         ((*TAUGHT, "sft.teacher_key=t"), "name the key of conversations"),
         ((*TAUGHT, *CHATS, "sft.teacher_key=t", "reference.path=teacher"), "set that to null, and the teacher is asked"),
+        (("job=sft", "sft.in_memory=false"), "reads conversations or pairs of JSONL files; set it to true"),
+        (("job=sft", *CHATS, "sft.in_memory=false", "data.train_files=[a.parquet]"), "a.parquet; set it to true, or name"),
         (("job=sft", *CHATS, "sft.teacher_key=t"), "set that to forward_kl or reverse_kl"),
         (("actor.distillation.others_coef=0",), "set that to reverse_kl"),
         ((*TEACHER, "actor.distillation.coef=0"), "the teacher is run for nothing"),
