@@ -20,6 +20,7 @@ FIXED = {
         [f"actor.lora.{name}" for name in ("rank", "alpha", "target_modules")], "the state has the former's matrices"
     ),
     "model.dtype": "the state was made in the former type",
+    "sft.in_memory": "the state names its data by the way in which they are read",
     "algorithm.adv_estimator": "it decides which models are trained and what their state is",
 }
 """Settings that a run keeps for life, and why. The order of the data is checked on the data itself."""

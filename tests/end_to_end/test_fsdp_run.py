@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from end_to_end_tools import write_config
+from end_to_end_tools import ONE_RANK, write_config
 from forked_runs import ForkServer
 from safetensors.torch import load_file
+from test_sft_run import curve, losses
 from test_sft_run import write_config as write_supervised
 
 from rlhf_megatron.checkpoint.adapter import WEIGHTS, MergedSource
@@ -89,10 +91,39 @@ def test_supervised_jobs_with_adapters(tmp_path: Path, loss: str) -> None:
     assert loss == "sft" or (steps[0]["rewards/margins"] == 0.0 and steps[-1]["rewards/margins"] > 0.0)
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_supervised_job_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, is_held: bool) -> None:
+    """In the middle of an epoch; the other one reads pairs of files that it does not hold."""
+    settings: dict[str, Any] = {"actor.backend": "fsdp"}
+    if not is_held:
+        settings |= {"sft.in_memory": False, "sft.loss_mode": "dpo", "sft.params": {"beta": 0.5}}
+    faults = "kill@actor.after_optimizer_step:step=5"
+    with ForkServer(tmp_path) as server:
+        alone = server.train(write_supervised(tmp_path / "alone"), settings, command="sft")
+        assert alone.code == 0, alone.console
+        config = write_supervised(tmp_path / "killed")
+        first, last = server.until_it_ends(config, settings, faults=faults, command="sft")
+    assert (first.code, last.code) == (-signal.SIGKILL, 0), last.console
+    assert last.rows() == alone.rows()
+    assert last.weights() == alone.weights()
+
+
+def test_launchers_change_no_bit(tmp_path: Path) -> None:
+    """Two ranks under torchrun and under Ray."""
+    settings = {**ONE_RANK, "actor.backend": "fsdp", "trainer.n_gpus_per_node": 2}
+    runs = []
+    for runtime in ("torchrun", "ray"):
+        finished = curve(write_supervised(tmp_path / runtime), {**settings, "trainer.runtime": runtime})
+        assert finished.exit_code == 0, finished.console
+        rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
+        runs.append((losses(rows), (finished.run_dir / "hf" / "model.safetensors").read_bytes()))
+    assert len(runs[0][0]) > 5 and runs[0] == runs[1]
+
+
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
-    """The teacher is another run's model; the student begins elsewhere. By rows, and by its own answers in a run of
-    RL whose rewards do not count."""
+    """The teacher is another run's model; the student begins elsewhere. In a run of RL whose rewards do not count each
+    step learns from the divergence alone (tests/dist/test_distillation.py has its gradient)."""
     rows = {"actor.backend": backend, "actor.optim.lr": 1e-2}
     with ForkServer(tmp_path) as server:
         teacher = server.train(write_supervised(tmp_path / "teacher"), rows, command="sft")
@@ -106,7 +137,8 @@ def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
         settings |= {"reference.path": str(teacher.run_dir / "hf"), "trainer.total_training_steps": 10}
         (tmp_path / "policy").mkdir()
         policy = server.train(write_config(tmp_path / "policy"), settings)
-    for run, name in ((student, "sft/loss"), (policy, "actor/distillation_loss")):
-        assert run.code == 0, run.console
-        losses = [row[name] for row in run.rows() if row["kind"] == "step"]
-        assert losses[-1] < 0.5 * losses[0], (name, losses)
+    assert student.code == policy.code == 0, student.console + policy.console
+    losses = [row["sft/loss"] for row in student.rows() if row["kind"] == "step"]
+    assert losses[-1] < 0.5 * losses[0]
+    told = [row for row in policy.rows() if row["kind"] == "step"]
+    assert len(told) == 10 and all(row["actor/distillation_loss"] > 0 < row["actor/grad_norm"] for row in told)

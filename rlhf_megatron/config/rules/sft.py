@@ -86,7 +86,7 @@ def sft(loaded: Loaded) -> Findings:
         f" {CHAT}: true.",
         (MESSAGES, CHAT),
     )
-    files = [file for one in (c.data, *c.data.sources) for file in one.train_files]
+    files = [*c.data.train_files, *(file for source in c.data.sources for file in source.train_files)]
     tables = [file for file in files if file.endswith(".parquet")]
     yield wrong(
         not c.sft.in_memory and (tables or not (has_pairs(c) or c.sft.messages_key is not None)),

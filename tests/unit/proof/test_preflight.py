@@ -184,6 +184,26 @@ def test_preflight_of_stop_strings_and_vocabulary(tmp_path: Path) -> None:
         check_run(quickstart(tmp_path, model={"path": str(tmp_path / "model")}))
 
 
+def test_preflight_of_a_teacher(tmp_path: Path) -> None:
+    """It tells ids: they must stand for the student's tokens."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(MODEL, teacher)
+
+    def problems() -> str:
+        config = quickstart(tmp_path, reference={"path": str(teacher)})
+        term = replace(config.actor.distillation, loss_mode="reverse_kl")
+        with pytest.raises(ConfigError) as error:  # its weights are not there
+            check_run(replace(config, actor=replace(config.actor, distillation=term)))
+        return str(error.value)
+
+    assert "has other tokens" not in problems()
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "the teacher at reference.path" in problems() and "has other tokens than" in problems()
+
+
 def test_preflight_of_an_environment_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     config = quickstart(tmp_path, rollout={"engine": "sglang"})
