@@ -55,7 +55,7 @@ from rlhf_megatron.runtime.pool import pools_of
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.parts import load_data, load_parts, run_data
+from rlhf_megatron.scheduler.parts import Parts, load_data, load_parts, run_data
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.ledger import Supply
 from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
@@ -110,9 +110,7 @@ def train(
         of_model = reward_servers.term() if reward_servers is not None else None
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG, of_model))
         journal = _journal(config, run_dir, tracker)
-        routes_dir = run_dir / "routes" if config.actor.router_replay == "r3" else None
-        route_files = RouteFiles(routes_dir, journal is not None, is_recorded)
-        route_files.sweep(routes_in(journal.directory) if routes_dir and journal else ())
+        route_files = _route_files(config, run_dir, journal, is_recorded)
         capsules = Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note)
         policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
         stages = Stages(
@@ -135,11 +133,7 @@ def train(
             ),
             say=tracker.waiting,
         )
-        has_frozen_start = parts.needs_reference and config.reference.path is None
-        checkpointer = Checkpointer(
-            trainer, as_yaml(config), workers, parts.needs_values, has_frozen_start, run_dir, tracker.note, turns
-        )
-        checkpointer.best_of = partial(best_step, tracker.watched_values, metric=trainer.keep_best)
+        checkpointer = _checkpointer(config, workers, parts, run_dir, tracker, turns)
         if start is not None:
             state = _resumed(start, stages, checkpointer, tracker)
         else:
@@ -158,18 +152,9 @@ def train(
         keeper.finish()
         if trainer.save_hf or trainer.save_last == "weights":
             save_hf()
-        finish(
-            trainer,
-            config.rollout,
-            config.model.path,
-            tracker,
-            run_dir,
-            sets,
-            state.warmup_accuracy,
-            attempts,
-            layouts_of(group),
-            stop.check,
-        )
+        reached, accuracy = layouts_of(group), state.warmup_accuracy
+        rollout, model = config.rollout, config.model.path
+        finish(trainer, rollout, model, tracker, run_dir, sets, accuracy, attempts, reached, stop.check)
         for line in closing_lines(run_dir, trainer, tracker.watched_values):
             tracker.note(line)
 
@@ -214,6 +199,27 @@ def _journal(config: RunConfig, run_dir: Path, tracker: Tracker) -> Journal | Gr
     if takes_turns(config.schedule):
         return Journal(run_dir / "journal", digest, tracker.clock.add)
     return GroupJournal(run_dir / "journal", digest)
+
+
+def _route_files(
+    config: RunConfig, run_dir: Path, journal: Journal | GroupJournal | None, is_recorded: bool
+) -> RouteFiles:
+    """Those of a former attempt that the journal does not name are gone."""
+    directory = run_dir / "routes" if config.actor.router_replay == "r3" else None
+    files = RouteFiles(directory, journal is not None, is_recorded)
+    files.sweep(routes_in(journal.directory) if directory and journal else ())
+    return files
+
+
+def _checkpointer(
+    config: RunConfig, workers: Workers, parts: Parts, run_dir: Path, tracker: Tracker, turns: Turns
+) -> Checkpointer:
+    has_frozen_start = parts.needs_reference and config.reference.path is None
+    checkpointer = Checkpointer(
+        config.trainer, as_yaml(config), workers, parts.needs_values, has_frozen_start, run_dir, tracker.note, turns
+    )
+    checkpointer.best_of = partial(best_step, tracker.watched_values, metric=config.trainer.keep_best)
+    return checkpointer
 
 
 def _where(config: RunConfig) -> str:
