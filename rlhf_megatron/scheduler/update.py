@@ -194,7 +194,8 @@ def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | Non
     to_send = [(run, update.mini_batches()) for run, update in zip(runs, updates, strict=True)]
     while to_send and not skips.is_over:
         for turn in list(to_send):
-            if not _send_next(*turn, skips):
+            run, mini_batches = turn
+            if not run.send(mini_batches):
                 to_send.remove(turn)
     metrics = dict(NOTHING_MADE)
     for run in runs:
@@ -203,14 +204,6 @@ def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | Non
     for run in runs:
         metrics |= update_metrics(run.update.worker.role, run.update.num_epochs, run.results)
     return metrics
-
-
-def _send_next(run: _RoleRun, mini_batches: Iterator[TokenBatch], skips: Skips) -> bool:
-    """Whether there was one. It is made here and kept nowhere, so that one stands at a time."""
-    mini_batch = next(mini_batches, None)
-    if mini_batch is not None and not skips.is_over:
-        run.send(mini_batch)
-    return mini_batch is not None
 
 
 class _RoleRun:
@@ -224,11 +217,15 @@ class _RoleRun:
         self._send = partial(update.send, capsule=self.skips.place)
         self._waiting: deque[Future[UpdateResult]] = deque()
 
-    def send(self, mini_batch: TokenBatch) -> None:
-        """Nothing here keeps it."""
+    def send(self, mini_batches: Iterator[TokenBatch]) -> bool:
+        """Send the next one. Return whether there was one. It is made here and kept nowhere: one stands at a time."""
+        mini_batch = next(mini_batches, None)
+        if mini_batch is None or self._all_skips.is_over:
+            return mini_batch is not None
         if len(self._waiting) == CALLS_IN_FLIGHT:
             self._take()
         self._waiting.append(self._send(mini_batch, self.update.token_budget))
+        return True
 
     def finish(self) -> None:
         while self._waiting:

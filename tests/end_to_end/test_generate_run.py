@@ -161,7 +161,7 @@ def test_the_loss_of_a_file_is_that_of_transformers(
     assert main(["evaluate", f"{MODEL.name}-loss.jsonl", "--loss"]) == 0
     assert capsys.readouterr().out.splitlines() == console.splitlines()[-5:-1]
     assert main(["evaluate", str(MODEL), "--loss", "first.jsonl", "--temperature", "0"]) == 1
-    assert "leave out --temperature" in capsys.readouterr().err
+    assert "without --temperature; leave that out" in capsys.readouterr().err
 
 
 def test_a_ready_task_brings_questions_reward_and_samples(

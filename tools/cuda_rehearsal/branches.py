@@ -17,7 +17,7 @@ _NO_PACKAGE = "Transformer Engine and Apex have no wheels: nothing of theirs is 
 _NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
 _STOCK = "stock SGLang's CUDA server has kernels that the host cannot compute"
 EXCUSED: dict[str, str] = {
-    "algorithms/aggregate.py:sequence_sums": "sums of columns on the controller, which has them on the CPU",
+    "algorithms/aggregate.py:_is_one_block": "sums of columns on the controller, which has them on the CPU",
     "generation/source.py:_defaults": "chooses stock SGLang where it sees a GPU, for files without a configuration",
     "kernels/head_memory.py:head_memory": "arithmetic on shapes: the device is an argument, tests give both",
     "kernels/log_prob_chunked.py:_rows_with_gradient": _NO_TRACE,

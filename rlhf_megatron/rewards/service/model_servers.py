@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from rlhf_megatron.checkpoint.hf_reader import INDEX, HFReader, read_json
 from rlhf_megatron.config.rules.run import has_served_model
 from rlhf_megatron.config.schema import RewardTermConfig, RunConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.parallel.device import num_devices
 from rlhf_megatron.rewards.endpoint import EndpointError
 from rlhf_megatron.rewards.scorers.reward_server import PROBE, TOLERANCE, compare, number_of
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import EngineServers, Progress, write_token
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang, on_cpu
 from rlhf_megatron.rollout.sglang.process import MeetingPlace, Ports, SGLangLaunch, loopback
@@ -224,13 +225,14 @@ def _environment(config: RunConfig) -> SGLangEnvironment:
 
 def _machine(config: RunConfig) -> Machine:
     """This machine's GPUs: the trainer's ranks and the engines take the first of them."""
-    rollout, trainer = config.rollout, config.trainer
+    rollout = config.rollout
     given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
-    taken = 0 if trainer.device == "cpu" else trainer.n_gpus_per_node
+    here = EngineSetup.of(config).machine()
+    taken = here.num_trainer
     if not rollout.endpoints and not on_cpu(given, rollout.sglang.env):
         span = given.get("tp-size", given.get("tensor-parallel-size", 1)) if rollout.engine == "sglang" else 1
         taken += rollout.num_engines * int(str(span))
-    return Machine(num_devices(), taken, rollout.colocated)
+    return replace(here, num_trainer=taken)
 
 
 def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SGLangLaunch]:

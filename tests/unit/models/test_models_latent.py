@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,7 +142,6 @@ def test_what_would_be_another_model_is_refused(change: dict[str, Any], message:
 
 
 def test_settings_that_go_with_latent_attention_only() -> None:
-    """And SGLang, which holds it in forms that no receipt knows."""
     selective = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)}
     run = RunConfig(
         actor=ActorConfig(megatron=MegatronConfig(**selective)),
@@ -153,5 +151,3 @@ def test_settings_that_go_with_latent_attention_only() -> None:
     assert not list(model_problems(run, TINY))
     (problem,) = model_problems(run, EXPERT_FAMILIES["mixtral"])
     assert "has mla_up_proj, which is of latent attention, and the model has none" in problem.text
-    (problem,) = model_problems(replace(run, rollout=RolloutConfig(engine="sglang")), TINY)
-    assert "a weight sync cannot check yet; use rollout.engine: local" in problem.text

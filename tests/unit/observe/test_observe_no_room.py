@@ -98,18 +98,19 @@ def test_a_logger_that_fails_is_switched_off_with_one_message(
 def test_rows_wait_for_room_and_no_file_has_a_cut_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), Tracker(tmp_path, ("jsonl",), 9) as tracker:
         track(tracker, 1)
-        size = (tmp_path / "metrics.jsonl").stat().st_size
-        with files_end_at(size * 5 // 2):  # half of the third row would fit
-            track(tracker, 2, 3, 4)
+        sizes = [(tmp_path / f"{name}.jsonl").stat().st_size for name in ("metrics", "samples")]
+        later = range(2, 4 + 3 * sizes[0] // sizes[1])  # more samples than fit
+        with files_end_at(sizes[0] * 5 // 2):  # half of the third row would fit
+            track(tracker, *later)
             assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
-            assert {1} <= set(steps_of(tmp_path / "samples.jsonl")) < {1, 2, 3, 4}
+            assert {1} <= set(steps_of(tmp_path / "samples.jsonl")) < {1, *later}
             with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: File too large\. .* Make room"):
                 tracker.loggers.flush()
-        track(tracker, 5)
+        track(tracker, later.stop)
     for name in ("metrics", "samples"):
-        assert sorted(set(steps_of(tmp_path / f"{name}.jsonl"))) == [1, 2, 3, 4, 5]
+        assert sorted(set(steps_of(tmp_path / f"{name}.jsonl"))) == [1, *later, later.stop]
     names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())}
-    assert {f"step {step}" for step in range(1, 6)} <= names
+    assert {f"step {step}" for step in range(1, later.stop + 1)} <= names
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and all(text.endswith("Its lines wait in memory; the run goes on.") for text in said)
     assert all(f"`du -sh {tmp_path}/*` shows what is large" in text for text in said)
