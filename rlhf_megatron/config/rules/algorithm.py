@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
+from rlhf_megatron.config.rules.batches import divides_the_samples, gives_all_work, holds_the_longest
 from rlhf_megatron.config.rules.parts import MODEL_PART, entry_of, params_of
 from rlhf_megatron.config.rules.run import (
     actor_ranks,
     critic_ranks,
-    divides_the_samples,
-    gives_all_work,
     has_critic,
-    holds_the_longest,
     megatron_sections,
     model_parallel_size,
     near_multiples,

@@ -11,14 +11,9 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, rule, told, wrong
+from rlhf_megatron.config.rules.batches import divisors_of, longest_sample
 from rlhf_megatron.config.rules.experts import REPLAY, num_experts, of_biases, of_dense_model, of_experts, of_replay
-from rlhf_megatron.config.rules.run import (
-    divisors_of,
-    learning_sections,
-    longest_sample,
-    megatron_sections,
-    reward_model_ranks,
-)
+from rlhf_megatron.config.rules.run import learning_sections, megatron_sections, reward_model_ranks
 from rlhf_megatron.config.rules.stages import MOST_LAYERS, num_chunks, parse_layout
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded

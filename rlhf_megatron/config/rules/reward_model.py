@@ -6,14 +6,9 @@ from collections.abc import Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
+from rlhf_megatron.config.rules.batches import holds_the_longest
 from rlhf_megatron.config.rules.parts import MODEL_PART, entry_of
-from rlhf_megatron.config.rules.run import (
-    NODES,
-    has_reward_model,
-    has_served_model,
-    holds_the_longest,
-    reward_model_ranks,
-)
+from rlhf_megatron.config.rules.run import NODES, has_reward_model, has_served_model, reward_model_ranks
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules.batches import gives_all_work
 from rlhf_megatron.config.rules.run import (
     CP,
     GPUS,
@@ -14,7 +15,6 @@ from rlhf_megatron.config.rules.run import (
     TP,
     actor_ranks,
     entry_of,
-    gives_all_work,
     has_pairs,
     has_teacher,
     model_parallel_size,

@@ -17,6 +17,7 @@ from rlhf_megatron.config.rules import (
     IDLE_RULES,
     RULES,
     algorithm,
+    batches,
     data,
     engines,
     fsdp,
@@ -37,6 +38,7 @@ from rlhf_megatron.config.source import DEFAULT, Loaded
 
 _REGISTERED = (
     run,
+    batches,
     model,
     fsdp,
     reward_model,

@@ -10,7 +10,7 @@ from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.run import packed_multiple
+from rlhf_megatron.config.rules.batches import packed_multiple
 from rlhf_megatron.config.rules.validate import validate, validate_model
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.config.show import as_yaml
