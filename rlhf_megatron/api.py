@@ -156,8 +156,31 @@ def sft(
     is_own_process: bool = True,
 ) -> Run:
     """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft). As `train`."""
+    return _supervised("sft", path, overrides, fresh, allow_changes, is_own_process)
+
+
+def reward_model(
+    path: str | Path,
+    overrides: Overrides = (),
+    *,
+    fresh: bool = False,
+    allow_changes: bool = False,
+    is_own_process: bool = True,
+) -> Run:
+    """Train a model that scores answers, from pairs of them (job: reward-model). As `train`."""
+    return _supervised("reward-model", path, overrides, fresh, allow_changes, is_own_process)
+
+
+def _supervised(
+    command: Literal["sft", "reward-model"],
+    path: str | Path,
+    overrides: Overrides,
+    fresh: bool,
+    allow_changes: bool,
+    is_own_process: bool,
+) -> Run:
     words = _with_fresh(overrides, fresh)
-    return _made(TrainJob(Path(path), words, command="sft", allow_changes=allow_changes), is_own_process)
+    return _made(TrainJob(Path(path), words, command=command, allow_changes=allow_changes), is_own_process)
 
 
 def report(run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None) -> Written:
@@ -199,16 +222,3 @@ def _in_own_process(job: TrainJob) -> int:
             print(process.stdout.read(), end="")
             raise
     return process.returncode
-
-
-def reward_model(
-    path: str | Path,
-    overrides: Overrides = (),
-    *,
-    fresh: bool = False,
-    allow_changes: bool = False,
-    is_own_process: bool = True,
-) -> Run:
-    """Train a model that scores answers, from pairs of them (job: reward-model). As `train`."""
-    words = _with_fresh(overrides, fresh)
-    return _made(TrainJob(Path(path), words, command="reward-model", allow_changes=allow_changes), is_own_process)

@@ -171,7 +171,7 @@ def response_differences(
 
 
 def spread(differences_N: Tensor) -> Spread:
-    """Of at least one difference. Their order is another one afterwards."""
+    """Return the spread of at least one difference. Changes the order of `differences_N` in place."""
     count = differences_N.numel()
     assert count, "a spread is of at least one token"
     inner = torch.tensor(EDGES[1:-1], dtype=torch.float64)

@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the data of an archive."""
+    """Holds the bytes that stand before and behind the data of an archive."""
 
     members: tuple[tuple[str, bytes], ...]
     num_bytes: int  # of the data

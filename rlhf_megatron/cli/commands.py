@@ -118,9 +118,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 _GPUS = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
-"""As in proof.plan.gpus, which is not imported here."""
+"""The parser offers the GPUs of proof.plan.gpus without importing it: a test holds both lists together."""
 _NETWORKS = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
-"""As in resharding.network, which is not imported here."""
+"""The parser offers the networks of resharding.network without importing it: the same test holds both."""
 
 
 def _simulate(parser: argparse.ArgumentParser) -> None:

@@ -118,7 +118,7 @@ def _target(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> Ta
 
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "first_layers", "last_layers")
 _OWN_OPTIONS = {"ranks": _LAYOUT, "torch_dist": ("impl", "stacked", "max_shard_mib"), "hf": ("max_shard_mib",)}
-"""Of a target; for any other one they would be ignored."""
+"""Options that only one target reads, by target; they are refused with any other one."""
 
 
 def _refuse_ignored(args: argparse.Namespace) -> None:
@@ -165,7 +165,7 @@ class _Bar:
         self._progress.stop()
 
     def step(self, name: str) -> run.OnBytes:
-        """What is to be called with the bytes that are done."""
+        """Show a bar for `name`. Return the function to call with the number of bytes that are done."""
         task = self._progress.add_task(name, total=self._total)
 
         def advance(num_bytes: int) -> None:

@@ -231,14 +231,10 @@ class KeptProcess:
 
 
 @dataclass
-class KeptLaunch:
-    """How a server is started by a keeper; see `rollout.fleet.process.Launch`."""
+class LaunchElsewhere:
+    """Has the name and the places of a launch, and another way to start; see `rollout.fleet.process.Launch`."""
 
     launch: Launch
-    begin: Callable[[bool], tuple[Remote, Answer]]  # again? -> a new keeper, and its call `begin`
-    machine: int = 0  # see EngineAddress
-    process: KeptProcess | None = None
-    num_starts: int = field(default=0)
 
     @property
     def name(self) -> str:
@@ -251,6 +247,16 @@ class KeptLaunch:
     @property
     def transfer_dir(self) -> Path:
         return self.launch.transfer_dir
+
+
+@dataclass
+class KeptLaunch(LaunchElsewhere):
+    """Starts a server by a keeper."""
+
+    begin: Callable[[bool], tuple[Remote, Answer]]  # again? -> a new keeper, and its call `begin`
+    machine: int = 0  # see EngineAddress
+    process: KeptProcess | None = None
+    num_starts: int = field(default=0)
 
     def take(self, seat: object) -> None:
         raise AssertionError("its keeper gives it a seat")

@@ -40,7 +40,15 @@ from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.controller import Deadlines
 from rlhf_megatron.runtime.failures import HostError, describe
 from rlhf_megatron.runtime.host import Activity
-from rlhf_megatron.runtime.keepers import Answer, KeptLaunch, LateAnswerError, ProcessLostError, Report, ServerKeeper
+from rlhf_megatron.runtime.keepers import (
+    Answer,
+    KeptLaunch,
+    LateAnswerError,
+    LaunchElsewhere,
+    ProcessLostError,
+    Report,
+    ServerKeeper,
+)
 from rlhf_megatron.runtime.messages import BUILD, Call, Reply
 from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
 from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, on_signals, redirect_output
@@ -335,23 +343,10 @@ class MachineKeeper:
 
 
 @dataclass
-class _Recorded:
-    """A launch that starts nothing: it is looked at for the kind's way to start."""
+class _Recorded(LaunchElsewhere):
+    """Starts nothing: its launch is looked at for the kind's way to start."""
 
-    launch: Launch
     process: None = None
-
-    @property
-    def name(self) -> str:
-        return self.launch.name
-
-    @property
-    def log(self) -> Path:
-        return self.launch.log
-
-    @property
-    def transfer_dir(self) -> Path:
-        return self.launch.transfer_dir
 
     def take(self, seat: Seat) -> None:
         raise AssertionError("it has none")

@@ -10,9 +10,12 @@ import pytest
 from places import ROOT
 from table_samples import DEEPSEEK_V3
 
+from rlhf_megatron.cli.commands import _GPUS, _NETWORKS
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.cli.plan.sync import engines_of
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig
+from rlhf_megatron.proof.plan.gpus import GPUS
+from rlhf_megatron.resharding.network import NETWORKS
 
 RUN = ROOT / "configs" / "qwen3_235b_512_ranks.yaml"
 
@@ -20,6 +23,10 @@ RUN = ROOT / "configs" / "qwen3_235b_512_ranks.yaml"
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["plan", "sync", *arguments]) in (None, 0)
     return capsys.readouterr().out
+
+
+def test_the_parser_offers_all_gpus_and_networks() -> None:
+    assert set(_GPUS) == GPUS.keys() and set(_NETWORKS) == NETWORKS.keys()
 
 
 def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
