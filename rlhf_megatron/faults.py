@@ -174,7 +174,7 @@ def install(text: str, who: str, directory: Path) -> None:
 
 
 def add_action(name: str, act: Callable[[Fault], None]) -> None:
-    """What one of EXTRA_ACTIONS does, from now on."""
+    """Define what one of EXTRA_ACTIONS does from now on."""
     assert name in EXTRA_ACTIONS, name
     if _plan is not None:
         _plan.actions[name] = act

@@ -38,8 +38,9 @@ CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: th
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What `rlhf-megatron train`, or `sft`, was asked for. The processes that it starts make the same job from
-    `arguments`."""
+    """A job as `rlhf-megatron train` or `sft` was asked for it. The processes that it starts make the same job from
+    `arguments`.
+    """
 
     path: Path  # of the configuration
     overrides: tuple[str, ...] = ()  # "key=value"
@@ -71,7 +72,9 @@ class TrainJob:
         return revealed(loaded.config, os.environ)
 
     def _fetch_models(self) -> None:
-        """On each machine; where several ranks of one come here, the library lets one download."""
+        """Download the models of the run on each machine. Of several ranks on one machine, the library lets one
+        download.
+        """
         try:
             config = read_run_config(self.path, self.overrides).config
         except ConfigError:  # raised again with all other problems
@@ -87,7 +90,9 @@ class TrainJob:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run goes. A replay goes beside the run that it reads, which mostly has the same configuration."""
+        """Return the run's directory. A replay gets one beside the run that it reads, which mostly has the same
+        configuration.
+        """
         name = self.config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
         return Path(self.config.trainer.default_local_dir) / name
 

@@ -41,12 +41,12 @@ def load_plugins(plugins: Sequence[str], where: str = "") -> None:
 
 
 def loaded() -> list[str]:
-    """Those that this process has run: what it starts for parts of theirs runs them too."""
+    """Return the plugins that this process has run. Processes that it starts for parts of theirs run them too."""
     return list(_loaded)
 
 
 def not_loaded(plugins: Sequence[str]) -> list[str]:
-    """Those that were not run in this process."""
+    """Return the plugins that this process has not run."""
     return [plugin for plugin in plugins if plugin not in _loaded]
 
 
@@ -74,7 +74,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _module_of_file(file: str) -> ModuleType:
-    """Under a name of its own, so that a file may be called as a module of somebody else's is."""
+    """Import a file under a name of its own, so that it cannot clash with a module of the same name."""
     path = Path(file).resolve(strict=True)
     if not path.is_file():  # a pipe would be waited for
         raise FileNotFoundError(errno.ENOENT, "it is not a file", file)

@@ -10,7 +10,9 @@ STOPPED_EXIT_CODE = 75  # of a run that stopped when asked to and can go on (sys
 
 
 def startup_exit_code(number: int) -> int:
-    """Of a run that signal `number` ended before its first step: nothing is lost, and the same command begins it."""
+    """Return the exit code of a run that signal `number` ended before its first step: nothing is lost, and the same
+    command begins it again.
+    """
     return 128 + number if number == signal.SIGINT else STOPPED_EXIT_CODE
 
 

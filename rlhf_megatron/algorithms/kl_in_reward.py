@@ -140,7 +140,7 @@ class KLController:
         self.coef *= factor
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, exact also as JSON."""
+        """Return what a checkpoint keeps, exact also as JSON."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -138,7 +138,9 @@ EDGES: tuple[float, ...] = (
 
 @dataclass(frozen=True)
 class Spread:
-    """Of |trainer log-prob - engine log-prob| over some tokens, nats; infinite where one is not a number."""
+    """The distribution of |trainer log-prob - engine log-prob| over some tokens, nats; infinite where one is not a
+    number.
+    """
 
     counts: tuple[int, ...]  # one a bin: [EDGES[i], EDGES[i + 1]), the last one [EDGES[-2], infinity]
     num_tokens: int

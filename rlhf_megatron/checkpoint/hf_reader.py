@@ -105,7 +105,7 @@ class HFReader:
         return self._slice(name)[0]
 
     def dtype_of(self, rule: Rule) -> str:
-        """Nothing is read but the header of the file. Raises ValueError."""
+        """Return the type of a rule's tensors by reading the headers of their files alone. Raises ValueError."""
         for hf in rule.hf:
             self._raise_problem(hf)
         return one_dtype(rule, {DTYPES[self._slice(hf.stored_name)[1]] for hf in rule.hf})

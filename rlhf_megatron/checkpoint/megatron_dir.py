@@ -86,7 +86,7 @@ class RankFiles:
         self._has_expert_files = layout.ep > 1 or layout.etp != layout.tp
 
     def files(self, rule: Rule) -> list[str]:
-        """In the order of the shards; of a tensor that is not split all files that have a copy."""
+        """List the files of a tensor in the order of its shards, or every file with a copy where it is not split."""
         stage = {"embedding": 0, "head": self.layout.pp - 1}.get(rule.owner, 0)
         stage = stage if rule.layer is None else self._stage_of[rule.layer]
         if rule.expert is None or not self._has_expert_files:

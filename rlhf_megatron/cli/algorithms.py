@@ -100,7 +100,7 @@ def parts() -> Iterator[Part]:
 
 
 def _preset(settings: Mapping[str, Any]) -> str:
-    """What it sets, in the order of the configuration; what does nothing is left out."""
+    """Describe what a preset sets, in the order of the configuration, without settings that do nothing."""
     none, found = PRESETS["disabled"], []
     for name, value in settings.items():
         is_needed = name == "rollout_is_threshold" and settings["rollout_is"] is not None
@@ -171,7 +171,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _line_of(text: str | None, name: str) -> str:
-    """What a table in a module's docstring says of a name."""
+    """Return the line about a name in the table of a module's docstring, or ""."""
     match = re.search(rf"^    {re.escape(name)}[ ]+(.+)$", text or "", re.MULTILINE)
     return re.sub(r"\s{2,}", "  ", match[1]) if match else ""
 

@@ -50,7 +50,7 @@ def _command(config: RunConfig, port: int) -> str:
 
 
 def _shared(config: RunConfig) -> Path:
-    """Where the runs make their transfer directories."""
+    """Return the directory in which runs make their transfer directories."""
     return Path(config.rollout.transfer_dir).absolute() if config.rollout.transfer_dir else default_parent()
 
 
@@ -73,7 +73,7 @@ def _serve(config: RunConfig, directory: Path) -> int:
 
 
 def _say_how(config: RunConfig, servers: EngineServers, directory: Path, key_file: Path) -> None:
-    """As a file of settings that a run can extend, and on the screen."""
+    """Write a settings file that a run can extend to attach to the servers, and print how."""
     rollout: dict[str, object] = {
         "endpoints": [address.url for address in servers.addresses],
         "transfer_dir": str(_shared(config)),

@@ -90,7 +90,7 @@ def compare(before: Mapping[str, str], now: Mapping[str, str]) -> Changes:
 
 
 def settings_digest(settings: Mapping[str, str], sources: Mapping[str, str] | None = None) -> str:
-    """Of the settings that the batches of a run's steps depend on, for one history of its policy.
+    """Return a digest of the settings that the batches of a run's steps depend on, for one history of its policy.
 
     Layout, engines, deadlines and what is written do not count: a step's samples stay right when those change.
     `sources`: digests of plugins, which count.

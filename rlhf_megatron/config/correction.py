@@ -223,7 +223,7 @@ def modes(loaded: Loaded) -> Findings:
 
 
 def _settings(loaded: Loaded) -> RolloutCorrectionConfig | None:
-    """None where `preset` finds the preset unknown."""
+    """Return the resolved section, or None for a preset that `preset` reports as unknown."""
     section = loaded.config.algorithm.rollout_correction
     return resolved(section) if section.preset in PRESETS else None
 

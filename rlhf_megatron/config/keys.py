@@ -23,7 +23,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What a misspelt key may have meant. `text` is a whole sentence or empty."""
+    """A guess at what a misspelt key meant. `text` is a whole sentence or empty."""
 
     text: str
     keys: tuple[str, ...] = ()

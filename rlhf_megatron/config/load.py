@@ -230,7 +230,9 @@ class _Files:
 
 
 def read_text(path: Path) -> str:
-    """Of a file that can be a configuration. Raises OSError, UnicodeDecodeError; never reads much more than one has."""
+    """Read a file that can be a configuration, and never much more of it than a configuration has. Raises OSError,
+    UnicodeDecodeError.
+    """
     if path.is_fifo():
         raise OSError(errno.ESPIPE, "it is a pipe, which may never end", str(path))
     with path.open("rb") as file:

@@ -95,7 +95,7 @@ ELSEWHERE = {
 
 
 def suggest(key: str) -> Suggestion:
-    """What an unknown key of a run may have meant."""
+    """Guess what an unknown key of a run meant."""
     path = current_path(key)
     known = (*leaf_keys(RunConfig), *section_keys(RunConfig))
     if path != key and path in known:

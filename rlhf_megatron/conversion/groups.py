@@ -41,7 +41,7 @@ def run_groups(numbers: Sequence[int], work: Work, num_processes: int) -> Iterat
 
 
 def _deal(waiting: list[int], children: dict[Connection, Any]) -> Iterator[tuple[int, Any]]:
-    """Each child has one group at a time."""
+    """Hand each child one group at a time and yield the answers as they come."""
     waiting.reverse()
     working = set()
     for ours in children:

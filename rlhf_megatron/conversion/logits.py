@@ -58,8 +58,9 @@ def verify_logits(reference: Model, candidate: Model, is_cast: bool = False) -> 
 
 
 def _difference(wanted: tuple[Tensor, Tensor], found: Tensor, is_cast: bool) -> float:
-    """Of a layer, relative to what it adds to its input. After a cast that of the token in the middle: routers send
-    some tokens to other experts then, and a mistake changes all."""
+    """Return a layer's error relative to what it adds to its input. After a cast it is the error of the median token:
+    there routers send a few tokens to other experts, while a mistake changes all tokens.
+    """
     inputs, output = wanted
     update = output - inputs if inputs.shape == output.shape and inputs.is_floating_point() else output
     if is_cast:
@@ -164,7 +165,7 @@ class _StreamedExperts(nn.Module):
         return output
 
     def probed(self) -> Iterator[Tensor]:
-        """What each expert makes of the same rows."""
+        """Yield each expert's output for the same rows."""
         for number in range(len(self._down)):
             yield self._expert(number, self.probe)
 
@@ -175,7 +176,9 @@ class _StreamedExperts(nn.Module):
 
 
 class _StreamedEntries(_StreamedExperts):
-    """Those of GPT-OSS: entries of fused tensors, with biases, the input first. The activation takes gate and up."""
+    """The experts of GPT-OSS: entries of fused tensors with biases, input axis first. The activation takes gate and
+    up.
+    """
 
     def __init__(
         self, activation: Callable[[Tensor], Tensor], weights: _Weights, gate_up: Rule, down: Rule, *biases: Rule

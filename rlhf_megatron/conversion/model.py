@@ -64,7 +64,7 @@ class Model:
 
     @cached_property
     def table(self) -> tuple[Rule, ...]:
-        """As its source has the tensors, where that is whole ones."""
+        """The rules of the model; for a source that holds whole tensors, as it holds them."""
         if self.is_of_fsdp:
             return table_of_files(self.hf_config, self.head)
         return table_for(self.hf_config, head=self.head)
@@ -95,9 +95,9 @@ class Model:
         return self.kept()
 
     def read(self, item: Item) -> tuple[tuple[Tensor, ...], dict[str, str]]:
-        """Its tensors in Hugging Face layout, in the type of the item, and their digests by name; of an item with a
-        block the numbers that its FP8 stands for. Raises ValueError where one is broken, or changed since it was
-        converted."""
+        """Read an item's tensors in Hugging Face layout and in the item's type, and their digests by name. FP8 blocks
+        are dequantised. Raises ValueError for a broken tensor, or one that changed since it was converted.
+        """
         source: WeightSource | None = self._kept.reader if item.is_kept else self.source
         assert source is not None, item
         stored = source.hf_tensors(item.rule)
@@ -127,7 +127,7 @@ def _as_fp8_has_it(name: str, tensor: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def digests_of(rule: Rule, tensors: Sequence[Tensor]) -> dict[str, str]:
-    """By Hugging Face name."""
+    """Digest a rule's tensors, by Hugging Face name."""
     return {hf.name: as_hex(digest(tensor)) for hf, tensor in zip(rule.hf, tensors, strict=True)}
 
 
@@ -184,7 +184,9 @@ def open_model(directory: Path, strict: bool = False, config_from: Path | None =
 
 
 def _digests_beside(directory: Path) -> Mapping[str, str]:
-    """Of an earlier conversion; empty where there was none. Raises ValueError for a file that says something else."""
+    """Read the digests of an earlier conversion; empty where there was none. Raises ValueError for a file of another
+    form.
+    """
     if not (directory / DIGESTS).is_file():
         return {}
     digests = read_json(directory / DIGESTS).get("digests")

@@ -128,7 +128,7 @@ def _groups(items: Sequence[Item], group_bytes: int) -> list[list[int]]:
 
 
 def _identity(model: Model, items: Sequence[Item], target: Target, groups: Sequence[Sequence[int]]) -> str:
-    """Of what is converted into what: a journal of something else is of no use."""
+    """Return a digest of source and target. A journal of another conversion is not used."""
     directories = [directory for directory in (model.directory, model.companions_from) if directory is not None]
     found = {path for directory in directories for path in directory.iterdir() if path.is_file()}
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(found)]
@@ -232,7 +232,7 @@ class _Journal:
         self._digests[number] = digests
 
     def digests(self, order: Sequence[int]) -> dict[str, str]:
-        """Of all tensors, in that order of the groups."""
+        """Return the digests of all tensors, in that order of the groups."""
         return {name: value for number in order for name, value in self._digests[number].items()}
 
     @staticmethod

@@ -133,7 +133,9 @@ def _specs(item: Item, hf: HFTensor) -> Iterator[TensorSpec]:
 
 
 def _unique(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Each once, though it comes with every entry of a tensor. Raises ValueError where these have several types."""
+    """Yield each tensor once, though it comes with every one of its entries. Raises ValueError where its entries have
+    several types.
+    """
     seen: dict[str, TensorSpec] = {}
     for spec in specs:
         if (before := seen.setdefault(spec.name, spec)) is spec:

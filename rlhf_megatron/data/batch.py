@@ -82,7 +82,7 @@ class TokenBatch:
 @codec.register
 @dataclass(frozen=True)
 class RolloutBatch(TokenBatch):
-    """After `generate`."""
+    """The samples after `generate`."""
 
     rollout_log_probs: Tensor = per_token()  # [T] float32, as the engine reported
     group_ids: Tensor = per_sample()  # [B] int64
@@ -103,7 +103,7 @@ class RolloutBatch(TokenBatch):
 @codec.register
 @dataclass(frozen=True)
 class ScoredBatch(RolloutBatch):
-    """After `score`."""
+    """The samples after `score`."""
 
     rewards: Tensor = per_sample()  # [B] float32; what a masked status has here is never read
     reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base; a "masked:<why>" sample is left out
@@ -117,7 +117,7 @@ class ScoredBatch(RolloutBatch):
 @codec.register
 @dataclass(frozen=True)
 class AnnotatedBatch(ScoredBatch):
-    """After `annotate`: only what the estimator and the loss declare that they need is not None."""
+    """The samples after `annotate`. A column that neither estimator nor loss needs is None."""
 
     old_log_probs: Tensor | None = per_token(default=None)  # [T] float32, trainer's policy at the start of this update
     ref_log_probs: Tensor | None = per_token(default=None)  # [T] float32, frozen reference
@@ -131,7 +131,7 @@ class AnnotatedBatch(ScoredBatch):
 @codec.register
 @dataclass(frozen=True)
 class TrainBatch(AnnotatedBatch):
-    """After `advantages`."""
+    """The samples after `advantages`."""
 
     advantages: Tensor = per_token(default=None)  # [T] float32, 0 outside of response_mask
     returns: Tensor | None = per_token(default=None)  # [T] float32
@@ -174,7 +174,7 @@ class ValueMiniBatch(TokenBatch):
 @codec.register
 @dataclass(frozen=True)
 class TokenColumns:
-    """What a rank returns of a TokenBatch: token columns alone, since who asked has the rest."""
+    """The reply of a rank to a TokenBatch: its token columns alone, since the caller has the rest."""
 
 
 @codec.register

@@ -61,7 +61,9 @@ def render(template: jinja2.Template, is_bounded: bool = True, **variables: Any)
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """What no count of the sandbox sees in time, such as a text padded to a billion characters, raises MemoryError."""
+    """Limit the memory of a template. What the sandbox's counts miss, such as a text padded to a billion characters,
+    raises MemoryError.
+    """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
     if pages is None:

@@ -29,7 +29,7 @@ ANY_LENGTH = 1 << 24  # tokens: the limit on documents comes after the one on pr
 
 @dataclass
 class Counts:
-    """What became of the rows of a job. Added to while they are read."""
+    """Counts of what became of a job's rows, updated while they are read."""
 
     num_bad: int = 0  # skipped
     num_overlong: int = 0  # dropped
@@ -40,7 +40,7 @@ class Counts:
     num_thoughts_lost: int = 0
 
     def told(self) -> list[str]:
-        """What a person should know, one phrase each."""
+        """Return the counts that a person should know, one phrase each."""
         phrases = {
             "malformed rows skipped": self.num_bad,
             "over-long documents dropped": self.num_overlong,
@@ -130,7 +130,9 @@ HeldOut = dict[str, list[Sample]]
 
 
 def answered(items: Sequence[PromptItem], tokenizer: Tokenizer) -> list[Sample]:
-    """Each prompt just as an engine is asked it, then its label and the end-of-sequence token, which train."""
+    """Make a document of each item: the prompt as an engine is asked it, then the label and the end-of-sequence token,
+    which train.
+    """
     labels = tokenizer.encode_all([item.label for item in items])
     samples = []
     for item, label_ids in zip(items, labels, strict=True):
@@ -195,7 +197,7 @@ def _read(files: Sequence[str], source: SourceConfig, read: Any, data: DataConfi
 def _streamed(
     source: SourceConfig, read: Any, again: Any, data: DataConfig, max_length: int, counts: Counts
 ) -> StreamedDocuments:
-    """As `_read` with `_limited`. `again`: `read` that counts nothing."""
+    """Read a source's files as `_read` and `_limited` do, one row at a time. `again`: `read` without counting."""
     if source.task is not None or not source.train_files:
         raise ValueError("conversations and pairs come from files; name train_files, and no task.")
     files = [Path(name) for name in source.train_files]
@@ -295,7 +297,7 @@ def _parsed(value: Any, key: str) -> Any:
 def _pair(
     row: Mapping[str, Any], data: DataConfig, sft: SFTConfig, form: PromptFormat, tokenizer: Tokenizer
 ) -> list[Sample]:
-    """Both answers behind the prompt as RL asks it; conversations that begin alike bring the prompt themselves."""
+    """Put both answers behind the prompt that RL would ask. Conversations that begin alike bring their own prompt."""
     chosen, rejected = (look_up(row, key, "sft") for key in (sft.chosen_key, sft.rejected_key))
     if data.prompt_key in row or isinstance(chosen, str):
         prompt = prompt_of(look_up(row, data.prompt_key, "data.prompt_key"), data.prompt_key)
@@ -338,7 +340,9 @@ def _weight_of(row: Mapping[str, Any], sft: SFTConfig) -> float:
 
 
 def _limited(samples: Iterable[Sample], data: DataConfig, max_length: int, counts: Counts) -> Iterator[Sample]:
-    """Those within the limit; others are dropped or cut as `data` says. Raises ValueError where it says neither."""
+    """Yield samples within the limit; drop or cut longer ones as `data` says. Raises ValueError where it says
+    neither.
+    """
     for sample in samples:
         longest = max(len(document.token_ids) for document in sample.documents)
         if longest > max_length:

@@ -36,7 +36,9 @@ Share = list[Bin]  # of a replica
 
 
 def deal(bins: Sequence[Bin], num_replicas: int) -> list[Share]:
-    """To the cheapest replica that has not all of its bins, dearest bin first; then whole bins are exchanged."""
+    """Deal the bins, dearest first, each to the cheapest replica that still lacks bins; then exchange whole bins to
+    even out the costs.
+    """
     num_each = len(bins) // num_replicas
     assert num_each * num_replicas == len(bins), f"{len(bins)} bins for {num_replicas} replicas"
     shares: list[Share] = [[] for _ in range(num_replicas)]
@@ -166,8 +168,8 @@ def pack(lengths: Sequence[int], costs: Sequence[int], num_replicas: int, bins_m
 
 
 def fewest_bins(lengths: Sequence[int], room: int) -> int:
-    """No packing has fewer (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
-    1990, bound L2).
+    """Return a number of bins that no packing can undercut (Martello and Toth, "Lower bounds and reduction procedures
+    for the bin packing problem", 1990, bound L2).
 
     For any t: documents above half a bin are in bins of their own, and to those above room - t nothing of at least t
     can be added. What the others of at least t need beyond the room that is left beside the large ones needs new bins.
@@ -186,7 +188,7 @@ def fewest_bins(lengths: Sequence[int], room: int) -> int:
 
 
 def _even_length(order: list[int], lengths: Sequence[int], num_bins: int, room: int) -> Contents | None:
-    """Each document goes to the emptiest bin. None where it does not fit there."""
+    """Put each document into the emptiest bin. Returns None where it does not fit there."""
     contents: Contents = [[] for _ in range(num_bins)]
     heap = list(range(num_bins))  # length * num_bins + bin
     for document in order:
@@ -201,8 +203,9 @@ def _even_length(order: list[int], lengths: Sequence[int], num_bins: int, room: 
 def _even_cost(
     order: list[int], lengths: Sequence[int], costs: Sequence[int], num_bins: int, room: int
 ) -> Contents | None:
-    """Each document goes to the cheapest bin that has room for it. None where there is none, or where bins are so full
-    that finding out takes long."""
+    """Put each document into the cheapest bin with room for it. Returns None where no bin has room, or where bins are
+    so full that the search takes long.
+    """
     contents: Contents = [[] for _ in range(num_bins)]
     heap = [(0, 0, index) for index in range(num_bins)]  # cost, length, bin
     detours = MAX_DETOURS * len(order)
@@ -222,7 +225,7 @@ def _even_cost(
 
 
 def _best_fit(order: list[int], lengths: Sequence[int], room: int) -> Contents:
-    """Each document goes to the fullest bin that has room for it, else to a new one."""
+    """Put each document into the fullest bin with room for it, else into a new one."""
     contents: Contents = []
     stride = len(order) + 1
     rooms: list[int] = []  # ascending: room * stride + bin
@@ -240,7 +243,7 @@ def _best_fit(order: list[int], lengths: Sequence[int], room: int) -> Contents:
 
 
 def _first_fit(order: list[int], lengths: Sequence[int], room: int) -> Contents:
-    """Each document goes to the first bin that has room for it, else to a new one."""
+    """Put each document into the first bin with room for it, else into a new one."""
     contents: Contents = []
     rooms = np.full(len(order), room)
     for document in order:

@@ -87,7 +87,9 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, spells_labels: bool =
 
 
 def sources_of(data: DataConfig) -> dict[str, SourceConfig]:
-    """Where its settings stand -> a source, with what it takes over from the section; or the section, without name."""
+    """Return the sources by the place of their settings, each with what it takes over from the section; without
+    sources, the section itself.
+    """
     if not data.sources:
         files = (data.train_files, data.val_files)
         return {"data": SourceConfig("", 1.0, data.task, data.task_params, *files, data.prompt_template, data.few_shot)}
@@ -110,7 +112,7 @@ def read_all(config: DataConfig) -> None:
 
 @contextmanager
 def of_source(key: str, source: SourceConfig) -> Iterator[None]:
-    """What is wrong with one of several sources is told with its place."""
+    """Name the source in a ValueError raised inside, where there are several."""
     try:
         yield
     except ValueError as error:

@@ -34,7 +34,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, int, Any]]:
-    """As `raw_rows`, of JSON lines, with the byte at which each begins between number and value."""
+    """Yield rows of JSON lines as `raw_rows` does, with the byte at which each begins between number and value."""
     begin = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):

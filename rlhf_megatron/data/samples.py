@@ -99,7 +99,7 @@ class Documents(Sequence[Sample]):
         return trained[self.tokens.offsets]
 
     def _taught(self, tokens: TokenBatch, indices: Sequence[int]) -> TopLogProbs | None:
-        """What the teacher told of these samples, as columns of their tokens."""
+        """Return what the teacher said of these samples, as columns of their tokens."""
         if self.taught is None:
             return None
         places = torch.cat([torch.arange(*self._first_taught[i : i + 2].tolist()) for i in indices])
@@ -142,7 +142,7 @@ def drawn(sources: Sequence[DocumentSource], places: Iterable[tuple[int, int]]) 
 
 
 def _columns(told: Sequence[Taught]) -> TopLogProbs | None:
-    """Of the places of all samples, in their order."""
+    """Join the teacher's log-probs of all samples, in their order."""
     if not told:
         return None
     ids, log_probs = array("i"), array("f")

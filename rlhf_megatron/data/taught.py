@@ -27,7 +27,7 @@ class Taught:
         return len(self.ids) // self.width
 
     def part(self, begin: int, end: int) -> Taught:
-        """Of some places."""
+        """Return some of the places."""
         places = slice(begin * self.width, end * self.width)
         return Taught(self.ids[places], self.log_probs[places], self.width)
 

@@ -15,7 +15,7 @@ TEXTS_AT_ONCE = 8192  # bounds the memory of encodings, which hold far more than
 
 
 class Tokenizer:
-    """No special tokens are added or shown; special tokens that stand in a text are recognized."""
+    """Text to token ids and back. It adds and shows no special tokens, and recognizes those that stand in a text."""
 
     def __init__(
         self,

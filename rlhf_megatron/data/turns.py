@@ -107,7 +107,7 @@ def _differing(prompt: str, text: str) -> str:
 
 
 def _end(text: str, turn: _Turn, stops: Sequence[str]) -> int:
-    """Where the words of the model end: behind its last stop token, before what the template puts between turns.
+    """Return where the model's words end: behind its last stop token, before what the template puts between turns.
 
     A next role's token that is a stop token is the model's own, too.
     """

@@ -107,7 +107,7 @@ def _of_others(path: Path, number: int, row: dict[str, Any], data: DataConfig) -
 
 
 def asked_of(config: RunConfig) -> dict[str, Any]:
-    """What answers of every kind of job depend on."""
+    """Return the settings that answers of every kind of job depend on."""
     sampling = config.rollout.val_kwargs
     return {
         "sampling": asdict(sampling),
@@ -133,7 +133,7 @@ def _as_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What one job was asked for otherwise than another, a phrase each."""
+    """List what two jobs were asked for differently, a phrase each."""
     names = sorted(before.keys() | now.keys())
     return [f"{n}: {before.get(n)} there, {now.get(n)} here" for n in names if before.get(n) != now.get(n)]
 

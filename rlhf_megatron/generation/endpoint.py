@@ -77,7 +77,7 @@ class EndpointJob:
         return cls(config, url, model, key, rows, out, num_at_once, is_chat, overwrite)
 
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
-        """As `generation.job.GenerateJob.run`."""
+        """Write the answers, as `generation.job.GenerateJob.run` does."""
         asked = asked_of(self.config) | {
             "model": f"{self.model} at {self.url}",
             "prompts": digest_of([str(self._messages(row)) for row in self.rows]),

@@ -73,7 +73,7 @@ class GenerateJob:
         return cls(config, by_split[split], tokenizer, served, out, with_tokens, overwrite)
 
     def asked(self) -> dict[str, Any]:
-        """What the answers depend on, beside the weights' own bytes."""
+        """Return what the answers depend on, beside the weights' own bytes."""
         return (asked_of(self.config) | self.of_weights()) | {
             "prompts": digest_of([item.prompt for item in self.items]),
             "stop": list(self.config.rollout.stop),
@@ -81,7 +81,7 @@ class GenerateJob:
         }
 
     def of_weights(self) -> dict[str, Any]:
-        """What tells the job's weights from others."""
+        """Return what tells the job's weights from others."""
         return {
             "model": os.path.abspath(self.served.name),
             "weights": self.served.identity,
@@ -90,11 +90,11 @@ class GenerateJob:
 
     @property
     def num_rows(self) -> int:
-        """Of the file, when it is done."""
+        """The rows of the file when it is done."""
         return len(self.items)
 
     def requests(self, start: int, count: int) -> list[GenerateRequest]:
-        """What engines are asked for these rows."""
+        """Make the engines' requests for these rows."""
         sampling = self.config.rollout.val_kwargs
         stops = self.tokenizer.stop_ids(self.config.rollout.stop)
         params = sampling_params(sampling, self.config.data.max_response_length, stops)

@@ -45,7 +45,7 @@ class LossJob(GenerateJob):
         return cls(config, (), tokenizer, served, out, False, overwrite, documents)
 
     def asked(self) -> dict[str, Any]:
-        """What the losses depend on, beside the weights' own bytes."""
+        """Return what the losses depend on, beside the weights' own bytes."""
         documents = digest_of([repr((sample.source, sample.documents)) for sample in self.documents])
         return self.of_weights() | {"documents": documents}
 

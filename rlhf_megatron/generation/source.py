@@ -33,7 +33,7 @@ class Served:
 
 
 def weights_of(source: Path, model_path: Path, step: int | None = None, is_best: bool = False) -> Served:
-    """What `source`, as of `config_of`, serves; `model_path` is that of its configuration.
+    """Find the weights that `source`, as in `config_of`, serves. `model_path` is that of its configuration.
 
     Of a run: the checkpoint of `step` or the best one (as `recovery.export.find_weights` says), else its folder `hf`,
     else its newest checkpoint.

@@ -29,7 +29,7 @@ class PackedStatistics:
     def of_nothing(
         num_rows: int, has_weighted: bool, has_squares: bool, dtype: torch.dtype, device: torch.device
     ) -> PackedStatistics:
-        """Before the first tile."""
+        """Return the statistics before the first tile."""
         values_KR = torch.zeros(3 + has_weighted + has_squares, num_rows, dtype=dtype, device=device)
         values_KR[0] = MIN_LOGIT
         values_KR[2] = -torch.inf
@@ -40,7 +40,7 @@ class PackedStatistics:
         return self._unpack(self.values_KR[:, part])
 
     def over(self, tp_group: ProcessGroup) -> RowStatistics:
-        """Those of the whole vocabulary. All ranks of the group, one all-gather."""
+        """Combine the statistics over the whole vocabulary. Call on all ranks of the group; it makes one all-gather."""
         num_ranks = tp_group.size()
         gathered = self.values_KR.new_empty(num_ranks * self.values_KR.shape[0], self.values_KR.shape[1])
         dist.all_gather_into_tensor(gathered, self.values_KR, group=tp_group)

@@ -43,7 +43,9 @@ class HeadMemory:
 
 
 def head_memory(shape: HeadShape) -> HeadMemory:
-    """At most: rows without gradient make it less. The reference, which makes all logits, is not counted here."""
+    """Return an upper bound of the head's memory: rows without gradient need less. The reference, which makes all
+    logits, is not counted here.
+    """
     size = shape.dtype.itemsize
     total = max(size, 4)  # of what products are added up in
     # 16-bit operands keep a float32 accumulator on a GPU only; elsewhere copies in float32 go into the products.
@@ -71,7 +73,7 @@ def head_memory(shape: HeadShape) -> HeadMemory:
 
 
 def _kept_bytes(shape: HeadShape, num_columns: int, total: int) -> tuple[int, int]:
-    """Of chunks kept as float16, and as they are."""
+    """Return the bytes of chunks kept as float16, and of chunks kept as they are."""
     budget = Budget.on(shape.device_type, shape.stash_bytes)
     rounded = exact = 0
     for first in range(0, shape.num_columns if shape.num_rows else 0, num_columns):
@@ -84,7 +86,9 @@ def _kept_bytes(shape: HeadShape, num_columns: int, total: int) -> tuple[int, in
 
 
 def _result_bytes(shape: HeadShape, total: int) -> int:
-    """From the rows' gradient to that of the hidden states: spread over the tokens, summed over the parts."""
+    """Return the bytes between the rows' gradient and that of the hidden states: spread over the tokens, summed over
+    the parts.
+    """
     tokens, size = shape.num_tokens * shape.hidden_size, shape.dtype.itemsize
     if shape.num_parts > 1:
         return tokens * total + tokens // shape.num_parts * total

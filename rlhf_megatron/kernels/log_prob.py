@@ -25,7 +25,9 @@ Backend = Literal["reference", "chunked", "triton"]
 
 
 class HeadOutputs(NamedTuple):
-    """Of each row, float32 (float64 for float64 inputs); equal bit for bit on all ranks of the tp group."""
+    """The head's outputs of each row, float32 (float64 for float64 inputs); equal bit for bit on all ranks of the tp
+    group.
+    """
 
     log_probs_R: Tensor  # log softmax(z) at the target, nats
     entropies_R: Tensor | None  # -sum p log p, nats; None unless asked for

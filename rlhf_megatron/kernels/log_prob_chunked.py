@@ -45,7 +45,7 @@ def tile_shape(num_rows: int, num_columns: int, chunk_size: int, device_type: st
 
 @dataclass(frozen=True)
 class HeadCall:
-    """What one call of the head is about, beside its tensors."""
+    """The settings of one call of the head, beside its tensors."""
 
     num_columns: int  # of the shard; the rest of its rows are padding
     tp_group: ProcessGroup | None  # of at least two ranks
@@ -252,7 +252,7 @@ class _Tiles:
             yield slice(first, min(first + self._block_size, self._num_rows))
 
     def logits(self, rows: slice, chunk: _Chunk) -> Tensor:
-        """In the same memory for every tile."""
+        """Compute the logits of a tile, in the same memory for every tile."""
         shape = (rows.stop - rows.start, chunk.last - chunk.first)
         return multiply(self.hidden_RH[rows], chunk.weight_CH.T, self._logits[: shape[0] * shape[1]].view(shape))
 

@@ -75,7 +75,7 @@ class TritonTileOps:
         )
 
     def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
-        """In the memory of `logits_RC` where that has `dtype`."""
+        """Compute the gradient of a tile's logits, in the memory of `logits_RC` where that has `dtype`."""
         if logits_RC.dtype == torch.float64:
             return self._torch.grad_logits(logits_RC, columns_R, rows, dtype)
         logits_RC = _with_dense_rows(logits_RC)
@@ -86,7 +86,7 @@ class TritonTileOps:
     def grad_logits_from_stash(
         self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
     ) -> Tensor:
-        """In the memory of `stash_RC` where `dtype` has 16 bits."""
+        """Compute the gradient from the stash, in the memory of `stash_RC` where `dtype` has 16 bits."""
         if rows.log_z_R.dtype == torch.float64:
             return self._torch.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, dtype)
         assert stash_RC.stride(1) == 1, "rows of a stash are dense"

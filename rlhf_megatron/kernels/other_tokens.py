@@ -26,7 +26,7 @@ ROWS = 256  # of which the chosen rows of the weight are gathered at once, [ROWS
 
 @dataclass(frozen=True)
 class HeadShard:
-    """What a rank has of the head, and with whom. The fields are as in `linear_log_prob`."""
+    """A rank's shard of the head and the group that shares it. The fields are as in `linear_log_prob`."""
 
     vocab_start: int
     vocab_size: int
@@ -36,7 +36,7 @@ class HeadShard:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """None where there is nothing to exchange."""
+        """The group to exchange with; None where there is nothing to exchange."""
         return self.tp_group if self.tp_group is not None and self.tp_group.size() > 1 else None
 
     def num_columns(self, weight_VH: Tensor) -> int:

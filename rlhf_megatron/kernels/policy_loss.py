@@ -101,7 +101,7 @@ class PolicyRowLoss:
     def inputs(
         self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None
     ) -> PolicyLossInputs:
-        """What the loss reads, from the columns of the mini-batch. Raises ValueError for one that is missing."""
+        """Collect what the loss reads from the columns of the mini-batch. Raises ValueError for a missing column."""
         needed = ("advantages", "old_log_probs", *self.needs)
         missing = [column for column in needed if column not in (*columns, "entropies", "sequences")]
         if missing:
@@ -150,7 +150,7 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def _kernel_problem(device: torch.device) -> str:
-    """What is wrong with the kernel on `device`; "" where it works. Waits for the device."""
+    """Say what is wrong with the kernel on `device`; "" where it works. Waits for the device."""
     try:
         error = kernel_error(device)
     except Exception as problem:  # whatever a compiler or a driver raises: it is reported, not handled

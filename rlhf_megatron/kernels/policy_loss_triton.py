@@ -37,7 +37,7 @@ def ppo_clip_sums(
     loss_weights_R: Tensor,
     metric_weights_R: Tensor,
 ) -> RowSums:
-    """As `PolicyRowLoss.sums` with ppo_clip. All columns float32."""
+    """Compute `PolicyRowLoss.sums` with ppo_clip. All columns are float32."""
     names: tuple[str, ...] = NAMES
     if inputs.ref_log_probs_T is not None:
         names = (*names, KL_NAME)
@@ -159,7 +159,7 @@ def _ppo_clip_kernel(
 
 @triton.jit
 def _clamp(x_T, low, high):
-    """As torch.clamp: NaN stays NaN, which `tl.minimum` takes for missing."""
+    """Clamp as torch.clamp does: NaN stays NaN, which `tl.minimum` takes for missing."""
     x_T = tl.where(x_T < low, low, x_T)
     return tl.where(x_T > high, high, x_T)
 

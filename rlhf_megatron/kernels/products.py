@@ -19,15 +19,16 @@ _ADDS_TO_FLOAT32 = _TORCH >= (2, 10)  # before, addmm refuses to add a product o
 
 
 class WeightGradSink(Protocol):
-    """Where the weight's gradient goes instead of into a tensor that autograd adds up."""
+    """A buffer that takes the weight's gradient in place of a tensor that autograd adds up."""
 
     def buffer_VH(self) -> Tensor:
         """The float32 tensor that it is added to. Asked for in the backward pass."""
         ...
 
     def gradient(self) -> Tensor | None:
-        """What autograd gets for the weight once the buffer has it all. Called in every backward pass, without rows
-        too, so that hooks fire."""
+        """Return what autograd gets for the weight once the buffer has all of it. It is called in every backward pass,
+        also without rows, so that hooks fire.
+        """
         ...
 
 
@@ -37,7 +38,7 @@ def accumulator_dtype(a: Tensor, b: Tensor) -> torch.dtype:
 
 
 def operand_dtype(a: Tensor, b: Tensor) -> torch.dtype:
-    """In which type two tensors go into a product: 16-bit only where the device keeps the float32 accumulator."""
+    """Return the type in which two tensors are multiplied: 16 bits only where the device has a float32 accumulator."""
     if a.dtype == b.dtype and a.dtype in _HALF and a.is_cuda and _HAS_OUT_DTYPE:
         return a.dtype
     return accumulator_dtype(a, b)
@@ -95,7 +96,7 @@ class WeightGradient:
         self._sum_CH, self._end = None, last
 
     def result(self) -> Tensor | None:
-        """What autograd gets. Rows that no chunk had are padding."""
+        """Return what autograd gets. Rows that no chunk had are padding."""
         if self._sink is not None:
             return self._sink.gradient()
         self._buffer_VH[self._end :].zero_()

@@ -69,7 +69,7 @@ class Summing:
         self._block_sums += [torch.dot(metric_T, metric_weights_T) for metric_T in found.metrics.values()]
 
     def sums(self) -> RowSums:
-        """Of all blocks."""
+        """Return the sums of all blocks."""
         num_sums = 1 + len(self._names)
         if len(self._block_sums) == num_sums:
             value, *metrics = self._block_sums

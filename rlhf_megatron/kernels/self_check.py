@@ -174,8 +174,10 @@ def _spread(count: int, size: int, device: torch.device) -> Tensor:
 
 
 def _scales(rows_RH: Tensor, weight_CH: Tensor, targets_R: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What rounding errors are proportional to. Of gradients: at least the term of the target, against which the rest
-    may cancel where the model is sure. Of log-probs and entropies: at least 1 a row, since both may be near 0."""
+    """Return the sizes that rounding errors are proportional to. For gradients at least the target's term, against
+    which the rest may cancel where the model is sure; for log-probs and entropies at least 1 a row, since both may be
+    near 0.
+    """
     upstream_R1 = _upstream(wanted["log_probs"])[:, None]
     least = {
         "log_probs": torch.ones_like(wanted["log_probs"]),

@@ -58,7 +58,7 @@ class KeptChunk:
     max_R: Tensor | None
 
     def of(self, rows: slice | Tensor) -> KeptChunk:
-        """Those of some rows: views of a slice, copies of an index."""
+        """Return some of the rows: views of a slice, copies of an index."""
         return KeptChunk(self.values_RC[rows], None if self.max_R is None else self.max_R[rows])
 
 
@@ -70,7 +70,9 @@ class Stash:
         self._chunks: dict[int, KeptChunk] = {}
 
     def make_room(self, first: int, num_rows: int, num_columns: int, like: Tensor) -> KeptChunk | None:
-        """Where to keep the chunk that begins at column `first`; None: it does not fit. `like`: type of logits."""
+        """Return memory for the chunk that begins at column `first`, or None where it does not fit. `like`: type of
+        logits.
+        """
         size = (num_rows, num_columns, like.element_size())
         if self._budget.take_rounded(*size):
             values_RC = like.new_empty(num_rows, num_columns, dtype=torch.float16)

@@ -51,7 +51,7 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What the gradient of a tile needs of its rows, float32 (float64)."""
+    """The numbers of its rows that the gradient of a tile needs, float32 (float64)."""
 
     log_z_R: Tensor  # of the whole vocabulary
     inv_temperature_R: Tensor | None  # None: 1, or already in the logits
@@ -61,7 +61,7 @@ class RowGradients:
     log_z_rest_R: Tensor | None = None  # what rounding left out of `log_z_R`; at logits of 200 it is 1e-5 of all p
 
     def of(self, rows: slice | Tensor) -> RowGradients:
-        """Those of some rows: views of a slice, copies of an index."""
+        """Return some of the rows: views of a slice, copies of an index."""
         return RowGradients(
             self.log_z_R[rows],
             None if self.inv_temperature_R is None else self.inv_temperature_R[rows],
@@ -97,8 +97,9 @@ class TileOps(Protocol):
     def grad_logits_from_stash(
         self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
     ) -> Tensor:
-        """As `grad_logits`, from what `update` stashed: p = stash / STASH_SCALE e^(n - log Z), and p log p = 0 where
-        the stash is 0. May destroy `stash_RC`, and may return its memory where `dtype` has 16 bits."""
+        """Compute `grad_logits` from what `update` stashed: p = stash / STASH_SCALE e^(n - log Z), and p log p = 0
+        where the stash is 0. It may destroy `stash_RC`, and may return its memory where `dtype` has 16 bits.
+        """
         ...
 
 
@@ -200,7 +201,9 @@ class _Weights:
 
     @staticmethod
     def of(rows: RowGradients) -> _Weights:
-        """For p = e^(z - log_z_R), which lacks the factor of the rest of log Z: it goes into the row's numbers."""
+        """Return the weights for p = e^(z - log_z_R). That p lacks the factor of the rest of log Z, which goes into the
+        row's numbers.
+        """
         u_R, w_R, H_R = rows.grad_log_probs_R, rows.grad_entropies_R, rows.entropies_R
         inv_R, rest_R = rows.inv_temperature_R, rows.log_z_rest_R
         target_R = u_R if inv_R is None else u_R * inv_R
@@ -216,7 +219,7 @@ class _Weights:
         return _Weights(target_R, constant_R, slope_R)
 
     def apply(self, log_p_BC: Tensor, p_BC: Tensor, block: slice) -> None:
-        """In place of `log_p_BC`, which may be `p_BC` where there is no slope."""
+        """Overwrite `log_p_BC`, which may be `p_BC` where there is no slope, with the gradient."""
         if self.slope_R is None:
             log_p_BC.mul_(self.constant_R[block, None])
         else:

@@ -57,7 +57,7 @@ def resolve_impl(
 
 
 def why_no_transformer_engine() -> str:
-    """Not installed, or what importing it raises."""
+    """Say that it is not installed, or what importing it raises."""
     return find_transformer_engine().why_not or try_import("transformer_engine.pytorch", "Linear")[1]
 
 

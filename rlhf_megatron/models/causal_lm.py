@@ -50,8 +50,8 @@ class PackedModel(nn.Module):
         rows: Tensor,
         **lengths: Any,
     ) -> Any:
-        """What `with_hidden` returns for hidden states [1, S, H], by which the head's weight is multiplied; for logits
-        [1, R, V] of the rows where `is_plain`. Both arguments are [1, S]; positions restart with each document.
+        """Return `with_hidden` of hidden states [1, S, H], by which the head's weight is multiplied, or of logits [1,
+        R, V] of the rows where `is_plain`. Both arguments are [1, S]; positions restart with each document.
 
         `lengths`: the documents' borders, for attention kernels that ask for them.
         """
@@ -191,8 +191,9 @@ def causal_lm_table(model: PackedModel, hf_config: HFConfig, head: Head) -> tupl
 def _conversion(
     name: str, shape: tuple[int, ...], kind: str
 ) -> tuple[tuple[HFTensor, ...], Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Of one tensor: as files name it, and how the two become each other. A layer's experts are one tensor in
-    transformers, of which files have one or two matrices an expert."""
+    """Return the names that files have for a tensor, and the two conversions between them. A layer's experts are one
+    tensor in transformers; files have one or two matrices an expert.
+    """
     block, gate, up, down = _ON_DISK.get(kind, _MATRICES)
     found = _FUSED_EXPERTS.fullmatch(name)
     if kind == "gpt_oss" and found is not None:  # in one tensor in files as well

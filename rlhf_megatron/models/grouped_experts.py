@@ -44,8 +44,9 @@ class GroupedExperts(SequentialMLP):
         return output, None
 
     def _weights(self, name: str) -> list[Tensor]:
-        """Of the experts' linear layers of that name, whose own forward passes nobody calls: what megatron's data
-        parallelism does before these is done here, since overlap_param_gather waits for their weights there."""
+        """Return the weights of the experts' linear layers of that name. Their own forward passes are never called, so
+        their pre-forward hooks run here: overlap_param_gather waits for the weights in them.
+        """
         linears = [getattr(expert, name) for expert in self.local_experts]
         for linear in linears:
             for hook in linear._forward_pre_hooks.values():
@@ -62,7 +63,7 @@ class GroupedExperts(SequentialMLP):
         return biases_Eo.index_select(0, experts_E.repeat_interleave(counts_E, output_size=num_tokens))
 
     def _activated(self, gate_up: Tensor, bias: Tensor | None, probs_T: Tensor) -> Tensor:
-        """As megatron's MLP does it."""
+        """Apply the activation as megatron's MLP does."""
         config = self.config
         if bias is not None:
             gate_up = gate_up + bias

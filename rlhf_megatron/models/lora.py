@@ -89,7 +89,9 @@ def stem_of(name: str) -> str:
 
 
 def first_matrix(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """As peft begins: A uniform within 1 / sqrt(I), B zero. It depends on name, shape and seed only."""
+    """Return a matrix as peft begins it: A uniform within 1 / sqrt(I), B zero. It depends on name, shape and seed
+    only.
+    """
     if name.endswith(UP):
         return torch.zeros(*shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]

@@ -58,7 +58,7 @@ class RouterReplay:
             layer.recorded.clear()
 
     def recorded(self) -> list[Tensor]:
-        """Of each micro-batch since `record`: [T, L, K] on the CPU."""
+        """Return the experts of each micro-batch since `record`: [T, L, K] on the CPU."""
         self.is_recording = False
         micro_batches = zip(*(layer.recorded for layer in self.layers), strict=True)
         found = [torch.stack(layers, 1).cpu() for layers in micro_batches]
@@ -96,7 +96,7 @@ class RouterReplay:
 
 @dataclass
 class LayerReplay:
-    """What stands in a router. `waiting`: the experts of micro-batches that a backward pass will compute again."""
+    """The replay of one router. `waiting`: the experts of micro-batches that a backward pass will compute again."""
 
     replay: RouterReplay
     index: int  # among this rank's layers with experts

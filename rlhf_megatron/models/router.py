@@ -98,8 +98,9 @@ class RouterTerms:
         return {name: mean for name, mean in means if is_on[name]}
 
     def move_biases(self) -> None:
-        """After an optimizer step: each expert's bias falls by the rate where more tokens than the mean met it in the
-        mini-batch, rises where fewer did (2408.15664)."""
+        """Move the biases after an optimizer step: an expert's bias falls by the rate where it met more tokens of the
+        mini-batch than the mean, and rises where it met fewer (2408.15664).
+        """
         if self.bias_rate > 0:
             for router in self.routers:
                 router.expert_bias.add_(self.bias_rate * torch.sign(router.loads_E.mean() - router.loads_E))
@@ -160,8 +161,9 @@ class TermsRouter(TopKRouter):
         return total
 
     def _weights(self, met_TE: Tensor, tokens: RoutedTokens) -> Tensor:
-        """What a token's scores count: E x the share of picks that an expert has / tokens, over the document or the
-        mini-batch. 1 in sum over perfectly even loads (Switch Transformer, 2101.03961, equation 4)."""
+        """Return the weight of each of a token's scores: E x the share of picks that an expert has / tokens, over the
+        document or the mini-batch. The sum over perfectly even loads is 1 (Switch Transformer, 2101.03961, equation 4).
+        """
         terms = self.terms
         scale = self.num_experts / self.topk
         if terms.needs_counting:

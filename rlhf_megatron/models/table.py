@@ -42,7 +42,7 @@ FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where files have a tensor: as one entry, along a further first axis, of a larger tensor."""
+    """The place of a tensor that files keep as one entry, along a further first axis, of a larger tensor."""
 
     name: str  # of the larger one: "model.layers.3.mlp.experts.down_proj"
     index: int

@@ -42,7 +42,7 @@ PEAK_LR = "peak actor/lr"  # in the steps that a HealthWatch keeps
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one rule at one step."""
+    """The verdict of one rule at one step."""
 
     name: str  # the metric is health/<name>
     is_bad: bool
@@ -55,7 +55,9 @@ class Verdict:
 
 
 def verdicts(steps: Steps) -> list[Verdict]:
-    """Of those rules that can tell; `steps`: the metrics of each, oldest first, the last one now."""
+    """Return the verdicts of the rules that have enough data. `steps`: the metrics of each step, oldest first, the
+    current one last.
+    """
     found = [(rule, rule.judge(steps)) for rule in RULES]
     return [Verdict(rule.name, *finding, rule.fix) for rule, finding in found if finding is not None]
 
@@ -192,7 +194,7 @@ def _values(steps: Steps, key: str) -> list[float]:
 
 
 def _mean_of(steps: Steps, key: str) -> float | None:
-    """None unless a whole window of steps has a number."""
+    """Return the mean over the window; None unless every step of the window has the metric."""
     values = _values(steps, key)
     return statistics.fmean(values) if len(values) >= WINDOW else None
 
@@ -231,7 +233,7 @@ class HealthWatch:
         return {f"health/{verdict.name}": float(verdict.is_bad) for verdict in found}, lines
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """By verdict, those that were bad at some step."""
+        """Return the verdicts that were bad at some step, by name."""
         return {name: asdict(trouble) for name, trouble in self.troubles.items()}
 
     def _steps(self) -> list[dict[str, float]]:

@@ -170,7 +170,7 @@ def read_rows(run_dir: Path, name: str = FILES[0]) -> list[dict[str, Any]]:
 
 
 def evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Of the evaluation after `step` that stands: the state of that step was saved before it."""
+    """Return the seconds of the evaluation after `step` that stands: the state of that step was saved before it."""
     return sum(row.get("timing_s/evaluate", 0.0) for row in rows if (row["kind"], row["step"]) == ("evaluation", step))
 
 
@@ -246,7 +246,7 @@ class Attempts:
 
     @property
     def resumed_from_step(self) -> int | None:
-        """Of the current attempt; None: it started anew."""
+        """The step that the current attempt resumed from; None: it started anew."""
         return self._starts[-1]["resumed_from_step"] if self._starts else None
 
     @contextmanager

@@ -36,7 +36,7 @@ class RunLock:
 
     @staticmethod
     def inherited(run_dir: Path, descriptors: Sequence[int]) -> RunLock:
-        """In a child process. What that starts in turn does not hold the lock."""
+        """Take over the lock in a child process. Processes that the child starts do not hold it."""
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return RunLock(run_dir, descriptors)
@@ -127,7 +127,7 @@ def _sign(descriptor: int, since: float) -> float:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """What the holder wrote; {} when it has not yet."""
+    """Read what the holder wrote; {} when it has not yet."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -178,7 +178,7 @@ def fresh_run_dir(parent: str, name: str) -> tuple[Path, Path | None]:
 
 
 def move_aside(path: Path) -> Path:
-    """Its new path: `runs/x` becomes `runs/x.1`, `runs/x.2` ..."""
+    """Rename a directory and return its new path: `runs/x` becomes `runs/x.1`, `runs/x.2` ..."""
     number = 1
     while (moved := path.with_name(f"{path.name}.{number}")).exists():
         number += 1

@@ -96,7 +96,9 @@ def _setting(value: Any) -> Setting:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of the interpreter and `packages`, by distribution name; "not installed" where one is not."""
+    """Return the versions of the interpreter and of `packages`, by distribution name; "not installed" where one is
+    missing.
+    """
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 

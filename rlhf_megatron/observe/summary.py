@@ -20,7 +20,7 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 
 def how_sampled(sampling: SamplingConfig | RolloutConfig) -> str:
-    """In a few words, for the legend of a curve."""
+    """Describe the sampling in a few words, for the legend of a curve."""
     if sampling.temperature == 0.0:
         return "greedy"
     many = f", {sampling.n} samples a prompt" if sampling.n > 1 else ""
@@ -154,7 +154,7 @@ def write_summary(
     title: str,
     held_out: Sequence[tuple[int, float]],
 ) -> None:
-    """As `finish`, of a job without rewards. `held_out`: (step, loss)."""
+    """Write the summary of a job without rewards, as `finish` does. `held_out`: (step, loss)."""
     _write(found, tracker, run_dir, check_stop, lambda path: draw_losses(path, title, tracker.curve, held_out))
 
 

@@ -49,7 +49,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, track: str, category: str, **arguments: Any) -> Iterator[None]:
-        """What the block takes, as an event; also when it ends by an exception."""
+        """Record the time of the block as an event, also when it ends by an exception."""
         start = time.monotonic()
         try:
             yield
@@ -79,7 +79,9 @@ class Trace:
         future.add_done_callback(add)
 
     def take_call_seconds(self) -> dict[str, float]:
-        """By call ("actor.update"): what calls to the hosts took since the last time, also where no file is written."""
+        """Return the seconds that calls to the hosts took since the last time, by call ("actor.update"), also where no
+        file is written.
+        """
         with self._lock:
             taken, self._call_seconds = self._call_seconds, {}
         return taken
@@ -92,7 +94,7 @@ class Trace:
                 self._file = None
 
     def _track(self, name: str) -> int:
-        """Its number. A new one gets a name, and its place below the others."""
+        """Return a track's number. A new track gets a name, and its place below the others."""
         if name not in self._tracks:
             number = self._tracks[name] = len(self._tracks)
             for what, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": number})):

@@ -170,7 +170,7 @@ class Tracker:
         self.write(step, "evaluation", {**values, "timing_s/evaluate": self._times.get("evaluate", 0.0)})
 
     def evaluation(self, step: int, result: EvaluationResult | None) -> None:
-        """None: the run has no held-out items."""
+        """Record an evaluation; None: the run has no held-out items."""
         self.clock.productive_s += self._times.get("evaluate", 0.0)
         if result is None:
             return
@@ -180,7 +180,7 @@ class Tracker:
         self.write(step, "evaluation", values)
 
     def waiting(self, text: str) -> None:
-        """What the run does or waits for now; overwritten by the next."""
+        """Show what the run does or waits for now. The next text replaces it."""
         self.loggers.tell(lambda logger: logger.stage(text))
 
     def note(self, text: str) -> None:
@@ -202,7 +202,7 @@ class Tracker:
 
 
 def result_of_row(row: Mapping[str, Any]) -> EvaluationResult:
-    """Of a row that `Tracker.evaluation` wrote: its totals, without the sets and examples."""
+    """Read back a row that `Tracker.evaluation` wrote: its totals, without the sets and examples."""
     return EvaluationResult(
         accuracy=row["val/accuracy"],
         low=row["val/accuracy_low"],
@@ -214,7 +214,7 @@ def result_of_row(row: Mapping[str, Any]) -> EvaluationResult:
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Of all held-out items together, and of each set of them."""
+    """Return the metrics of all held-out items together, and of each set of them."""
     values = {
         "val/accuracy": result.accuracy,
         "val/accuracy_low": result.low,

@@ -56,7 +56,9 @@ def set_up(
 
 
 def of_communicators(rollout: RolloutConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """What ranks and engines must have alike. Raises ValueError where this shell and `rollout.sglang` contradict."""
+    """Return the variables that ranks and engines must have alike. Raises ValueError where this shell and
+    `rollout.sglang` contradict.
+    """
     sglang = rollout.sglang if rollout.engine == "sglang" else type(rollout.sglang)()
     switched_on = {name.replace("_", "-") for name, value in sglang.args.items() if value is True}
     found = {}
@@ -79,7 +81,9 @@ def of_communicators(rollout: RolloutConfig, environment: Mapping[str, str]) -> 
 
 
 def of_queues(megatrons: Sequence[MegatronConfig], gpus: Sequence[str]) -> dict[str, str]:
-    """Of ranks on `gpus`, names without their maker's ("H100 80GB HBM3"). Nothing reads it where there is none."""
+    """Return CUDA_DEVICE_MAX_CONNECTIONS for ranks on `gpus`, names without their maker's ("H100 80GB HBM3"), where
+    their layout needs it.
+    """
     is_split = any(m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatrons)
     return dict(ONE_QUEUE) if is_split and not any(name.startswith(_ONE_QUEUE_HURTS) for name in gpus) else {}
 

@@ -35,7 +35,7 @@ _environment = threading.Lock()
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a rank must know to join."""
+    """The facts that a rank needs in order to join."""
 
     name: str
     address: str  # where rank 0 listens
@@ -139,7 +139,7 @@ class Link:
     close = abort
 
     def _is_given_up(self) -> bool:
-        """By rank 0: NCCL does not tell the others."""
+        """Whether rank 0 has given up: NCCL does not tell the others."""
         store = self._store
         if self.rank == 0 or store is None:
             return False

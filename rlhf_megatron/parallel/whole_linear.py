@@ -28,7 +28,7 @@ class WholeLinear(torch.nn.Linear):
         return super().forward(x), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """What megatron's checkpoints ask every layer for."""
+        """Return what megatron's checkpoints ask every layer for."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)

@@ -40,7 +40,7 @@ OF_ENGINES = tuple(
 def checks_of_run(
     replay_from: Path | None = None, last_step: int | None = None, capsule: Path | None = None
 ) -> list[Check]:
-    """What `load_run_config` is to check before any process starts, beside the rules.
+    """Return the checks that `load_run_config` makes before any process starts, beside the rules.
 
     `replay_from` and `last_step` name a replay, which needs no engine; `capsule` names a replay of one mini-batch,
     which needs no data either.
@@ -108,7 +108,7 @@ def _check_scoring(path: str | None) -> None:
 
 
 def _check_devices(trainer: TrainerConfig) -> None:
-    """Of this machine; Ray has its own."""
+    """Check this machine's devices; Ray checks its own."""
     wanted, found = trainer.n_gpus_per_node, num_devices()
     if trainer.runtime == "ray" or trainer.device == "cpu" or (trainer.device == "auto" and not found):
         return

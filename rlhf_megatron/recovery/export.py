@@ -32,7 +32,7 @@ HF, HF_CRITIC = "hf", "hf_critic"  # of a run that writes weights itself
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of a checkpoint, ready to be written."""
+    """The weights of a checkpoint, ready to be written."""
 
     model: Model
     config: Mapping[str, Any]  # config.json to write
@@ -169,7 +169,7 @@ def export_complete(run_dir: Path, config: RunConfig) -> list[str]:
 
 
 def closing_lines(run_dir: Path, trainer: TrainerConfig, values: Mapping[int, float]) -> list[str]:
-    """What a run has left and what to do with it. `values`: of trainer.keep_best, by step."""
+    """Say what a run has left and what to do with it. `values`: of trainer.keep_best, by step."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
     steps = store.steps()
     written = [f"weights: {run_dir / name}" for name in (HF, HF_CRITIC) if (run_dir / name).is_dir()]

@@ -254,7 +254,9 @@ class GroupJournal:
         self._settings = settings
 
     def append(self, number: int, samples: Sequence[Sequence[GeneratedSample]]) -> None:
-        """Of the prompt at position `number` of the stream, for each of its requests. On disk when this returns."""
+        """Write the samples of each request of the prompt at position `number` of the stream. They are on disk when
+        this returns.
+        """
         path = self._path(number)
         data = [part for one in samples for part in record(JournalledGroup.of(self._settings, number, one))]
 
@@ -265,7 +267,7 @@ class GroupJournal:
         guarded(path, write)
 
     def groups(self) -> dict[int, list[list[GeneratedSample]]]:
-        """By position: the samples of each request. What a process that was killed was writing is removed."""
+        """Read the samples of each request, by position. Files that a killed process was writing are removed."""
         for path in self.directory.glob(".group_*.part"):
             path.unlink(missing_ok=True)
         found = {}

@@ -107,7 +107,9 @@ class Keeper:
             self._checkpointer.wait()
 
     def _keep(self, step: int, left_s: float) -> list[str] | None:
-        """What is kept of a run that stops after `step` and has `left_s` for it, in words; None: a save has failed."""
+        """Keep what fits into `left_s` of a run that stops after `step`. Returns it in words, or None where a save
+        failed.
+        """
         said = []
         if self._save_weights is not None:
             self._save_weights()

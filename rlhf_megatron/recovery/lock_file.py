@@ -110,7 +110,7 @@ def _files(key: str, node: Any) -> Iterator[tuple[str, Path]]:
 
 
 def _plain(key: str) -> str:
-    """As `INPUTS` has it: data.train_files[0] is data.train_files[]."""
+    """Write a key as `INPUTS` has it: data.train_files[0] is data.train_files[]."""
     return re.sub(r"\[\d+\]", "[]", key)
 
 

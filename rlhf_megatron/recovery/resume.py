@@ -125,7 +125,7 @@ def find_start(config: RunConfig, run_dir: Path, stream: Stream[Any] | None) -> 
 
 
 def _sources(plugins: Mapping[str, str]) -> dict[str, str]:
-    """As settings that may have changed."""
+    """Show digests of plugins as settings that may have changed."""
     return {f"source of {plugin}": digest for plugin, digest in plugins.items()}
 
 

@@ -64,7 +64,7 @@ class Skips:
         return self.num_consecutive >= self.trainer.max_consecutive_skips
 
     def begin(self, step: int, worker: TrainedProxy, token_budget: int, arguments: dict[str, object]) -> RoleSkips:
-        """Before the updates of a role in a step."""
+        """Start counting skips. Call it before the updates of a role in a step."""
         place = self.capsules.place(step, worker.role) if self.capsules is not None else None
         return RoleSkips(worker, token_budget, arguments, place)
 
@@ -87,7 +87,7 @@ class Skips:
             of_role.first_number = number
 
     def settle(self, step: int, skips: Sequence[tuple[RoleSkips, SamplesOf, MiniBatchOf]]) -> None:
-        """After the updates of a step: say what was skipped, complete capsules, end the run at the limit.
+        """Report what the updates of a step skipped, complete capsules, and end the run at the limit.
 
         `skips`: of each role, with its samples and mini-batches by number. Raises NonFiniteNumbers.
         """

@@ -106,7 +106,7 @@ class StageWatchdog:
             return self._error or self._report(header, host_lines)
 
     def _late_stage(self, header: str, is_over: threading.Event) -> HostTimeoutError | None:
-        """None: it has ended while this was about to be made."""
+        """Make the error of a late stage; None where the stage ended meanwhile."""
         with self._lock:
             if self._error is not None or is_over.is_set():
                 return self._error

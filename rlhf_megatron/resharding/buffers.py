@@ -51,7 +51,7 @@ class Buffers:
 
     @property
     def device(self) -> torch.device:
-        """Of the memory; a CPU where there is none."""
+        """The device of the memory; a CPU where there is none."""
         return next((memory.device for memory in self._memory), torch.device("cpu"))
 
     def buffer(self, bucket: int) -> Tensor:
@@ -114,8 +114,9 @@ def in_memory(device: torch.device, capacity: int, num_buckets: int, deliver: De
 
 
 def views(manifest: BucketManifest, *memory: tuple[int, Tensor]) -> dict[str, Tensor]:
-    """What lies in a bucket, by `TensorEntry.key`. `memory`: pieces of it, [bytes] uint8, each with the byte at which
-    it begins. Raises ValueError where a tensor lies whole in none of them."""
+    """Return the tensors of a bucket, by `TensorEntry.key`. `memory`: pieces of the bucket, [bytes] uint8, each with
+    the byte at which it begins. Raises ValueError for a tensor that lies whole in no piece.
+    """
     found = {}
     for entry in manifest.tensors:
         for start, piece in memory:

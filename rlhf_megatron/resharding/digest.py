@@ -54,7 +54,7 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def in_lines(words: Tensor, first_word: int) -> int:
-    """Both sums, without E, over words [n] int16 that begin `first_word` words into the whole."""
+    """Return both sums, without E, over words [n] int16 that begin `first_word` words into the whole."""
     return _on_cpu(words.numpy(), first_word) if words.device.type == "cpu" else on_device(words, first_word)
 
 
@@ -78,7 +78,7 @@ def end_key(position: int) -> int:
 
 
 def _on_cpu(words: npt.NDArray[np.int16], first_word: int) -> int:
-    """Both sums. NumPy does what is small, since its calls cost least, and torch what is large."""
+    """Return both sums. NumPy sums small parts, since its calls cost least, and torch large ones."""
     by_lane, by_group = keys_in_a_line(torch.device("cpu"))
     straight, moved = _Lines.of(words, first_word), _Lines.of(words, first_word + MOVED)
     total = 0
@@ -135,7 +135,7 @@ def _padded(words: npt.NDArray[np.int16], start: int) -> Lanes:
 
 
 def on_device(words: Tensor, first_word: int) -> int:
-    """Both sums with plain operations, for words [n] int16 on any device."""
+    """Return both sums by plain operations, for words [n] int16 on any device."""
     by_lane, by_group = keys_in_a_line(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for shift, by_place in ((0, by_lane), (MOVED, by_group.repeat_interleave(GROUP))):
@@ -224,7 +224,7 @@ def _among_zeros(words: Tensor, width: int, first: int) -> int:
 
 
 def _by_turns(words: Tensor, width: int, first: int, turns: int) -> int:
-    """Both sums: first within a line for every row, where rows that are `turns` apart meet the same factors."""
+    """Return both sums. Each row is summed within a line first; rows that are `turns` apart meet the same factors."""
     rows, columns = words.shape
     device, turns = words.device, min(turns, rows)
     by_lane, by_group = keys_in_a_line(device)
@@ -277,7 +277,7 @@ def _pieces(lane: int, num_lanes: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _times(lanes: Tensor, factors: Tensor, of_rows: Tensor) -> None:
-    """No device but the CPU multiplies matrices of integers."""
+    """Multiply a matrix of integers by a vector, which only the CPU has an operator for."""
     if _is_cpu(lanes):
         torch.mv(lanes, factors, out=of_rows)
     else:

@@ -40,7 +40,9 @@ class TensorEntry:
         return prod(self.span.shape_in(self.shape)) * DTYPE_BYTES[self.dtype]
 
     def view(self, bucket: Tensor) -> Tensor:
-        """What lies here in `bucket` [bytes] uint8; a copy where its place is no multiple of its numbers' size."""
+        """Return this tensor's part of `bucket` [bytes] uint8; a copy where its place is no multiple of its numbers'
+        size.
+        """
         raw, dtype = bucket[self.offset : self.offset + self.num_bytes], getattr(torch, self.dtype)
         is_odd = raw.storage_offset() % dtype.itemsize != 0
         return (raw.clone() if is_odd else raw).view(dtype).view(self.span.shape_in(self.shape))
@@ -60,7 +62,7 @@ class BucketManifest:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of its tensors, without the gaps between them."""
+        """The bytes of its tensors, without the gaps between them."""
         return sum(entry.num_bytes for entry in self.tensors)
 
     @property

@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank of a copy sends to one rank of an engine."""
+    """The bytes that one rank of a copy sends to one rank of an engine."""
 
     source: int  # place in the copy
     pieces: tuple[Piece, ...]
@@ -55,8 +55,9 @@ class Exchange:
 
 
 def message_of(source: int, bucket: Bucket, dtype: str, held: Held) -> Message:
-    """What of a bucket of the rank at place `source` stands in a rank of the engine. `dtype`: the engine's. Raises
-    ValueError where parts are cut along another axis than the sender's, or a rank holds several apart."""
+    """Return what the engine's rank needs of a bucket of the rank at place `source`. `dtype`: the engine's. Raises
+    ValueError where parts are cut along another axis than the sender's, or a rank holds several apart.
+    """
     pieces, end = [], 0
     for rule, slot in _slots(bucket):
         spans = held.get(slot.hf.name, ()) if slot.num_bytes else ()
@@ -103,7 +104,7 @@ def pack(message: Message, bucket: Bucket, dtype: str, memory: Tensor) -> Tensor
 
 
 def within(values: Tensor, held: Span, span: Span) -> Tensor:
-    """Of `values`, which are the part `held` of a tensor, those of the part `span`, which lies in it."""
+    """Return the part `span` of a tensor, given the values of its part `held`, in which it lies."""
     return values.narrow(span.axis, span.start - (held.start if span.axis == held.axis else 0), span.count)
 
 
@@ -117,9 +118,10 @@ def turns(num_targets: int, source: int) -> Iterator[int]:
 def take(
     exchange: Exchange, manifest: BucketManifest, link: Link, rank: int, device: torch.device, timeout_s: float
 ) -> dict[str, tuple[Span, Tensor]]:
-    """On the engine's rank: by `TensorEntry.key` the part that came, and its values. Memory: what this rank takes of
-    the bucket. Raises RuntimeError where a sender died or does not come in time, ValueError for a message that is not
-    of this bucket."""
+    """Receive a bucket on the engine's rank: by `TensorEntry.key` the part that came, and its values. It allocates what
+    this rank takes of the bucket. Raises RuntimeError where a sender died or is late, ValueError for a message that is
+    not of this bucket.
+    """
     entries = {entry.key: entry for entry in manifest.tensors}
     mine = {message.source: message for message in exchange.messages[rank]}
     num_targets = len(exchange.messages)
@@ -155,7 +157,7 @@ def exchange_of(link: str, buckets: Sequence[Bucket | None], dtype: str, roster:
 
 
 class OpenLinks:
-    """Of one rank of an engine: its links with the copies of a trainer, one each. Used by one thread."""
+    """The links of one engine rank with the copies of a trainer, one each. Used by one thread."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}  # by sender
@@ -176,7 +178,7 @@ class OpenLinks:
         raise ValueError(f"this rank is in no link {name!r}; its copy of the trainer must invite it first.")
 
     def leave(self, name: str) -> None:
-        """What others of that link wait for fails then."""
+        """Close a link. Whatever the others of that link wait for fails then."""
         for sender, link in list(self._links.items()):
             if link.name == name:
                 del self._links[sender]

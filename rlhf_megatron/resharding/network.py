@@ -56,7 +56,7 @@ class Busiest:
 
 @dataclass
 class Cost:
-    """What travels, by medium."""
+    """The bytes that travel, by medium."""
 
     network: Network
     links: dict[str, Counter[tuple[int, str]]] = field(default_factory=dict)  # (sending rank, "engine2 rank 3")
@@ -77,7 +77,7 @@ class Cost:
                 yield Busiest(medium, False, name, num_bytes, num_bytes / speed)
 
     def floor(self) -> Busiest:
-        """What takes longest; media and GPUs work at once."""
+        """Return the link that takes longest: media and GPUs work at once."""
         return max(self.busiest(), key=lambda one: one.seconds)
 
 

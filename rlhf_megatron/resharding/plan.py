@@ -134,15 +134,16 @@ def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int, spans: Sp
 
 
 def _parts(rule: Rule, dtype: str, spans: Spans | None) -> Iterator[tuple[HFTensor, Span, int]]:
-    """What is sent of a rule, with its bytes."""
+    """Yield the parts of a rule's tensors that are sent, with their bytes."""
     own = tuple(map(Span.whole, rule.hf)) if spans is None else spans[rule.megatron_name]
     for hf, span in zip(rule.hf, own, strict=True):
         yield hf, span, prod(span.shape_in(hf.shape)) * DTYPE_BYTES[rule.dtype or dtype]
 
 
 def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tuple[int, ...]]]]:
-    """By place in a copy (`Layout.copy_size`): the rules of which the rank there gives the sender, the first one, its
-    shard, and the shard's shape. Nothing of the sender itself."""
+    """Return, by place in a copy (`Layout.copy_size`), the rules whose shard the rank there gives to the sender, which
+    is the first rank, and the shard's shape. The sender gives itself nothing.
+    """
     sent: list[list[tuple[Rule, tuple[int, ...]]]] = [[] for _ in range(layout.copy_size)]
     for rule in rules:
         places = holders(rule, layout)
@@ -153,7 +154,7 @@ def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tupl
 
 
 def _received_bytes(rules: Sequence[Rule], layout: Layout, dtype: str) -> int:
-    """Of shards that stand on other ranks than the sender."""
+    """Count the bytes of shards that stand on other ranks than the sender."""
     return sum(prod(shape) for shards in sent_by(rules, layout) for _, shape in shards) * DTYPE_BYTES[dtype]
 
 

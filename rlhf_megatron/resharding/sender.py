@@ -108,14 +108,16 @@ def agree(failure: BaseException | None, group: ProcessGroup, device: torch.devi
 def pack_shards(
     bucket: Bucket, shards: Mapping[str, Tensor], dtype: torch.dtype, layout: Layout, place: int, device: torch.device
 ) -> Tensor:
-    """What the rank at `place` of its copy gives to `gather_packed`, cast and flat."""
+    """Return what the rank at `place` of its copy gives to `gather_packed`, cast and flat."""
     rules = sent_by(bucket.rules, layout)[place]
     flat = [shards[rule.megatron_name].to(dtype).reshape(-1) for rule, _ in rules]
     return torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
 
 
 def gather_packed(bucket: Bucket, mine: Tensor, layout: Layout, group: ProcessGroup) -> list[Tensor]:
-    """What all ranks of a copy packed, by place, on its first rank; [] elsewhere. All of the copy call."""
+    """Gather what all ranks of a copy packed, by place, on its first rank; [] elsewhere. Call on all ranks of the
+    copy.
+    """
     if group.rank() != 0:
         if mine.numel():
             dist.send(mine.view(torch.uint8), group=group, group_dst=0)

@@ -43,7 +43,7 @@ number of rounds, returns these parts: [bytes] uint8 of memory of the host that 
 
 
 class Filled(msgspec.Struct):
-    """What one rank has laid into its part of a buffer."""
+    """The tensors that one rank has laid into its part of a buffer."""
 
     entries: list[TensorEntry] = []
     lent: list[SharedMemory] = []  # by reader, where the part is device memory
@@ -179,13 +179,13 @@ class _Sending:
         self._agree(failure)
 
     def _devices(self) -> list[str]:
-        """What `shareable_id` says of all ranks' devices, on the first one."""
+        """Return, on the first rank, what `shareable_id` says of all ranks' devices."""
         mine = msgspec.json.encode(shareable_id(self.place.device))
         found = gather_bytes(mine, self.place.copy_group, self.place.device)
         return [msgspec.json.decode(one, type=str) for one in found or ()]
 
     def _told_by_first(self, is_so: bool) -> bool:
-        """What the first rank of the copy says."""
+        """Return what the first rank of the copy says."""
         if self.place.copy_group.size() > 1:
             said = torch.tensor(int(is_so), device=self.place.device)
             dist.broadcast(said, group=self.place.copy_group, group_src=0)
@@ -242,7 +242,7 @@ class _Sending:
         self._agree(failure)
 
     def _lent(self, found: Sequence[Filled]) -> list[list[list[Segment]]]:
-        """What the other ranks lend, by reader, where they do."""
+        """Return the device memory that the other ranks lend, by reader, where they do."""
         others = [(start, one.lent) for start, one in zip(self.rounds.starts, found, strict=False) if one.lent]
         readers = range(self.num_readers)
         return [[[Segment(start, lent[reader]) for start, lent in others] for reader in readers]] if others else []
@@ -263,7 +263,7 @@ class _Sending:
         agree(failure, self.place.copy_group, self.place.device, plan)
 
     def _told(self, mine: Filled, failure: Exception | None) -> list[Filled]:
-        """What all ranks have filled, by place, on the first one."""
+        """Return, on the first rank, what all ranks have filled, by place."""
         text = msgspec.json.encode(mine)
         found = gather_bytes(None if failure else text, self.place.copy_group, self.place.device)
         if failure is not None:
@@ -274,7 +274,7 @@ class _Sending:
 
 
 def gather_bytes(mine: bytes | None, group: ProcessGroup, device: torch.device) -> list[bytes] | None:
-    """What all ranks gave, by rank, on the first one; [] on the others. None on all, where one gave None."""
+    """Gather bytes, by rank, on the first rank; [] on the others. Returns None on all where one rank gave None."""
     if group.size() == 1:
         return None if mine is None else [mine]
     size = torch.tensor([_FAILED if mine is None else len(mine)], dtype=torch.int64, device=device)
@@ -295,8 +295,9 @@ def gather_bytes(mine: bytes | None, group: ProcessGroup, device: torch.device) 
 
 
 def tell(said: bytes | None, group: ProcessGroup, device: torch.device) -> bytes:
-    """What the first rank of a group says; its `said` alone counts. None there: it failed, and the others raise
-    SyncAbortedError."""
+    """Broadcast `said` of a group's first rank. Where it is None there, that rank has failed, and the others raise
+    SyncAbortedError.
+    """
     if group.size() == 1:
         return said or b""
     size = torch.tensor([_FAILED if said is None else len(said)], dtype=torch.int64, device=device)

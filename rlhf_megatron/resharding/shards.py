@@ -19,15 +19,16 @@ from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 
 @dataclass
 class Share:
-    """What one rank of a copy sends."""
+    """The weights that one rank of a copy sends."""
 
     rules: list[Rule] = field(default_factory=list)  # in table order
     spans: dict[str, tuple[Span, ...]] = field(default_factory=dict)  # by Megatron name: what it has of `Rule.hf`
 
 
 def shares_of(rules: Sequence[Rule], layout: Layout) -> tuple[Share, ...]:
-    """By place in a copy: what the rank there sends, so that all of `rules` is sent once. A fusion group that several
-    hold goes, whole, to whoever has least so far."""
+    """Share out the sending of `rules`, by place in a copy, so that each is sent once. A fusion group that several
+    ranks hold goes, whole, to the one with least so far.
+    """
     shares = tuple(Share() for _ in range(layout.copy_size))
     loads = [0] * layout.copy_size
     wanted: dict[tuple[int, ...], dict[str, list[tuple[Rule, tuple[Span, ...]]]]] = defaultdict(dict)
@@ -96,7 +97,7 @@ _VOCABULARY_MULTIPLE = 64  # rows that SGLang pads a vocabulary to, before it cu
 
 
 def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span | None:
-    """What an engine's rank takes of one tensor of a rule; None: nothing.
+    """Return the part that an engine's rank takes of one tensor of a rule; None: nothing.
 
     Fewer key-value heads than ranks: several ranks hold the same one, as SGLang has it.
     """
@@ -124,7 +125,9 @@ def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span 
 
 
 def overlap(one: Span, other: Span, shape: tuple[int, ...]) -> Span | None:
-    """What two parts of a tensor have in common; None: nothing. Raises ValueError where they cut it along two axes."""
+    """Return what two parts of a tensor have in common; None: nothing. Raises ValueError where they cut it along two
+    axes.
+    """
     for mine, theirs in ((one, other), (other, one)):
         if mine.count == shape[mine.axis]:
             return theirs if theirs.count else None
@@ -178,7 +181,7 @@ class StageLinks:
 
     @property
     def sent(self) -> dict[int, int]:
-        """By place."""
+        """The bytes that each rank sends, by place."""
         found: dict[int, int] = defaultdict(int)
         for (source, _), num_bytes in self.by_link.items():
             found[source] += num_bytes
@@ -186,7 +189,7 @@ class StageLinks:
 
 
 def stage_links(table: Sequence[Rule], layout: Layout, engine: EngineLayout, dtype: str) -> tuple[StageLinks, ...]:
-    """By stage. Raises ValueError when the layers do not divide."""
+    """Return the bytes of each link, by stage. Raises ValueError when the layers do not divide."""
     stages = []
     for stage in range(layout.pp):
         rules = rules_of_stage(table, stage, layout)

@@ -29,7 +29,7 @@ class EngineError(RuntimeError):
 
 
 class EngineTimeoutError(EngineError):
-    """No answer before the deadline."""
+    """The engine did not answer before the deadline."""
 
 
 class EngineStaleError(EngineError):
@@ -157,7 +157,7 @@ class Engine(Protocol):
         """
 
     async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
-        """As `generate`, without a thread: it must not block."""
+        """Generate as `generate` does, without a thread: it must not block."""
 
     def abort(self, names: Collection[str] = ()) -> None:
         """End the running requests of these calls, those that are there; without names all of them. They finish with

@@ -55,7 +55,7 @@ class Gate:
         return Passing(self, timeout_s, name)
 
     async def enter(self, timeout_s: float, name: str) -> bool:
-        """For `Passing`."""
+        """Wait for a place, for `Passing`."""
         before, free = self._num_aborts, connections()
 
         def is_over() -> bool:
@@ -79,7 +79,7 @@ class Gate:
         return is_running
 
     def leave(self, has_run: bool) -> None:
-        """For `Passing`."""
+        """Give the place back, for `Passing`."""
         connections().release()
         self._num_inside -= has_run
         if not self._num_inside:

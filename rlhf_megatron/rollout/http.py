@@ -122,7 +122,7 @@ class Answer:
         return self.data
 
     def parsed(self, good: tuple[int, ...] = (200,), refused: Collection[int] = range(400, 500)) -> Any:
-        """Its JSON, or text. Raises as `good_data`, and EngineError where it is neither."""
+        """Return the answer's JSON, or text. Raises as `good_data` does, and EngineError where it is neither."""
         self.good_data(good, refused)
         if "json" not in self.content_type:
             return self.data.decode(errors="replace")  # some of SGLang's verbs answer with a line of text
@@ -133,7 +133,8 @@ class Answer:
 
 
 class Connections(asyncio.Semaphore):
-    """Those that generate calls of this process may have at once; the rest of its files is for everything else.
+    """The connections that generate calls of this process may have at once; the rest of its files is for everything
+    else.
 
     A call that finds none waits for one, in the order in which they came, which is told once."""
 

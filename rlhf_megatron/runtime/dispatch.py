@@ -44,14 +44,15 @@ class Scattered:
 
     @property
     def largest_bytes(self) -> int:
-        """Of the token columns of a shard, at most."""
+        """The bytes of the token columns of the largest shard."""
         width = sum(column.element_size() for _, axis, column in columns_of(self.batch) if axis == "token")
         lengths = [*self.batch.lengths.tolist(), NO_OP_LENGTH]  # behind them: NO_OP is -1
         return width * max(sum(lengths[sample] for sample in plan.samples) for plan in self.plans)
 
     def call(self, rank: int) -> Call:
-        """Its shard is made here: where calls are sent one after the other, one shard stands at a time. The others of a
-        replica get one object."""
+        """Make the call of a rank with its shard, so that one shard stands at a time where calls are sent one after
+        the other. The ranks of a replica that are not its leader share one object.
+        """
         dp = self.layout.coordinates(rank).dp
         call = self._without_shard[dp]
         if rank != self.layout.leader(dp):

@@ -22,7 +22,7 @@ BuildRoles = Callable[[Pool], Mapping[str, object]]  # called on every rank of t
 
 
 class Activity:
-    """What the main thread is doing. Made and written by it, read by the thread that answers pings."""
+    """The work of the main thread, which writes it; the thread that answers pings reads it."""
 
     def __init__(self, where: str) -> None:
         self.where = where

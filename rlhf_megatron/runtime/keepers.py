@@ -52,13 +52,15 @@ class Remote(Protocol):
     """A `ServerKeeper` somewhere. Thread-safe."""
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """What the method returns there. Raises what it raises there, ProcessLostError and LateAnswerError."""
+        """Call the method there and return its result. Raises what it raises there, ProcessLostError and
+        LateAnswerError.
+        """
 
     def submit(self, method: str, *arguments: Any) -> Answer:
         """The same without waiting for it."""
 
     def kill(self) -> None:
-        """What is left of the server ends. Safe to call twice."""
+        """End what is left of the server. Safe to call twice."""
 
 
 @codec.register
@@ -108,11 +110,11 @@ class ServerKeeper:
 
     @property
     def process(self) -> Process | None:
-        """None before the server was started."""
+        """The server's process; None before it was started."""
         return None if self._launch is None else self._launch.process
 
     def send_signal(self, number: int) -> None:
-        """To the server's process group."""
+        """Send a signal to the server's process group."""
         if self.process is not None:
             self.process.send_signal(number)
 
@@ -152,13 +154,13 @@ class KeptProcess:
 
     @property
     def pid(self) -> int:
-        """On its machine; 0 where that is not known."""
+        """The process number on its machine; 0 where that is not known."""
         self.look()
         return self._last.pid or 0
 
     @property
     def exit_code(self) -> int | None:
-        """That of SIGKILL where its keeper has ended, and so the server."""
+        """The exit code; that of SIGKILL where the keeper has ended, and with it the server."""
         if self._exit_code is None:
             report = self.look()
             if report is not None:
@@ -176,7 +178,7 @@ class KeptProcess:
                 raise EngineError(f"{self.name} could not be started: {type(error).__name__}: {error}") from error
 
     def look(self) -> Report | None:
-        """None where the keeper is not there yet, is not any more, or does not answer in time."""
+        """Ask the keeper; None where it is not there yet, is gone, or does not answer in time."""
         if self._lost or self._is_ended:
             return None
         try:

@@ -21,7 +21,9 @@ from rlhf_megatron.parallel.layout import Layout, layout_of
 
 @dataclass(frozen=True)
 class Pool:
-    """What `build_roles` gets. The default process group stands; Megatron's groups are the roles' own business."""
+    """A pool as `build_roles` gets it. The default process group stands; Megatron's groups are the roles' own
+    business.
+    """
 
     name: str
     layout: Layout
@@ -116,5 +118,5 @@ def pool_of_rank(pools: Sequence[PoolSpec], rank: int) -> PoolSpec:
 
 
 def pool_of_role(names: Sequence[str], role: str) -> str:
-    """Of a job's pools the one that has the role: that of its name, or the first."""
+    """Return the pool that has the role: the one of its name, or the first."""
     return role if role in names else names[0]

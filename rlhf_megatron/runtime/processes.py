@@ -41,7 +41,7 @@ def machine_id() -> str:
 
 
 class _LogFile(io.FileIO):
-    """What the disk has no room for is lost; who prints goes on."""
+    """A log that loses what the disk has no room for, so that the process goes on."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):

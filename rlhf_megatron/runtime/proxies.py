@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class RngWorker(Protocol):
-    """What keeps the random states of its ranks."""
+    """A worker that keeps the random states of its ranks."""
 
     def save_rng(self, *, directory: Path) -> SaveResult:
         """This rank's random states, as a part of a checkpoint. What goes wrong is in the result."""
@@ -85,7 +85,7 @@ class CriticWorker(ValueWorker, RngWorker, Protocol):
     """The critic, and how it is written."""
 
     def save_hf(self, *, directory: Path) -> None:
-        """Its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
+        """Write its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
 
 
 class Scattered(Generic[Batch, Arguments, Result]):
@@ -221,6 +221,6 @@ class Workers:
         return [self.actor, self.critic] if has_critic else [self.actor]
 
     def of_pools(self) -> dict[str, TrainedProxy | RewardModelProxy]:
-        """By pool: the role that it is named after."""
+        """Return, by pool, the role that it is named after."""
         by_name = {role.role: role for role in (self.actor, self.critic, self.reward_model)}
         return {pool: by_name[pool] for pool in self.group.layouts}

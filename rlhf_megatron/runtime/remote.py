@@ -141,11 +141,11 @@ class RemoteGroup:
             return self._submit(method, lambda rank: call, lambda values: [values[rank] for rank in sorted(values)])
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
-        """What each host is doing, by coordinates; None where it did not say within `timeout_s`."""
+        """Ask each host what it is doing, by coordinates; None where it did not answer within `timeout_s`."""
         return {view.where: view.status for view in views_of([self], timeout_s)}
 
     def describe_hangs_by(self, describe: DescribeHang) -> None:
-        """What makes the error of a call that is late, from now on."""
+        """Set what makes the error of a call that is late, from now on."""
         self._describe_hang = describe
 
     def ping(self) -> int:
@@ -159,7 +159,7 @@ class RemoteGroup:
         return ping_id
 
     def answers(self, ping_id: int, timeout_s: float) -> list[HostView]:
-        """What they said within `timeout_s`, by rank. Once for each ping."""
+        """Return what the hosts answered within `timeout_s`, by rank. Call it once for each ping."""
         with self._changed:
             answers = self._statuses[ping_id]
             self._changed.wait_for(lambda: len(answers) == len(self._links), timeout_s)
@@ -377,7 +377,7 @@ def tie(groups: Sequence[RemoteGroup]) -> None:
 
 
 def views_of(groups: Sequence[RemoteGroup], timeout_s: float) -> list[HostView]:
-    """What each host of all groups is doing, as far as it said within `timeout_s`."""
+    """Ask the hosts of all groups what they are doing, and return what they answered within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     pings = [group.ping() for group in groups]
     answers = [group.answers(p, max(0.0, deadline - time.monotonic())) for group, p in zip(groups, pings, strict=True)]

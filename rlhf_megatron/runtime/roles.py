@@ -162,7 +162,7 @@ class CriticRole(Critic):
     tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
 
     def save_hf(self, directory: Path) -> None:
-        """Its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
+        """Write its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
         export_hf(
             self.export(),
             self.backend.exporting,
@@ -173,7 +173,7 @@ class CriticRole(Critic):
         )
 
     def save_rng(self, directory: Path) -> SaveResult:
-        """As `HostRole.save_rng`, for a critic that has ranks of its own."""
+        """Save random states as `HostRole.save_rng` does, for a critic that has ranks of its own."""
         return _save_rng(directory / f"critic_rank{self.world.rank}.safetensors", self.world)
 
     def load_rng(self, directory: Path) -> None:
@@ -193,7 +193,7 @@ class WorldRole:
     """The Megatron world that a pool's roles share."""
 
     def close(self) -> None:
-        """Its process groups end with the pool."""
+        """End the process groups with the pool."""
         destroy_world(is_default_group_ended=False)
 
 
@@ -326,7 +326,7 @@ class RoleBuilder:
         return MegatronBackend(hf_config, weights, world, dtype, megatron, head, is_frozen, router_replay)
 
     def _critic(self, pool: Pool, world: World) -> CriticWorker:
-        """From critic.path, else as the policy starts: the same weights, loaded or random."""
+        """Build the critic from critic.path, else from the weights that the policy starts with, loaded or random."""
         config, critic = self.config, self.config.critic
         hf_config = read_hf_config(Path(critic.path or config.model.path))
         first = self._value_source(critic.path, hf_config)
@@ -347,7 +347,7 @@ class RoleBuilder:
         return with_value_head(source, config.critic.value_head_init_std, config.trainer.seed)
 
     def _reward_model(self, pool: Pool, world: World) -> RewardModel:
-        """From reward_model.path, which has a head of its own."""
+        """Build the reward model from reward_model.path, which has a head of its own."""
         config, chosen = self.config, self.config.reward_model
         path = Path(chosen.path or "")
         hf_config = read_hf_config(path)

@@ -28,12 +28,12 @@ class RoutedGroups:
 
     @property
     def layout(self) -> Layout:
-        """Of the first pool, the actor's."""
+        """The layout of the first pool, the actor's."""
         return next(iter(self._groups.values())).layout
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """By pool of ranks."""
+        """The layouts, by pool of ranks."""
         return {name: group.layout for name, group in self._groups.items() if name != ENGINES}
 
     @property
@@ -43,7 +43,7 @@ class RoutedGroups:
 
     @property
     def failure(self) -> HostError | None:
-        """What ended the job; None while all is well."""
+        """The error that ended the job; None while all is well."""
         return next((group.failure for group in self._groups.values() if group.failure is not None), None)
 
     def wait_until_built(self) -> None:
@@ -60,7 +60,9 @@ class RoutedGroups:
         return self._group(method).broadcast(method, **arguments)
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
-        """What each host of all pools is doing, by coordinates; None where it did not say within `timeout_s`."""
+        """Ask each host of all pools what it is doing, by coordinates; None where it did not answer within
+        `timeout_s`.
+        """
         return {view.where: view.status for view in views_of(list(self._groups.values()), timeout_s)}
 
     def describe_hosts(self) -> list[str]:

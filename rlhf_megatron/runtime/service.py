@@ -50,7 +50,7 @@ class Service:
             logger.warning("the controller is gone; reply %d is lost", reply.id)
 
     def tell(self, message: Signalled) -> None:
-        """On any thread. Raises ConnectionError."""
+        """Send a message, from any thread. Raises ConnectionError."""
         self._channel.send(message)
 
     def leave(self) -> None:

@@ -57,7 +57,7 @@ class ControllerStop:
         self._failure: Callable[[], Exception | None] = lambda: None
 
     def watch(self, group: CanFail) -> None:
-        """What ended the hosts says more than the signal that came with it, and is raised instead."""
+        """Raise what ended the hosts, which says more, in place of the signal that came with it."""
         self._failure = lambda: group.failure
 
     @contextmanager
@@ -78,7 +78,7 @@ class ControllerStop:
                     signal.signal(number, handler if self._parent is None else signal.SIG_IGN)
 
     def tell(self, where: str, message: Signalled) -> None:
-        """What a host says. On any thread."""
+        """Take a host's message, on any thread."""
         number = signal.Signals[message.signal]
         if message.is_urgent or self.is_startup:
             self._end_now(number)
@@ -119,7 +119,7 @@ class ControllerStop:
             )
 
     def _end_now(self, number: int) -> None:
-        """From another thread: interrupt the main one wherever it is."""
+        """Interrupt the main thread wherever it is, from another thread."""
         with self._lock:
             if self._is_over or self._is_ended:
                 return

@@ -22,11 +22,11 @@ class WorkerGroup(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Of the actor's pool."""
+        """The layout of the actor's pool."""
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """By pool: "actor" and, where the critic has ranks of its own, "critic"."""
+        """The layouts by pool: "actor" and, where the critic has ranks of its own, "critic"."""
 
     def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
         """Split `batch` by data-parallel replica (balanced), call everywhere, and put the results together in order.
@@ -39,10 +39,12 @@ class WorkerGroup(Protocol):
         """The same call on every rank of the role's pool ("host": the actor's). One result a rank, in rank order."""
 
     def describe_hosts(self) -> list[str]:
-        """What each host is doing, for a person, by rank; [] where there is none beside this process. Takes seconds."""
+        """Say what each host is doing, for a person, by rank; [] where there is none beside this process. Takes
+        seconds.
+        """
 
     def describe_hangs_by(self, describe: DescribeHang) -> None:
-        """What makes the error of a call that is late, from now on."""
+        """Set what makes the error of a call that is late, from now on."""
 
     def end_with(self, error: HostError) -> None:
         """Hosts are ended; all pending and later calls fail with `error`. Returns at once."""

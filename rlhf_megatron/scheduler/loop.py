@@ -64,7 +64,7 @@ def run(stages: Stages, supply: Supply, tracker: Tracker, stage: StageGuard, kee
 
 
 def _evaluate(stages: Stages, tracker: Tracker, stage: StageGuard, plan: LoopPlan, step: int) -> None:
-    """On all held-out items before the first step and after the last."""
+    """Evaluate, on all held-out items before the first step and after the last."""
     faults.reach("evaluate.before")
     with stage("evaluate"):
         result = stages.evaluate(is_final=step in (0, plan.last_step))

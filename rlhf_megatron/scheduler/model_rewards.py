@@ -29,7 +29,7 @@ from rlhf_megatron.scheduler.samples import to_scored
 
 @dataclass(frozen=True)
 class ModelRewards:
-    """What a run makes of its reward model's scores. `decode`: of token ids."""
+    """The use that a run makes of its reward model's scores. `decode`: token ids to text."""
 
     config: RewardModelConfig
     token_budget: int
@@ -130,7 +130,7 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
 
 
 def model_rewards(config: RunConfig, decode: Callable[[Sequence[int]], str]) -> ModelRewards | None:
-    """None where the run has no reward model on its hosts."""
+    """Return the use of the reward model; None where the run has none on its hosts."""
     if not has_reward_model(config):
         return None
     chosen = config.reward_model

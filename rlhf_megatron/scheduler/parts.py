@@ -72,8 +72,9 @@ def load_parts(config: RunConfig) -> Parts:
 
 
 def _needs_log_probs(algorithm: AlgorithmConfig, estimator: Entry[AdvantageEstimator]) -> bool:
-    """Without a correction that puts the engine's in their place the loss needs them; else a KL in the reward, an
-    estimator or a mean of weights over the step may."""
+    """Whether the trainer's log-probs are needed. The loss needs them unless a correction puts the engine's in their
+    place; a KL in the reward, an estimator or a mean of weights over the step may need them even then.
+    """
     section = algorithm.rollout_correction
     others = algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
     return not is_bypass(section) or others or bool({"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs})
@@ -81,7 +82,7 @@ def _needs_log_probs(algorithm: AlgorithmConfig, estimator: Entry[AdvantageEstim
 
 @dataclass(frozen=True)
 class RunData:
-    """What the controller reads prompts and text with."""
+    """The prompts and the tokenizer of the controller."""
 
     stream: PromptStream | None  # None in a replay
     held_out: tuple[EvaluationSet, ...]
@@ -99,7 +100,8 @@ def load_data(model: ModelConfig, data: DataConfig, spells_labels: bool = False)
 
 
 def run_data(data: DataConfig, seed: int, stop: Sequence[str], sets: PromptSets, tokenizer: Tokenizer) -> RunData:
-    """What the controller of a run reads. `seed`: of the order where `data` has none. `stop`: strings that end answers.
+    """Collect what the controller of a run reads. `seed`: of the order where `data` has none. `stop`: strings that
+    end answers.
 
     Raises ValueError for a stop string that is not one token.
     """

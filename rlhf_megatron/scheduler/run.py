@@ -204,7 +204,7 @@ def _journal(config: RunConfig, run_dir: Path, tracker: Tracker) -> Journal | Gr
 def _route_files(
     config: RunConfig, run_dir: Path, journal: Journal | GroupJournal | None, is_recorded: bool
 ) -> RouteFiles:
-    """Those of a former attempt that the journal does not name are gone."""
+    """Open the files of routes, and remove those of a former attempt that the journal does not name."""
     directory = run_dir / "routes" if config.actor.router_replay == "r3" else None
     files = RouteFiles(directory, journal is not None, is_recorded)
     files.sweep(routes_in(journal.directory) if directory and journal else ())

@@ -52,7 +52,7 @@ def greedy_length_metrics(greedy: RolloutBatch) -> dict[str, float]:
 
 
 def greedy_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Of a batch with greedy rewards, each prompt once."""
+    """Return metrics of the greedy rewards of a batch, each prompt counted once."""
     assert batch.greedy_rewards is not None
     groups = Groups.of(batch.group_ids, torch.ones(len(batch), dtype=torch.bool))
     rewards = torch.empty(groups.num_groups).index_copy_(0, groups.index_B, batch.greedy_rewards)
@@ -61,14 +61,15 @@ def greedy_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
 
 
 def give_back_memory() -> None:
-    """What answers and messages took, in pieces too small for the C library to give back by itself, goes to the
-    system."""
+    """Give memory of answers and messages back to the system: their pieces are too small for the C library to do so
+    by itself.
+    """
     with suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
-    """What the reward reads of each sample."""
+    """Return what the reward reads of each sample."""
     columns = (rollout.prompts, rollout.responses, rollout.labels, rollout.sources, rollout.finish_reasons)
     lengths = response_lengths(rollout).tolist()
     return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]
@@ -144,7 +145,7 @@ class FewGroups:
 
     @property
     def most_groups(self) -> int:
-        """That a step may have generated."""
+        """The largest number of groups that a step may generate."""
         return self._settings.max_num_gen_batches * self._wanted
 
     def __call__(self, num_taken: int, num_generated: int, num_with_signal: int) -> dict[str, float]:
@@ -182,13 +183,15 @@ def _teaches(batch: ScoredBatch, settings: FilterGroupsConfig) -> Tensor:
 
 
 def _first_groups(batch: ScoredBatch, count: int) -> ScoredBatch:
-    """Of groups that stand one after the other."""
+    """Return the first groups of a batch in which groups stand one after the other."""
     _, number = batch.group_ids.unique_consecutive(return_inverse=True)
     return select(batch, (number < count).nonzero().view(-1).tolist())
 
 
 def alike(batches: Sequence[Batch]) -> list[Batch]:
-    """With the same parts of the reward: a batch without samples of some data source lacks those of its reward."""
+    """Give all batches the same parts of the reward: a batch without samples of some data source lacks those of its
+    reward.
+    """
     names = sorted({name for batch in batches for name in batch.reward_parts})
     return [
         replace(

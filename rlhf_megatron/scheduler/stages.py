@@ -95,7 +95,7 @@ class Stages:
 
     @property
     def version(self) -> int:
-        """Of the policy."""
+        """The version of the policy."""
         return self.weight_sync.version
 
     @property
@@ -331,7 +331,9 @@ class Stages:
         return check_replicas(self.workers.learning(self.parts.needs_values))
 
     def _journalled(self, step: int) -> ScoredBatch | None:
-        """What a former process had of this step, after the controller was brought to where that one had left it."""
+        """Return what a former process had of this step, after bringing the controller to where that one had left
+        it.
+        """
         found = self.journal.batch(step) if self.journal is not None else None
         if self.journal is None or found is None:
             return None

@@ -37,7 +37,7 @@ CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a po
 
 @dataclass(frozen=True)
 class RoleUpdate:
-    """What one role trains on in a step. `send` still takes mini-batch, token budget and capsule."""
+    """The training of one role in a step. `send` still takes mini-batch, token budget and capsule."""
 
     worker: TrainedProxy
     send: partial[Future[UpdateResult]]
@@ -53,7 +53,7 @@ class RoleUpdate:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What annotations and updates read of a run's configuration."""
+    """The settings of a run that annotations and updates read."""
 
     actor: ActorConfig
     critic: CriticConfig  # what it leaves null is as in `actor`
@@ -247,7 +247,9 @@ def leave_out(
     batch: TrainBatch,
     columns: Sequence[BadColumn],
 ) -> dict[str, float]:
-    """In place of `run_updates`, for a batch with `columns` that are not finite: metrics of steps that were skipped."""
+    """Skip the step, in place of `run_updates`, for a batch with `columns` that are not finite. Returns the metrics
+    of skipped steps.
+    """
     roles = {update.worker.role: update for update in updates}
     skips.leave_out(workers, step, list(roles), batch, columns)
     metrics = dict(NOTHING_MADE)

@@ -28,7 +28,7 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Part:
-    """What a choice has gained. `text` has left out what may still become a stop or a call of a tool."""
+    """The new part of a choice. `text` leaves out what may still become a stop or a call of a tool."""
 
     text: str
     token_ids: Sequence[int]
@@ -150,7 +150,7 @@ def tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _shown(sample: GeneratedSample, stop_token_ids: Sequence[int]) -> Sequence[int]:
-    """Its tokens without the one that stopped it."""
+    """Return a sample's tokens without the one that stopped it."""
     ids = sample.token_ids
     return ids[:-1] if sample.finish_reason == "stop" and ids and ids[-1] in stop_token_ids else ids
 

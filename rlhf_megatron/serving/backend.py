@@ -57,7 +57,7 @@ class Backend:
 
     @property
     def version(self) -> int:
-        """Of the weights that are served."""
+        """The version of the weights that are served."""
         return self.sync.version
 
     @property
@@ -66,7 +66,7 @@ class Backend:
 
     @property
     def num_engines(self) -> tuple[int, int]:
-        """Those that serve, or are getting weights; and all."""
+        """The engines that serve or are getting weights, and all engines."""
         return len(self.sync.fleet.live), len(self.sync.fleet.engines)
 
     async def ask(self, request: GenerateRequest) -> Answer:

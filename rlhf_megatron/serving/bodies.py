@@ -47,7 +47,7 @@ class Common(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: dict[str, float] = {}
 
     def refused(self) -> str:
-        """What cannot be had, with the reason; "" for nothing."""
+        """Say what this server cannot do of the request, with the reason; "" for nothing."""
         if self.frequency_penalty or self.presence_penalty or self.logit_bias:
             return (
                 "frequency_penalty, presence_penalty and logit_bias change the distribution, and log-probs are those of"
@@ -95,7 +95,7 @@ class Chat(Common, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Ask:
-    """What is to be answered."""
+    """A request that was read and checked."""
 
     prompts: tuple[tuple[int, ...], ...]
     n: int  # choices a prompt
@@ -110,7 +110,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Served:
-    """What is answered by: names, texts and limits of the model."""
+    """The model that answers: its names, texts and limits."""
 
     name: str
     tokenizer: Tokenizer
@@ -197,7 +197,7 @@ def chat_text(body: Chat, served: Served) -> str:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """As templates read it: the content is text, the arguments of a call are an object."""
+    """Convert a message to what templates read: text as the content, an object as the arguments of a call."""
     if not isinstance(message.get("role"), str):
         raise RequestError('each message needs a "role".')
     read = {**message, "content": _content(message.get("content"))}

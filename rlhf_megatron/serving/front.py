@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def error_response(status: int, message: str, code: str | None = None) -> web.Response:
-    """In OpenAI's form."""
+    """Answer with an error in OpenAI's form."""
     return web.json_response(error_body(status, message, code), status=status)
 
 

@@ -92,7 +92,7 @@ async def _level(session: aiohttp.ClientSession, plan: Plan, clients: int) -> Le
 
 
 def figures(clients: int, outcomes: Sequence[Outcome], seconds: float) -> Level:
-    """Of all outcomes of a level that took so long."""
+    """Compute the figures of all outcomes of a level that took so long."""
     good = [outcome for outcome in outcomes if not outcome.error]
     paces = [(o.seconds - o.first_s) / (o.num_tokens - 1) for o in good if o.first_s is not None and o.num_tokens > 1]
     return Level(

@@ -65,7 +65,9 @@ class Reply:
         return entry | {"message": message}
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Nothing is sent before the first part has come: what is wrong with the request is an answer of its own."""
+        """Stream the answer. Nothing is sent before the first part has come, so that a request that fails gets an error
+        status.
+        """
         start = time.monotonic()
         async with aclosing(self._pieces()) as pieces:
             first = await anext(pieces)

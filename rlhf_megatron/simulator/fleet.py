@@ -195,7 +195,7 @@ class Engine:
         return start + max(0.0, self.running[0][0] - self._clock) * self._seconds_a_token[self.num_running]
 
     def take_ended(self, now: float) -> list[RunningGroup]:
-        """At the time that `next_end` gave: the groups whose last response ends now."""
+        """Return the groups whose last response ends at the time that `next_end` gave."""
         self._advance(now)
         running = self.running
         self._clock = max(self._clock, running[0][0])  # the time was made from it, with rounding

@@ -179,7 +179,8 @@ class Setting:
         )
 
     def splits(self, gpus: int, most: int) -> list[Split]:
-        """At most `most` ways to give `gpus` to trainer and engines, from the fewest engines to the smallest trainer.
+        """Return at most `most` ways to share `gpus` between trainer and engines, from the fewest engines to the
+        smallest trainer.
 
         A trainer has whole replicas; what a split leaves over is idle. Where the durations have the time of turns,
         trainer and engines in turns on all GPUs are one more way. Raises ConfigError where there is no way.

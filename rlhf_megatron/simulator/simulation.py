@@ -303,5 +303,5 @@ def figures(history: History, split: Split, num_warmup: int) -> Figures:
 
 
 def _share(value: float) -> float:
-    """Without rounding's tail below 0, and over 1 where a call reaches past the last sync."""
+    """Clamp a share to [0, 1]: rounding can go below 0, and a call can reach past the last sync."""
     return min(1.0, max(0.0, value))

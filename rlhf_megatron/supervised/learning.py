@@ -32,7 +32,7 @@ from rlhf_megatron.workers.losses import distillation_params
 
 @dataclass(frozen=True)
 class Figures:
-    """What was found of some samples: sums, and what they are divided by."""
+    """Sums over some samples, and what they are divided by."""
 
     sums: dict[str, float]
     count: float
@@ -42,7 +42,7 @@ class Figures:
 
 
 def added(parts: Sequence[Figures]) -> Figures:
-    """Those of all parts together."""
+    """Add up the figures of all parts."""
     names = parts[0].sums if parts else ()
     return Figures({name: sum(part.sums[name] for part in parts) for name in names}, sum(part.count for part in parts))
 
@@ -208,7 +208,7 @@ def _updated(actor: ActorProxy, mini_batch: MiniBatch, token_budget: int, loss: 
 
 
 def make_learner(config: RunConfig, workers: Workers) -> Learner:
-    """As `sft.loss_mode` says. Raises ValueError for parameters that the loss does not have."""
+    """Make the learner that `sft.loss_mode` names. Raises ValueError for parameters that the loss does not have."""
     actor, sft = config.actor, config.sft
     budget = actor.ppo_max_token_len_per_gpu
     of_reference = config.reference.max_token_len_per_gpu or budget

@@ -63,7 +63,7 @@ def order_of(config: RunConfig, sets: DocumentSets) -> Stream[DocumentSource]:
 
 @dataclass
 class Steps:
-    """What a step of the job does."""
+    """The steps of the job."""
 
     config: RunConfig
     workers: Workers

@@ -85,7 +85,7 @@ class Colocation(Turns):
             _wait(role.onload(parts=TRAINER_PARTS) for role in self._roles)
 
     def to_scorers(self) -> None:
-        """After `to_engines` only: what trainer and engines hold is gone then."""
+        """Give the devices to the reward servers. Only after `to_engines`: trainer and engines hold nothing then."""
         if self._scorers is None or self._turn == "scorers":
             return
         assert self._turn == "engines", "samples are scored when the engines have made them"

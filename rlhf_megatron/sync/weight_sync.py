@@ -37,11 +37,11 @@ class Sync:
 
 
 class Sender(Protocol):
-    """Who has the weights: the trainer's ranks, or a reader of files."""
+    """The holder of the weights: the trainer's ranks, or a reader of files."""
 
     @property
     def send_weights(self) -> Callable[..., Future[list[SendReport]]]:
-        """As `HostWorker.send_weights`: a report a rank."""
+        """The method `HostWorker.send_weights`, which returns a report a rank."""
 
 
 class WeightSync(Sync):
@@ -230,7 +230,7 @@ class _Sent:
 
 
 def _each(engines: Sequence[Engine], act: Callable[[Engine], None], failures: dict[str, str]) -> list[Engine]:
-    """Those for which `act` raised no EngineError; what the others said is added to `failures`."""
+    """Return the engines for which `act` raised no EngineError, and add what the others said to `failures`."""
     good = []
     for engine in engines:
         try:

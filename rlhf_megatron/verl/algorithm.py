@@ -139,7 +139,9 @@ def policy_loss(draft: Draft) -> None:
 
 
 def _clip_ratio(draft: Draft, known: list[str]) -> None:
-    """Both sides at once. verl's own defaults of the two sides hide it, unless they are cleared."""
+    """Translate a clip ratio that sets both sides at once. verl's own defaults of the two sides hide it, unless they
+    are cleared.
+    """
     g, source = draft.given, "actor.clip_ratio"
     g.ignore(source)
     if not g.has(source) or "clip_ratio_low" not in known:

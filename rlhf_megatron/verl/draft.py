@@ -18,7 +18,7 @@ from rlhf_megatron.verl.given import DEFAULTS, Given
 
 @dataclass(frozen=True)
 class Told:
-    """What only a user knows. None: not told."""
+    """Facts that only the user knows. None: not told."""
 
     train_rows: int | None = None  # of the training files: epochs into steps
     response_length: int | None = None  # usual tokens of a response: nats a token into nats a response
@@ -163,7 +163,7 @@ def _leave(draft: Draft, key: str) -> None:
 
 
 def reason_of(entry: VerlName) -> str:
-    """Of a setting without counterpart, or whose counterpart is something else."""
+    """Say why a setting has no counterpart here, or which setting to use instead."""
     note = entry.note.removesuffix("; remove it")
     if entry.target is None:
         return note
@@ -180,7 +180,7 @@ def is_off(value: Any) -> bool:
 
 
 def near(key: str) -> str:
-    """What a misspelt setting of verl may have meant, as a sentence or ""."""
+    """Guess what a misspelt setting of verl meant, as a sentence or ""."""
     known = (
         {entry.name for entry in VERL_NAMES if not entry.name.endswith("*")} | set(DEFAULTS) | set(leaf_keys(RunConfig))
     )
@@ -229,7 +229,7 @@ def line_of(left: Left) -> str:
 
 
 def shown(value: Any) -> str:
-    """In at most 80 characters, on one line."""
+    """Format a value on one line of at most 80 characters."""
     text = as_text(value).replace("\n", " ")
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -260,5 +260,5 @@ def _comment(text: str, bullet: str = "", indent: str = "") -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Without what would end a comment, or what YAML forbids in one."""
+    """Remove characters that would end a comment, or that YAML forbids in one."""
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)

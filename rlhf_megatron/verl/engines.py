@@ -50,7 +50,7 @@ def is_fsdp(given: Given) -> bool:
 
 
 def has_lora(given: Given) -> bool:
-    """Of verl's FSDP; its Megatron has another section for it."""
+    """Whether verl's FSDP section asks for LoRA. Its Megatron has another section for it."""
     return not is_off(given.look("model.lora_rank")) or given.look("model.lora_adapter_path") is not None
 
 
@@ -91,7 +91,7 @@ def lora(draft: Draft) -> None:
 
 
 def critic_layout(draft: Draft) -> None:
-    """In the actor's pool, as in verl, unless the user gives it ranks of its own."""
+    """Put the critic into the actor's pool, as verl does, unless the user gives it ranks of its own."""
     _shares_layout(draft, "critic", "the critic has the actor's ranks and layout; for others give it critic.num_ranks")
 
 
@@ -161,7 +161,7 @@ def is_apart(given: Given) -> bool:
 
 
 def as_steps(given: Given) -> None:
-    """Of the fully asynchronous recipe: what lies between two syncs, as the step of a loop, which it has not.
+    """Turn verl's fully asynchronous recipe, which has no steps, into steps: one between each two weight syncs.
 
     It is what the other settings of batches and lengths are then read by.
     """
@@ -190,7 +190,7 @@ def as_steps(given: Given) -> None:
 
 
 def schedule(draft: Draft) -> None:
-    """After the correction: a schedule with old tokens wants one chosen."""
+    """Translate the schedule. Call it after the correction: a schedule with old tokens needs one."""
     g = draft.given
     mode = g.look(MODE)
     if g.has_below(ASYNC):

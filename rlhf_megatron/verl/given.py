@@ -167,7 +167,7 @@ class Given:
         return self.look(key)
 
     def name(self, key: str) -> str:
-        """As it was written, or as verl's default is called."""
+        """Return a setting's name as the user wrote it, or as verl names its default."""
         if key in self._settings:
             return self._settings[key].name
         old = {new: old for old, new in reversed(RENAMED_SECTIONS)}
@@ -185,7 +185,7 @@ class Given:
             self._used.add(key)
 
     def rest(self) -> list[str]:
-        """What nobody has dealt with, in the order of the file."""
+        """Return the settings that no translation has used, in the order of the file."""
         return [key for key in self._settings if key not in self._used]
 
     def below(self, section: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Setting:
 
 @dataclass
 class Written:
-    """What a file and the overrides after it say. A later setting of a name has replaced an earlier one."""
+    """The settings of a file and of the overrides after it. A later setting of a name replaces an earlier one."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the user: what was assumed or not read
@@ -245,7 +245,9 @@ def _flat(name: str, value: Any, where: str) -> Iterator[Setting]:
 
 
 def hydra_value(text: str, where: str) -> Any:
-    """Of an override: Hydra's grammar, which is YAML's but for `{a:1}` and for text that YAML would refuse."""
+    """Parse the value of an override. Hydra's grammar is YAML's, except for `{a:1}` and for text that YAML would
+    refuse.
+    """
     text = text.strip()
     if text.startswith(("{", "[")):
         text = re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text)

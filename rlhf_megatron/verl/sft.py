@@ -54,7 +54,7 @@ def supervised(draft: Draft) -> None:
 
 
 def value_of(draft: Draft, key: str, default: Any) -> Any:
-    """What the file says; verl's RL defaults do not count."""
+    """Return the value in the file, else `default`: verl's RL defaults do not apply to SFT."""
     draft.given.ignore(key)
     return draft.given.look(key) if draft.given.has(key) else default
 

@@ -91,7 +91,9 @@ class Script:
         return None
 
     def _assign(self, words: list[Word]) -> list[Word]:
-        """What is left of a command after the assignments in front. In a branch or loop a value is not known."""
+        """Record the assignments in front of a command and return the rest of it. Values set in a branch or loop are
+        unknown.
+        """
         if words[0].text in ("export", "local", "readonly", "declare"):
             words = words[1:]
         while words and (match := _ASSIGNMENT.match(words[0].text)):
@@ -189,7 +191,7 @@ class Script:
         return UNKNOWN
 
     def _sum(self, text: str) -> str:
-        """Of whole numbers and variables, as `$((...))` has it; UNKNOWN for what is more than that."""
+        """Evaluate `$((...))` of whole numbers and variables; UNKNOWN for anything more."""
         words = "".join(self.expand(text))
         plain = re.sub(r"[A-Za-z_]\w*", lambda match: self.value(match[0]), words)
         try:
@@ -288,7 +290,7 @@ class _Splitter:
         return i + 1
 
     def _array_end(self) -> int:
-        """Of `name=( ... )`: comments and quotes inside may hold brackets."""
+        """Find the end of `name=( ... )`, whose comments and quotes may hold brackets."""
         i = self._i + 1
         while i < len(self._text) and self._text[i] != ")":
             if self._text[i] == "#" and self._text[i - 1].isspace():

@@ -14,7 +14,7 @@ LOGGERS = {"file": "jsonl", "jsonl": "jsonl"}
 
 
 def total_steps(draft: Draft) -> int | None:
-    """Of verl's loop: as written, or epochs over so many rows as the user told."""
+    """Return the steps of verl's loop: the number in the file, or epochs over the rows that the user named."""
     g = draft.given
     steps = g.look("trainer.total_training_steps")
     if steps is not None:
@@ -80,7 +80,7 @@ def _length(draft: Draft) -> None:
 
 
 def names(draft: Draft) -> None:
-    """Of the run, its project and its directory."""
+    """Translate the names of the run, its project and its directory."""
     g = draft.given
     name = g.text("trainer.experiment_name") if g.get("trainer.experiment_name") is not None else None
     if name is not None:
@@ -98,7 +98,7 @@ def names(draft: Draft) -> None:
 
 
 def loggers(draft: Draft) -> None:
-    """Those that are here; jsonl always."""
+    """Keep the loggers that exist here, and always jsonl."""
     key = "trainer.logger"
     value = draft.given.get(key)
     if value is None:
@@ -142,7 +142,7 @@ def actor_batches(draft: Draft) -> None:
 
 
 def critic_batches(draft: Draft) -> None:
-    """What is not given is the actor's, in verl as here."""
+    """Translate the critic's batches. A size that is not given is the actor's, in verl as here."""
     g = draft.given
     if g.has("critic.ppo_mini_batch_size") and g.look("critic.ppo_mini_batch_size") is not None:
         _mini_batch(draft, "critic")

@@ -31,7 +31,7 @@ class Translation:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing that changes what is learnt is missing."""
+        """Whether every setting that changes what is learnt was translated."""
         return not any(one.learns for one in self.left)
 
 

@@ -36,7 +36,8 @@ class Trained:
 
 
 def layer_bytes(model: Trained, layout: Layout, impl: Impl, has_experts: bool = False) -> int:
-    """What a layer keeps of a micro-batch, with nothing computed again, flash attention and fused SwiGLU.
+    """Return the bytes that a layer keeps of a micro-batch, with nothing recomputed, flash attention and fused
+    SwiGLU.
 
     Of one with experts: where tokens are routed evenly; that part was not measured.
     """
@@ -57,7 +58,7 @@ def layer_bytes(model: Trained, layout: Layout, impl: Impl, has_experts: bool = 
 
 
 def _grouped_elements(arguments: Mapping[str, Any], layout: Layout, impl: Impl) -> float:
-    """Of a token in grouped-query attention."""
+    """Count the elements of a token in grouped-query attention."""
     tp, heads = layout.tp, arguments["num_attention_heads"]
     groups, dim = arguments.get("num_query_groups", heads), arguments["kv_channels"]
     has_norm = arguments.get("qk_layernorm", False)
@@ -71,7 +72,7 @@ def _grouped_elements(arguments: Mapping[str, Any], layout: Layout, impl: Impl) 
 
 
 def _latent_elements(arguments: Mapping[str, Any], layout: Layout) -> float:
-    """Of a token in latent attention, whose values flash attention takes as wide as keys."""
+    """Count the elements of a token in latent attention, whose values flash attention takes as wide as keys."""
     sequence, heads = layout.tp if layout.sequence_parallel else 1, arguments["num_attention_heads"] / layout.tp
     width, turned = arguments["kv_channels"], arguments["qk_pos_emb_head_dim"]
     narrow = (arguments["q_lora_rank"] or 0) + arguments["kv_lora_rank"]
@@ -83,7 +84,7 @@ def _latent_elements(arguments: Mapping[str, Any], layout: Layout) -> float:
 
 
 def kept_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, impl: Impl, stage: int) -> int:
-    """What all layers of a stage keep at most, over the micro-batches that are under way there at one time."""
+    """Return the most that all layers of a stage keep, over the micro-batches under way there at one time."""
     arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
     stage_of = layout.stage_of_layers(arguments["num_layers"])
     kinds = arguments.get("moe_layer_freq") or [0] * arguments["num_layers"]

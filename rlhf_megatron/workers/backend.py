@@ -35,7 +35,7 @@ tokens of this cp rank, of which each tp rank has its part where sequence parall
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step; the same on all ranks of a replica, and of all replicas."""
+    """The result of one optimizer step; the same on all ranks of a replica, and of all replicas."""
 
     grad_norm: float  # global, before clipping; nan or inf in a step that is skipped
     lr: float
@@ -74,7 +74,7 @@ class Head(Protocol):
         """([R, K] ids, [R, K] float32 log-probs) of the `count` likeliest tokens, the likeliest first. No grad."""
 
     def report(self) -> HeadReport | None:
-        """None off the last stage."""
+        """Report on the head; None off the last stage."""
 
 
 class Backend(Protocol):
@@ -106,13 +106,13 @@ class Backend(Protocol):
         """[R] float32, of a model with a value head; inside `on_rows`."""
 
     def tensors(self, part: TrainerPart) -> Iterable[Tensor]:
-        """What holds the memory of a part."""
+        """Return the tensors that hold the memory of a part."""
 
     def sync(self) -> None:
         """Gather what the last optimizer step left to be gathered."""
 
     def export(self) -> Iterator[tuple[Rule, Tensor | None]]:
-        """As `contract.Worker.export`, of synced parameters."""
+        """Export synced parameters, as `contract.Worker.export` does."""
 
     def load(self, source: WeightSource) -> None:
         """Become the model of `source`. Raises ValueError."""
@@ -149,7 +149,7 @@ class TrainedBackend(Backend, Protocol):
         """The replica's share of terms that the loss does not know of: those of routers."""
 
     def after_step(self) -> None:
-        """What moves beside the optimizer, after a step that was not skipped."""
+        """Move what moves beside the optimizer, after a step that was not skipped."""
 
     def named_parameters(self) -> Mapping[str, Tensor]:
         """This rank's parts."""

@@ -24,7 +24,7 @@ from rlhf_megatron.workers.offload import TRAINER_PARTS, TrainerPart
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Of one optimizer step. `sums` add up over replicas: they were divided by global counts before."""
+    """The result of one optimizer step. `sums` add up over replicas: they were divided by global counts before."""
 
     sums: dict[str, float]  # loss and token-averaged metrics, this replica's share
     grad_norm: float  # global, before clipping
@@ -42,7 +42,7 @@ class Worker(Protocol):
         """
 
     def memory_report(self) -> MemoryReport:
-        """What this rank holds now, on its device and in host memory."""
+        """Report what this rank holds now, on its device and in host memory."""
 
 
 class TrainedWorker(Worker, Protocol):
@@ -62,7 +62,7 @@ class TrainedWorker(Worker, Protocol):
         """Fresh optimizer and schedules: phase "warmup" or "rl"."""
 
     def take_skips(self) -> list[Findings]:
-        """What this rank saw in each optimizer step that was skipped since it was last asked, in their order."""
+        """Take what this rank saw in each optimizer step that was skipped since the last call, in their order."""
 
     def check_replicas(self) -> ReplicaReport:
         """Compare what this rank holds alike with others; parameters are looked at for numbers that are not finite."""
@@ -74,7 +74,7 @@ class TrainedWorker(Worker, Protocol):
         """The model out of such a directory, under any layout. Raises ValueError where it does not fit."""
 
     def num_save_bytes(self) -> int:
-        """What this rank will about write in a save, summed over ranks all of it."""
+        """Return about the bytes that this rank will write in a save; the sum over ranks is the whole save."""
 
     def begin_save(self, *, directory: Path) -> None:
         """Save sharded model, optimizer and schedules under `directory`, to be loaded under any layout.
@@ -116,7 +116,7 @@ class TeachingWorker(ForwardWorker, Protocol):
     def top_log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, *, temperature: float, count: int
     ) -> TopLogProbs | None:
-        """Of each place in `response_mask` the `count` likeliest tokens and their log-probs."""
+        """Return the `count` likeliest tokens and their log-probs at each place in `response_mask`."""
 
 
 class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
@@ -131,7 +131,9 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
     ) -> LogProbs | None:
-        """As the reference's; on demand also the sum of the squared probabilities of the vocabulary."""
+        """Return log-probs as the reference does; on demand also the sum of the squared probabilities of the
+        vocabulary.
+        """
 
     def update(
         self,
@@ -171,14 +173,15 @@ class ValueWorker(ScoreWorker, TrainedWorker, Protocol):
     def update(
         self, batch: ValueMiniBatch, plan: ReplicaPlan, *, loss: str = "value", capsule: Path | None = None
     ) -> UpdateResult | None:
-        """As `TrainWorker.update`, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean.
+        """Update as `TrainWorker.update` does, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac,
+        critic/vpred_mean.
 
         `loss`: "value"; or "linear", the sum of value x loss weight, which trains a reward model: its weights are the
         slopes of the loss of pairs. Its sum: actor/loss, as the model stands where a policy does in other jobs.
         """
 
     def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan, *, loss: str = "value") -> UpdateResult | None:
-        """As `TrainWorker.look_again`."""
+        """Look again as `TrainWorker.look_again` does."""
 
     def load_hf(self, *, directory: Path) -> None:
         """Become the model of a Hugging Face directory of the same architecture, with a fresh optimizer.

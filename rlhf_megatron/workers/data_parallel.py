@@ -56,13 +56,13 @@ def sync_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def parameter_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """What holds the memory of all parameters, padding of the flat buffers included."""
+    """Return the tensors that hold the memory of all parameters, padding of the flat buffers included."""
     flat = [buffer.param_data for buffer in _buffers(chunks) if buffer.param_data is not None]
     return [*flat, *(parameter for chunk in chunks for parameter in chunk.parameters())]
 
 
 def gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """What holds the memory of all gradients."""
+    """Return the tensors that hold the memory of all gradients."""
     return [buffer.grad_data for buffer in _buffers(chunks)]
 
 

@@ -29,7 +29,9 @@ class BadTensor:
 @codec.register
 @dataclass(frozen=True)
 class Findings:
-    """What one rank saw in an update with numbers that are not finite. Losses and tokens: on the last stage only."""
+    """What one rank saw in an update with numbers that are not finite. It has losses and tokens on the last stage
+    only.
+    """
 
     where: str  # "dp1 pp0 tp0"
     grad_norm: float  # global; nan or inf
@@ -65,7 +67,7 @@ class Difference:
 @codec.register
 @dataclass(frozen=True)
 class ReplicaReport:
-    """Of one rank. A difference is told by one rank of the group."""
+    """The report of one rank. One rank of the group reports a difference."""
 
     where: str
     num_tensors: int  # that were compared
@@ -78,7 +80,7 @@ class ReplicaReport:
 @codec.register
 @dataclass(frozen=True)
 class HeadReport:
-    """What a rank of the last stage tells of its head."""
+    """The report of a rank of the last stage on its head."""
 
     where: str  # "actor dp1 pp0 tp3"
     choice: str  # backend, why, stash
@@ -90,7 +92,9 @@ class HeadReport:
 @codec.register
 @dataclass(frozen=True)
 class MemoryReport:
-    """Of one model on one rank; what is the process's or the device's is the same in the reports of all its models."""
+    """The memory of one model on one rank. Figures of the process or the device are the same in the reports of all
+    its models.
+    """
 
     held_bytes: int  # of the model's own storages on the device: parameters, gradients, optimizer state
     copied_bytes: int  # of the copies of these in host memory

@@ -45,7 +45,7 @@ class Frozen:
         self.memory.restore(is_read_only=True)
 
     def memory_report(self) -> MemoryReport:
-        """What this rank holds now."""
+        """Report what this rank holds now."""
         return self.memory.report()
 
     @contextmanager

@@ -116,7 +116,7 @@ class FSDPBackend:
         return {}
 
     def after_step(self) -> None:
-        """Nothing moves beside the optimizer."""
+        """Do nothing: nothing moves beside the optimizer."""
 
     def _run(self, packed: Packed, on_rows: RowsFunction, forward_only: bool) -> list[Tensor]:
         collected = []
@@ -210,7 +210,7 @@ class FSDPBackend:
         return {name: local(tensor) for name, tensor in self.model.tensors().items()}
 
     def check_replicas(self) -> ReplicaReport:
-        """No tensor is on two ranks: only numbers that are not finite are looked for."""
+        """Look for numbers that are not finite. No tensor is on two ranks, so there is nothing to compare."""
         return ReplicaReport(str(self.world), 0, 0, 0.0, (), bad_tensors(self.named_weights()))
 
     def num_save_bytes(self) -> int:
@@ -256,7 +256,7 @@ class FSDPBackend:
                 module.reshard()
 
     def _hidden(self, *documents: Tensor) -> list[Tensor]:
-        """What the model hands out for packed documents, apart again, float32."""
+        """Return the model's hidden states of packed documents, apart again, float32."""
         tokens = torch.cat(documents)[None].to(self.world.device)
         positions = torch.cat([torch.arange(len(document)) for document in documents])[None].to(self.world.device)
         rows = torch.arange(tokens.shape[1], device=self.world.device)

@@ -54,7 +54,7 @@ def choose_backend(kernels: KernelsConfig, device: torch.device, dtype: torch.dt
 
 
 def stash_bytes_of(kernels: KernelsConfig, dtype: torch.dtype) -> int:
-    """What a micro-batch of a model in `dtype` may keep of its logits."""
+    """Return the bytes that a micro-batch of a model in `dtype` may keep of its logits."""
     if kernels.stash_megabytes is not None:
         return kernels.stash_megabytes * MIB
     return STASH_MEGABYTES_16 * MIB if dtype.itemsize == 2 else 0
@@ -72,7 +72,8 @@ class CheckedBackend:
         self._notices: list[str] = []
 
     def examine(self, check: Callable[[Backend], SelfCheck]) -> None:
-        """To be called before each use, on all tp ranks. Falls back until a check passes on all of them.
+        """Check the backend, and fall back until a check passes on all tp ranks. Call it before each use, on all of
+        them.
 
         Nothing is done, and nothing exchanged, after the first checks. The reference is what others are held to, and
         is not checked.

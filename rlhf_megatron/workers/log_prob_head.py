@@ -47,7 +47,7 @@ class MainGradSink:
 
 
 def sink_of(weight: nn.Parameter) -> MainGradSink | None:
-    """None where nothing collects gradients: the weight of a frozen model."""
+    """Return the sink of a weight's gradient; None for the weight of a frozen model, which collects none."""
     return MainGradSink(weight) if hasattr(weight, "main_grad") else None
 
 
@@ -83,7 +83,7 @@ class LogProbHead:
             logger.info("head of the %s: %s", role, choice)
 
     def report(self) -> HeadReport | None:
-        """None off the last stage."""
+        """Report on the head; None off the last stage."""
         return self.checked.report() if self.world.is_last_stage else None
 
     def outputs(

@@ -81,7 +81,7 @@ class TaughtRowLoss:
     def __call__(
         self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
     ) -> Sums:
-        """As `PolicyRowLoss`, with `columns` as `DistillationRowLoss` has them."""
+        """Compute the sums as `PolicyRowLoss` does, with `columns` as `DistillationRowLoss` has them."""
         others, metrics = self.row_loss(log_probs_R, entropies_R, columns, sequences)
         taught, of_teacher = self.teacher(log_probs_R, None, columns)
         value = self.others_coef * others + self.coef * taught
@@ -112,7 +112,9 @@ def policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
 
 
 def distillation_params(config: RunConfig) -> DistillationParams:
-    """Of the loss towards a teacher, in either kind of job. Raises ValueError for those that it does not have."""
+    """Return the parameters of the loss towards a teacher, in either kind of job. Raises ValueError for unknown
+    ones.
+    """
     if config.job == "train":
         return params_from_mapping(DistillationParams, config.actor.distillation.params, "actor.distillation.params")
     return params_from_mapping(DistillationParams, config.sft.params, "sft.params")
@@ -125,7 +127,7 @@ def distillation_row_loss(config: RunConfig) -> DistillationRowLoss:
 
 
 def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
-    """Of a section that `config.correction` let pass; raises ValueError for another."""
+    """Return the parameters of a section that `config.correction` accepted; raises ValueError for another."""
     settings = resolved(section)
     importance = None
     if settings.rollout_is is not None:
@@ -144,7 +146,7 @@ def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
 
 
 def moving_correction(section: RolloutCorrectionConfig) -> CorrectionParams | None:
-    """What the loss has to do itself; None where the controller has done it, or there is nothing to do."""
+    """Return the correction that the loss makes itself; None where the controller has made it, or there is none."""
     params = correction_params(section)
     return params if is_bypass(section) and (params.importance is not None or params.rejects) else None
 
@@ -174,7 +176,9 @@ class CorrectedRowLoss:
     def __call__(
         self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
     ) -> Sums:
-        """As `PolicyRowLoss`; metrics actor/rollout_is_mean, actor/rollout_rs_masked_fraction."""
+        """Compute the sums as `PolicyRowLoss` does, and the metrics actor/rollout_is_mean,
+        actor/rollout_rs_masked_fraction.
+        """
         assert (sequences is not None) == self.needs_sequences, "sequences are given where they are needed"
         corrected_columns, shares = self._corrected(log_probs_R, columns, sequences)
         of_loss = sequences if self.row_loss.needs_sequences else None

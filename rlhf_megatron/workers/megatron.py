@@ -98,7 +98,9 @@ class MegatronBackend:
         return partial(run, routers=self.router_terms, replay=self._replay)
 
     def begin_pass(self, packed: Packed) -> None:
-        """Also start the terms of the routers; loads that must be known before cost a forward pass."""
+        """Clear the gradients and start the terms of the routers. Loads that must be known before cost a forward
+        pass.
+        """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

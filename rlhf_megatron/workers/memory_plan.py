@@ -24,7 +24,8 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What the ranks of one pipeline stage hold, bytes a rank. The ranks of a tensor-parallel group hold the same.
+    """The memory of the ranks of one pipeline stage, bytes a rank. The ranks of a tensor-parallel group hold the
+    same.
 
     A tuple has one entry a rank that holds the same shard: data-parallel x context-parallel ranks, cp fastest.
     """
@@ -41,7 +42,7 @@ class StageMemory:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """What is on the device, by rank that holds the same shard. The reference counts when it is not offloaded."""
+        """The bytes on the device, by rank that holds the same shard. The reference counts when it is not offloaded."""
         fixed = self.parameters + self.gradients
         if self.is_optimizer_on_host:
             return (fixed,) * len(self.moments)

@@ -34,7 +34,7 @@ def local_verdict(chunks: Sequence[DistributedDataParallel], grad_norm: float, l
 
 
 def verdict_of(gradients: Sequence[Tensor], grad_norm: float, losses: Tensor | None) -> Tensor:
-    """As `local_verdict`, of any tensors."""
+    """Return the verdict on any tensors, as `local_verdict` does."""
     sums = [gradient.sum(dtype=torch.float32) for gradient in gradients]
     if losses is not None and losses.numel():
         sums.append(losses.float().sum())
@@ -52,12 +52,14 @@ def agreed_verdict(verdict: Tensor, world: World) -> int:
 
 
 def norm_of(verdict: int, grad_norm: float) -> float:
-    """What all ranks report as the gradient norm: theirs may differ where only some saw what is wrong."""
+    """Return what all ranks report as the gradient norm: their own may differ where only some saw what is wrong."""
     return {FINITE: grad_norm, INFINITE: math.inf, NAN: math.nan}[verdict]
 
 
 def bad_tensors(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> tuple[BadTensor, ...]:
-    """Those that are not finite, in order. Cheap where all are: one pass, one wait for the device."""
+    """Return the tensors that are not finite, in order. Where all are finite it takes one pass and one wait for the
+    device.
+    """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     if not items:
         return ()

@@ -84,7 +84,7 @@ class Offload:
                     _as_bytes(storage).zero_()
 
     def require(self, *parts: TrainerPart, is_changed: bool = False) -> None:
-        """To be called before a part is worked with; `is_changed`: before it is changed.
+        """Wait for parts. Call it before working with them; `is_changed`: before changing them.
 
         Raises RuntimeError where its bytes are not on the device.
         """
@@ -103,16 +103,16 @@ class Offload:
 
     @property
     def device_bytes(self) -> int:
-        """Of the storages that are on the device."""
+        """The bytes of the storages that are on the device."""
         return sum(size for part in self._tensors if part not in self._dropped for _, size in self._storages(part))
 
     @property
     def host_bytes(self) -> int:
-        """Of the copies in host memory, which are kept to be used again."""
+        """The bytes of the copies in host memory, which are kept to be used again."""
         return sum(copy.num_bytes for copy in self._copies.values())
 
     def report(self) -> MemoryReport:
-        """What is held now."""
+        """Report what is held now."""
         stats = memory(self._device)
         return MemoryReport(
             held_bytes=self.device_bytes,
@@ -126,11 +126,13 @@ class Offload:
         )
 
     def _mine(self, parts: Sequence[TrainerPart]) -> Iterator[TrainerPart]:
-        """In the order in which they are needed again."""
+        """Yield the parts in the order in which they are needed again."""
         return (part for part in ("parameters", "gradients", "optimizer") if part in parts and part in self._tensors)
 
     def _storages(self, wanted: TrainerPart) -> list[tuple[Storage, int]]:
-        """Each once, with its bytes; without those that an earlier part has. The parts are not dropped, or earlier."""
+        """Return each storage once, with its bytes, without those that an earlier part has. The part, and earlier
+        ones, must not be dropped.
+        """
         seen: set[int] = set()
         for part in self._mine(TRAINER_PARTS):
             found = []

@@ -85,8 +85,9 @@ class Optimizer:
         return float(self.megatron.param_groups[0]["lr"])
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """What it holds on the device beside model parameters and gradients: moments, step counts, float32 main
-        parameters."""
+        """Return what it holds on the device beside model parameters and gradients: moments, step counts, float32
+        main parameters.
+        """
         if self.is_on_host:
             return []
         states = [state for part in self.megatron.chained_optimizers for state in part.optimizer.state.values()]
@@ -103,7 +104,7 @@ class Optimizer:
         return [part.optimizer.state[main].get(MAIN, main) for part, mains in parts for main in mains]
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[int, Any]:
-        """For megatron's distributed checkpoint: moments and main parameters. All ranks."""
+        """Return moments and main parameters for megatron's distributed checkpoint. Call on all ranks."""
         return sharded_state(self.megatron, model_state, is_loading)
 
     def load_state_dict(self, optimizer: dict[int, Any], scheduler: dict[str, Any]) -> None:

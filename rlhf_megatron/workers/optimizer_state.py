@@ -26,7 +26,7 @@ MAIN = "fp32_param"
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank's optimizer has of one model parameter."""
+    """The state that this rank's optimizer has of one model parameter."""
 
     model: nn.Parameter
     main: Tensor | None  # what is stepped on: `model`, its float32 copy, or a flat shard of these; None: no part of it
@@ -114,12 +114,13 @@ def _shards(part: DistributedOptimizer) -> Iterator[Held]:
 
 
 def _target(held: Held, part: Tensor) -> Tensor:
-    """What a loaded tensor is written into. Rows that pad the vocabulary here and did not there stay zero."""
+    """Return the tensor to load into. Rows that pad the vocabulary here but not in the file stay zero."""
     return part if held.span is None else torch.zeros(held.model.shape)
 
 
 def _writers(all_held: Sequence[Held]) -> list[int]:
-    """For each parameter the rank of its group that writes what is put together of it: about as many bytes each.
+    """Choose, for each parameter, the rank of its group that writes what is put together of it, about as many bytes
+    each.
 
     Megatron has the first rank write all model parameters.
     """

@@ -41,7 +41,7 @@ TENSORS = ("token_ids", "position_ids", "cu_seqlens", "rows", "targets", "sequen
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads. Columns are gathered at the target tokens."""
+    """The input of one forward pass. Columns are gathered at the target tokens."""
 
     token_ids: Tensor  # [1, S / cp] int64, this rank's share
     position_ids: Tensor  # [1, S / cp] int64, from 0 in each document

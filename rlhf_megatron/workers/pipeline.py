@@ -76,7 +76,9 @@ def run_micro_batches(
 
 
 def _no_sync(chunks: Sequence[nn.Module]) -> Any:
-    """What keeps overlapped gradient reductions back until a chunk's last micro-batch; None where nothing overlaps."""
+    """Return what keeps overlapped gradient reductions back until a chunk's last micro-batch; None where nothing
+    overlaps.
+    """
     managers = [
         chunk.no_sync
         for chunk in chunks

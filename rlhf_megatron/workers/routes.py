@@ -45,7 +45,7 @@ class _Tokens:
 
 
 class Routes:
-    """Of one model, on one rank. All methods are called on all ranks of the pool at once."""
+    """The routes of one model, on one rank. Call all methods on all ranks of the pool at once."""
 
     def __init__(self, replay: RouterReplay, mode: ReplayMode, world: World) -> None:
         self.replay = replay
@@ -54,7 +54,7 @@ class Routes:
         self._homes = _Homes(world, (len(replay.layers), replay.top_k), ids_dtype(replay.num_experts))
 
     def before_log_probs(self, batch: TokenBatch, packed: Packed) -> Packed:
-        """With R2 the pass that follows is recorded; with R3 it replays what the engine did."""
+        """Prepare the pass that follows: with R2 it is recorded, with R3 it replays what the engine did."""
         if self.mode == "r2" and batch.sample_ids is not None:
             self.replay.record()
         return self._given(batch, packed) if self.mode == "r3" else packed
@@ -169,7 +169,7 @@ class _Homes:
         return order, sent.tolist(), taken.tolist()
 
     def _exchange(self, column: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-        """As bytes: gloo does not know all types."""
+        """Exchange a column as bytes, since gloo does not know all types."""
         sendable = column.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8).to(self.device)
         found = sendable.new_empty((sum(taken), sendable.shape[1]))
         dist.all_to_all_single(found, sendable, taken, sent, group=self.group)

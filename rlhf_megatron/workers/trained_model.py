@@ -44,7 +44,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What came out of all micro-batches; nothing but on the last stage."""
+    """The results of all micro-batches; empty but on the last stage."""
 
     names: tuple[str, ...]
     losses: Tensor | None  # [micro-batches], this rank's shares
@@ -100,7 +100,7 @@ class TrainedModel:
         return self._result(done, StepResult(grad_norm, self.backend.optimizer.lr, is_skipped=not is_finite))
 
     def take_skips(self) -> list[Findings]:
-        """What this rank saw in the steps that were skipped since it was last asked, in their order."""
+        """Take what this rank saw in the steps that were skipped since the last call, in their order."""
         taken = list(self.skips)
         self.skips.clear()
         return taken
@@ -209,11 +209,11 @@ class TrainedModel:
         self.memory.restore(parts, is_read_only)
 
     def memory_report(self) -> MemoryReport:
-        """What this rank holds now."""
+        """Report what this rank holds now."""
         return self.memory.report()
 
     def num_save_bytes(self) -> int:
-        """What this rank will about write in a save."""
+        """Return about the bytes that this rank will write in a save."""
         return self.backend.num_save_bytes()
 
     def begin_save(self, directory: Path) -> None:

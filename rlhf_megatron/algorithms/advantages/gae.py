@@ -135,7 +135,9 @@ def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, ga
 
 
 def _put_whitened(advantages_T: Tensor, sums: Tensor, moments: Moments, inputs: AdvantageInputs) -> None:
-    """To mean 0 and (unbiased) variance 1; as it is where there are fewer than 2 entries, which have no variance."""
+    """Write the advantages, whitened to mean 0 and (unbiased) variance 1. Fewer than 2 entries have no variance and
+    stay as they are.
+    """
     mean, scale = moments.mean, (moments.variance + WHITEN_EPSILON) ** -0.5
     num_done = 0
     for part in _parts(inputs):

@@ -81,7 +81,7 @@ def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
 
 
 def _statistics(key: str, part_B: Tensor) -> dict[str, float]:
-    """Of the samples that have the part; nothing where none has."""
+    """Return metrics of the samples that have the part; none where no sample has it."""
     if not part_B.numel():
         return {}
     part_B = part_B.double()

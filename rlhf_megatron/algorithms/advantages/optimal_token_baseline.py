@@ -83,7 +83,7 @@ def _group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
 
 
 def _part(inputs: AdvantageInputs, samples: slice, tokens: slice) -> AdvantageInputs:
-    """With the columns that these estimators read."""
+    """Cut some samples out of the columns that these estimators read."""
 
     def cut(column_T: Tensor | None) -> Tensor | None:
         return None if column_T is None else column_T[tokens]

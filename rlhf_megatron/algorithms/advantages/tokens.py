@@ -64,7 +64,7 @@ WHITEN_EPSILON = 1e-8  # added to the variance; the field's
 
 @dataclass(frozen=True)
 class Moments:
-    """Of numbers that come in parts. Equal numbers have a variance of exactly 0."""
+    """Mean and variance of numbers that come in parts. Equal numbers have a variance of exactly 0."""
 
     count: int = 0
     mean: float = 0.0
@@ -76,7 +76,7 @@ class Moments:
         return self.sum_squares / (self.count - 1) if self.count > 1 else 0.0
 
     def joined_by(self, column_N: Tensor) -> Moments:
-        """With the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating formulae", 1979)."""
+        """Add the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating formulae", 1979)."""
         if not column_N.numel():
             return self
         # From an entry on: equal numbers are exactly 0 there, and no other entry is so far that digits are lost.

@@ -23,7 +23,7 @@ from rlhf_megatron.algorithms.sequences import Sequences
 
 @dataclass
 class Spread:
-    """Of all entries added."""
+    """Sums and extremes of all entries added."""
 
     shows_range: bool = False
     count: int = 0
@@ -42,7 +42,7 @@ class Spread:
         self.add_sums(entries, with_squares=True)
 
     def add_sums(self, entries: Tensor, with_squares: bool = False) -> None:
-        """Without the extremes, and the deviation where not wanted."""
+        """Add entries without their extremes, and without the deviation unless `with_squares`."""
         self.count += entries.numel()
         self.total += entries.sum().item()
         if with_squares:
@@ -58,7 +58,7 @@ class Spread:
 
     @property
     def std(self) -> float:
-        """Of the entries themselves, not of a population that they stand for."""
+        """The deviation of the entries themselves, not of a population that they stand for."""
         return float(max(self.mean_square - self.mean**2, 0.0) ** 0.5)
 
     @property
@@ -75,13 +75,15 @@ class Spread:
 
 
 class Tally(dict[str, Spread]):
-    """By the name of a metric; what begins with a point is none, but makes one."""
+    """Spreads by the name of a metric. A name that begins with a point is no metric itself, but is used to compute
+    one.
+    """
 
     def of(self, name: str, shows_range: bool = False) -> Spread:
         return self.setdefault(name, Spread(shows_range))
 
     def share(self, name: str, is_hit: Tensor) -> None:
-        """Of True among the entries."""
+        """Count the share of True among the entries."""
         self.hits(name, int(is_hit.count_nonzero()), is_hit.numel())
 
     def hits(self, name: str, num_hits: int, count: int) -> None:
@@ -96,7 +98,7 @@ PREFIX = "rollout_corr/"
 
 @dataclass(frozen=True)
 class Rows:
-    """Those of some whole samples that statistics count. Each sequence has a row."""
+    """The rows of some whole samples that statistics count. Each sequence has at least one row."""
 
     log_probs_N: Tensor  # trainer's, float32
     rollout_log_probs_N: Tensor
@@ -209,7 +211,7 @@ class CorrectionMetrics:
             self._add_sequences(name, rows.means(values), one.high, one.low, neutral=1.0 if measure.is_log else 0.0)
 
     def _add_sequences(self, name: str, means_S: Tensor, high: float, low: float | None, neutral: float) -> None:
-        """Of each sequence's mean."""
+        """Add statistics of each sequence's mean."""
         self._tally.of(f"{name}_seq", shows_range=True).add(means_S)
         self._tally.of(f".deviation {name}_seq").add((means_S - neutral).abs())
         self._tally.share(f"{name}_seq_fraction_high", means_S > high)

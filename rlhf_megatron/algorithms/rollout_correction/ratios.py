@@ -31,7 +31,7 @@ NO_NUMBER = -1000.0  # log r where a log-prob is infinite or not a number: weigh
 
 @dataclass(frozen=True)
 class Measure:
-    """What a filter, or the importance weights, look at: of each row, or of each sequence."""
+    """The quantity that a filter or the importance weights compare with their bounds, one a row or one a sequence."""
 
     values: Tensor  # [N] or [S] float64: log r (k1, weights), or the k2 or k3 estimate
     is_high: Tensor  # bool, above the upper bound
@@ -55,7 +55,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Of some rows."""
+    """The correction of some rows."""
 
     weights_N: Tensor | None  # float64; None: no importance weights. Not normalised over a batch
     keep_N: Tensor | None  # bool; None: nothing rejects
@@ -94,7 +94,7 @@ def correct(log_ratio_N: Tensor, sequences: Sequences, params: CorrectionParams)
 
 
 def exp(log: Tensor) -> Tensor:
-    """With the exponent clamped."""
+    """Exponentiate in place after clamping the exponent to +-MAX_LOG_RATIO."""
     return log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
 
 
@@ -109,13 +109,13 @@ def estimates(log_ratio_N: Tensor, estimate: str) -> Tensor:
 
 
 def _row_columns(log_ratio_N: Tensor, params: CorrectionParams) -> dict[str, Tensor]:
-    """Each estimate that is looked at, once."""
+    """Compute each estimate that a filter reads once."""
     needed = {one.estimate for one in params.filters}
     return {"k1": log_ratio_N, **{kind: estimates(log_ratio_N, kind) for kind in sorted(needed - {"k1"})}}
 
 
 def _sequence_columns(rows: dict[str, Tensor], params: CorrectionParams) -> dict[str, Tensor]:
-    """What is to be summed over sequences. Whether a maximum is over a bound is a number of rows over it."""
+    """Return the columns to sum over sequences. A maximum is over a bound where the number of rows over it is not 0."""
     columns: dict[str, Tensor] = {}
     if params.importance is not None and params.importance.level == "sequence":
         columns["k1"] = rows["k1"]

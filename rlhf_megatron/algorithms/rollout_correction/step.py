@@ -26,7 +26,7 @@ BLOCK_TOKENS = 65536
 
 @dataclass(frozen=True)
 class StepCorrection:
-    """Nothing here is ever infinite or not a number."""
+    """The correction of a step. No number in it is infinite or NaN."""
 
     weights_T: Tensor | None  # float32, factor of the policy loss, 1 outside of the response mask; None: no weights
     keep_T: Tensor | None  # bool, False: rejected; None: nothing rejects

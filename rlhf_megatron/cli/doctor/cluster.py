@@ -89,7 +89,7 @@ def _report(ranks: _Ranks, kind: Any, folder: Path) -> RankReport:
 
 
 def _share(ranks: _Ranks, name: str, text: str) -> list[str]:
-    """What each rank has to say under this name."""
+    """Collect what every rank says under this name. Call on all ranks."""
     ranks.store.set(f"{name}/{ranks.rank}", text)
     return [bytes(ranks.store.get(f"{name}/{other}")).decode() for other in range(ranks.size)]
 

@@ -17,8 +17,9 @@ BREAKING = ("device", "torch", "NCCL", "driver", "python", "megatron-core", "tra
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found. Of its node only the first rank tells: `unreachable`, `clock_s`, `folder_why_not`,
-    `unseen`. Speeds in bytes a second; 0.0: not measured."""
+    """The findings of one rank. Only the first rank of a node reports on the node: `unreachable`, `clock_s`,
+    `folder_why_not`, `unseen`. Speeds in bytes a second; 0.0: not measured.
+    """
 
     facts: RankFacts
     why_no_device: str = ""

@@ -33,7 +33,7 @@ _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch can do here, and the devices that it sees."""
+    """The abilities of torch on this machine, and the devices that it sees."""
 
     version: str
     cuda: str  # that it was built with; empty: none
@@ -54,7 +54,7 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class MegatronFacts:
-    """What megatron-core can do here, after it was made ready as a rank does."""
+    """The abilities of megatron-core on this machine, after it was prepared as a rank prepares it."""
 
     version: str
     adam: str

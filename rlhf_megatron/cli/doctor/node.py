@@ -32,7 +32,7 @@ OF_ONE_NODE = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank is and has. `alike`: what should be the same on all, by its name."""
+    """One rank's machine and software. `alike`: values by name that should be the same on all ranks."""
 
     rank: int
     local_rank: int

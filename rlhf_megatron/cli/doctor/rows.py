@@ -70,7 +70,7 @@ class Wanted:
 
 
 def trainer_rows(facts: Facts, wanted: Wanted) -> list[Row]:
-    """In the order of a forward pass, its backward pass and the optimizer's step."""
+    """Return the trainer's rows in the order of a forward pass, its backward pass and the optimizer's step."""
     return [
         megatron_row(facts),
         patches_row(facts, wanted),
@@ -89,7 +89,7 @@ def trainer_rows(facts: Facts, wanted: Wanted) -> list[Row]:
 
 
 def package_rows(facts: Facts, device: DeviceType) -> list[Row]:
-    """What speeds the trainer up: found or not, and whether it can be imported."""
+    """Say of each package that speeds the trainer up whether it is installed and can be imported."""
     return [_package_row(facts, device, module, name) for module, name in PACKAGE_NAMES.items()]
 
 
@@ -156,7 +156,9 @@ def norm_row(facts: Facts, wanted: Wanted) -> Row:
 
 
 def gradient_row(facts: Facts, wanted: Wanted) -> Row:
-    """Who adds weight gradients to the float32 buffers; broken where the setting asks for what nothing here can do."""
+    """Say who adds weight gradients to the float32 buffers; broken where the setting asks for a way that this machine
+    lacks.
+    """
     has_product = bool(facts.torch and facts.torch.has_float32_product)
     impl, dtype = _impl(facts, wanted), wanted.dtype
     path = "gradient accumulation fusion"
@@ -172,7 +174,7 @@ def gradient_row(facts: Facts, wanted: Wanted) -> Row:
 
 
 def adam_row(facts: Facts, wanted: Wanted) -> Row:
-    """What megatron-core took where it was imported; else what it would take."""
+    """Name the Adam that megatron-core took when it was imported, else the one that it would take."""
     found: Adam = "torch"
     if facts.megatron is not None:
         found = facts.megatron.adam  # type: ignore[assignment]
@@ -247,7 +249,9 @@ def _of_choice(path: str, choice: Choice, taken: str, is_live: bool) -> Row:
 
 
 def _impl(facts: Facts, wanted: Wanted) -> Literal["local", "transformer_engine"]:
-    """As `models.backend.resolve_impl`, which needs megatron-core; local where Transformer Engine is missing."""
+    """Resolve the layers as `models.backend.resolve_impl` does, without megatron-core; local where Transformer Engine
+    is missing.
+    """
     if wanted.device == "cpu":
         return "transformer_engine" if wanted.transformer_impl == TE else "local"
     return "transformer_engine" if wanted.transformer_impl != "local" and facts.packages[TE].is_usable else "local"

@@ -178,7 +178,7 @@ def _of_kernels(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _of_engines(config: RunConfig) -> Iterator[Problem]:
-    """Those that the run would start; one that it attaches to is asked when it starts."""
+    """Check the engines that the run would start. A server that it attaches to is checked when the run starts."""
     from rlhf_megatron.rollout.kinds import balancer_kind
     from rlhf_megatron.rollout.sglang.environment import check_sglang
 

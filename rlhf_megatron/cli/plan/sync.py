@@ -68,7 +68,7 @@ def engines_of(config: RunConfig) -> Engines:
 
 
 def lines(cost: Cost, name: str, layout: Layout, stages: Sequence[StageLinks]) -> Iterator[str]:
-    """What travels by medium, who is busiest, and the floor."""
+    """Print the bytes by medium, the busiest links and the least time."""
     network: Network = cost.network
     yield (
         f"network        {name}: {network.gpus} GPUs a machine; a GPU has {size(network.nvlink)}/s of NVLink and"

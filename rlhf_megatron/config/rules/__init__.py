@@ -45,7 +45,7 @@ def wrong(is_so: object, text: str, keys: tuple[str, ...] = ()) -> Problem | Non
 
 
 def told(findings: Findings) -> Iterator[Problem]:
-    """Those that are problems."""
+    """Drop the findings that are no problem."""
     return (problem for problem in findings if problem is not None)
 
 

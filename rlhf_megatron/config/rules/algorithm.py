@@ -149,7 +149,9 @@ def reward_parts(config: RunConfig) -> list[str]:
 
 
 def term_parts(config: RunConfig) -> list[str]:
-    """Of the terms, in order: a name that is taken gets a number (rewards/service/components.py)."""
+    """Return the part name of each reward term, in order. A name that is taken gets a number
+    (rewards/service/components.py).
+    """
     r = config.reward
     taken, parts = {r.name, *(one.name for one in r.by_source.values())}, []
     for term in r.terms:
@@ -228,7 +230,7 @@ def own_pool(loaded: Loaded) -> Findings:
 
 @rule_of_rl
 def batches(loaded: Loaded) -> Findings:
-    """What is null is the actor's: that it divides the samples, `rules.batches` says."""
+    """Check the critic's mini-batch. A size of null is the actor's, which `rules.batches` checks."""
     c = loaded.config
     if not has_critic(c):
         return
@@ -270,7 +272,7 @@ def steps(loaded: Loaded) -> Findings:
 
 
 def _num_replicas(c: RunConfig) -> int:
-    """Of the critic; 0 where other rules find its sizes impossible."""
+    """Count the critic's replicas; 0 where other rules find its sizes impossible."""
     if critic_ranks(c) > 0:
         return critic_ranks(c) // max(1, model_parallel_size(c.critic.megatron))
     return actor_ranks(c) // max(1, model_parallel_size(c.actor.megatron))

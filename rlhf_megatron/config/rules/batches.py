@@ -114,7 +114,9 @@ def holds_the_longest(
 
 
 def longest_sample(c: RunConfig) -> tuple[int, str, tuple[str, ...]]:
-    """Its tokens, how they come about, with an open bracket, and the settings that say so."""
+    """Return the tokens of the longest sample, a text that says how they add up (its bracket still open), and the
+    settings behind them.
+    """
     if c.job == "reward-model":  # a document and the place behind it
         return c.sft.max_length + 1, f"sft.max_length + 1 ({c.sft.max_length} + 1", ("sft.max_length",)
     if c.job == "sft":

@@ -96,7 +96,7 @@ def _content(where: str, source: SourceConfig) -> Findings:
 
 @rule
 def templates(loaded: Loaded) -> Findings:
-    """What stands around and in front of a prompt, in the section and in each entry."""
+    """Check the templates and few-shot prefixes of the section and of each source."""
     d = loaded.config.data
     yield from _template("data.prompt_template", d.prompt_template)
     yield from _few_shot("data.few_shot", d.few_shot)
@@ -163,7 +163,7 @@ def row_keys(loaded: Loaded) -> Findings:
 
 
 def _located(loaded: Loaded, problem: Problem) -> Problem:
-    """What nobody wrote into an entry is told where the list stands."""
+    """Point a problem of a key that no source spells out at the list of sources."""
     if all(key in loaded.provenance for key in problem.keys):
         return problem
     return replace(problem, keys=(SOURCES,))
@@ -187,7 +187,7 @@ def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
 
 @rule_of_rl
 def reward_sources(loaded: Loaded) -> Findings:
-    """Those of files and tasks are known only when they are read."""
+    """Check the names in `reward.by_source`. Sources named in files and tasks are known only when those are read."""
     names = [source.name for source in loaded.config.data.sources]
     if names:
         yield from unknown_sources(loaded.config.reward.by_source, names)

@@ -72,7 +72,7 @@ def idle_engine_settings(c: RunConfig) -> Iterator[Idle]:
 
 
 def _attached(c: RunConfig) -> Findings:
-    """Of servers that the run does not start."""
+    """Check the addresses of servers that the run does not start."""
     key, seen = "rollout.endpoints", dict[tuple[str, int], str]()
     for url in c.rollout.endpoints:
         place = endpoint_place(url)
@@ -133,7 +133,7 @@ def endpoint_place(url: str) -> tuple[str, int] | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """By the address alone."""
+    """Whether a host is this machine, judged by its address alone."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -23,7 +23,9 @@ SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_si
 
 
 def file_problems(config: RunConfig) -> Iterator[Problem]:
-    """What is missing or does not fit. Only small files are read; weights are looked for, not opened."""
+    """Find files that are missing or do not fit. It reads small files only, and looks for weights without opening
+    them.
+    """
     hf_config = None
     if config.model.path:
         hf_config = yield from _model_dir("model.path", config.model.path, config.model.init_seed is None)
@@ -144,7 +146,7 @@ def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]
 
 
 def _critic(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
-    """It may be another model than the policy, which reads the same token ids."""
+    """Check the critic's model: it may differ from the policy, but must read the same token ids."""
     key = "critic.path"
     found = yield from _model_dir(key, path, with_weights=True)
     if found is not None:
@@ -153,7 +155,9 @@ def _critic(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> I
 
 
 def _reward_model(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
-    """As the critic; but a run directory is named by mistake where its export is meant."""
+    """Check the reward model as the critic is checked, and refuse a run directory that is named in place of its
+    export.
+    """
     key, of_run = "reward_model.path", os.path.join(path, "hf")
     if not exists(os.path.join(path, "config.json")) and isdir(of_run):
         yield Problem(f"{key} ({path}) is a run directory; name the model that it has written, {of_run}.", (key,))

@@ -36,7 +36,7 @@ def _chosen(section: str, megatron: MegatronConfig) -> tuple[str, ...]:
 
 @rule
 def fsdp(loaded: Loaded) -> Findings:
-    """What only Megatron's workers do."""
+    """Refuse, under FSDP2, what only Megatron's workers do."""
     config = loaded.config
     is_fsdp = config.actor.backend == "fsdp"
     for section, megatron, _ in megatron_sections(config):

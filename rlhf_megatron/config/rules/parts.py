@@ -109,7 +109,7 @@ def _missing(c: RunConfig, one: Named, entry: Entry[Any]) -> Iterator[str]:
 
 
 def entry_of(kind: str, name: str) -> Entry[Any] | None:
-    """None for a name that is not registered (here): `parts` tells of it."""
+    """Find a registered part; None for an unknown name, which `parts` reports."""
     return parts_of(kind).find(name)
 
 

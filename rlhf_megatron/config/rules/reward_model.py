@@ -39,7 +39,9 @@ def idle_reward_model_settings(config: RunConfig) -> Iterator[Idle]:
 
 @rule_of_rl
 def reward_model(loaded: Loaded) -> Findings:
-    """It scores behind the stage that scores by rules: what reads rewards before that stage ends would miss it."""
+    """Check the reward model. It scores after the stage of rules, so parts that read rewards during that stage would
+    miss its score.
+    """
     c = loaded.config
     if has_served_model(c):
         yield from _served(c)

@@ -186,7 +186,7 @@ def layout(loaded: Loaded) -> Findings:
 
 
 def _actor_pool(c: RunConfig) -> Findings:
-    """What other pools leave for the actor's."""
+    """Check that the other pools leave enough ranks for the actor's."""
     pools = {"critic.num_ranks": critic_ranks(c), "reward_model.num_ranks": reward_model_ranks(c)}
     pools = {key: count for key, count in pools.items() if count}
     named = " + ".join(pools) + f" ({' + '.join(map(str, pools.values()))})"

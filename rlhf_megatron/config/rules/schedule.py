@@ -35,7 +35,7 @@ def that_take_turns() -> str:
 
 @rule_of_rl
 def shared_devices(loaded: Loaded) -> Findings:
-    """Who takes turns cannot work at the same time."""
+    """Refuse shared devices where engines generate while the trainer works."""
     c = loaded.config
     yield wrong(
         c.rollout.colocated and not takes_turns(c.schedule),
@@ -48,7 +48,7 @@ def shared_devices(loaded: Loaded) -> Findings:
 
 @rule_of_rl
 def determinism(loaded: Loaded) -> Findings:
-    """What a step trains on depends on who was done first."""
+    """Refuse deterministic mode where a step trains on the groups that finished first."""
     c = loaded.config
     yield wrong(
         c.trainer.deterministic and not takes_turns(c.schedule),

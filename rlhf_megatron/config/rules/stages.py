@@ -33,6 +33,6 @@ def parse_layout(text: str) -> tuple[int, ...]:
 
 
 def _repeated(found: re.Match[str]) -> str:
-    """As often as it says; what no layout has where that is longer than any."""
+    """Expand a repeated group of letters. A result longer than any layout becomes "?", which no layout has."""
     is_long = len(found[1]) * int(found[2]) > 3 * MOST_LAYERS
     return "?" if is_long else found[1] * int(found[2])

@@ -112,7 +112,9 @@ __all__ = ["check_world_size", "problems_of", "problems_of_files", "validate", "
 
 
 def validate(source: RunConfig | Loaded) -> list[str]:
-    """What contradicts itself, lies out of range or would be ignored. A Loaded also tells where it was written."""
+    """List settings that contradict each other, lie out of range or would be ignored. Given a Loaded, each problem says
+    where the setting was written.
+    """
     return [str(problem) for problem in problems_of(_loaded(source))]
 
 
@@ -185,7 +187,7 @@ def _with_defaults(section: Any, default: Any, path: str, keys: Collection[str])
 
 
 def problems_of_files(loaded: Loaded) -> list[Problem]:
-    """Of model, tokenizer and data on disk."""
+    """List problems of the model, tokenizer and data on disk."""
     return [_located(loaded, problem) for problem in file_problems(loaded.config)]
 
 

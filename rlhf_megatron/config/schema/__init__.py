@@ -193,7 +193,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Of trainer.runtime ray."""
+    """Settings of trainer.runtime ray."""
 
     address: str | None = doc(
         "of a running cluster (HOST:PORT, or auto); null: the one that this job was submitted to, else one made here",

@@ -111,7 +111,7 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """Of a pool under the backend fsdp: every rank is a replica and holds a piece of each parameter."""
+    """Settings of a pool under the backend fsdp: every rank is a replica and holds a piece of each parameter."""
 
     attn_implementation: str = doc("attention of transformers: sdpa, eager, flash_attention_2, ...", "sdpa")
     reshard_after_forward: bool = doc("let gathered layers go between forward and backward pass", True)
@@ -159,7 +159,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Of the actor's and the reference's head, and of the actor's loss."""
+    """Kernels of the actor's and the reference's head, and of the actor's loss."""
 
     backend: Literal["auto", "reference", "chunked", "triton"] = doc(
         "log-probs and entropies from hidden states: plain torch that makes all logits, plain torch by tiles, or tiles"
@@ -311,7 +311,9 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Of the jobs `sft` and `reward-model`. data.train_batch_size: samples of an optimizer step, over all ranks."""
+    """Settings of the jobs `sft` and `reward-model`. data.train_batch_size: samples of an optimizer step, over all
+    ranks.
+    """
 
     loss_mode: str = doc(
         "sft, the answers' negative log-probs; forward_kl or reverse_kl, towards the teacher at reference.path; or a"

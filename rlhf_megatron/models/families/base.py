@@ -87,7 +87,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def kept_prefixes(hf_config: HFConfig) -> tuple[str, ...]:
-    """Of the names of tensors that predict further tokens: no model here has them, and they are kept as they are."""
+    """Return prefixes of the names of tensors that predict further tokens. No model here has them; they are kept as
+    they are.
+    """
     first, num = hf_config.get("num_hidden_layers"), hf_config.get("num_nextn_predict_layers")
     if type(first) is not int or type(num) is not int:
         return ()

@@ -331,6 +331,6 @@ def _interleave_qkv(num_groups: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _separate_qkv(queries_per_group: int, head_dim: int, qkv: Tensor) -> tuple[Tensor, ...]:
-    """Of all groups, or of those of one shard."""
+    """Split q, k and v, of all groups or of those of one shard."""
     sizes = [queries_per_group * head_dim, head_dim, head_dim]
     return tuple(part.flatten(0, 1) for part in qkv.unflatten(0, (-1, sum(sizes))).split(sizes, 1))

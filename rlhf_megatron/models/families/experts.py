@@ -31,7 +31,7 @@ ExpertRules = Callable[["Experts", int, int, int], tuple[Rule, ...]]
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a model; all layers that have experts are alike."""
+    """The experts of a model. All layers that have experts are alike."""
 
     num: int  # of a layer
     per_token: int
@@ -66,7 +66,9 @@ def read_experts(hf_config: HFConfig, num: str, width: str, in_layer: tuple[bool
 
 
 def sigmoid_arguments(hf_config: HFConfig) -> dict[str, Any]:
-    """Of a router as in DeepSeek-V3 (2412.19437): sigmoid scores, a bias that only picks, groups of experts."""
+    """Return the arguments of a router as in DeepSeek-V3 (2412.19437): sigmoid scores, a bias that only picks, groups
+    of experts.
+    """
     groups = require_int(hf_config, "n_group", 1)
     in_groups = {"moe_router_num_groups": groups, "moe_router_group_topk": require_int(hf_config, "topk_group", 1)}
     return {
@@ -79,7 +81,7 @@ def sigmoid_arguments(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def unsupported_sigmoid(hf_config: HFConfig) -> Iterator[str]:
-    """What megatron-core would do otherwise than the model, without an error."""
+    """Name settings that megatron-core would silently compute differently from the model."""
     groups, picked = require_int(hf_config, "n_group", 1), require_int(hf_config, "topk_group", 1)
     per_token = require_int(hf_config, "num_experts_per_tok")
     if groups > 1 and per_token / picked != 2:
@@ -159,7 +161,9 @@ def _own_matrices(experts: Experts, hidden_size: int, layer: int, number: int) -
 def _mlp_rules(
     name: str, group: str, matrices: tuple[str, str, str], shape: tuple[int, int], layer: int
 ) -> tuple[Rule, Rule]:
-    """Of a gated MLP without biases. `group`: its Hugging Face name, and the fusion group. `shape`: of gate and up."""
+    """Return the rules of a gated MLP without biases. `group`: its Hugging Face name, and the fusion group. `shape`: of
+    gate and up.
+    """
     gate, up, down = (f"{group}.{matrix}.weight" for matrix in matrices)
     fc1 = Rule(
         megatron_name=f"{name}.linear_fc1.weight",

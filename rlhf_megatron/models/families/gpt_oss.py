@@ -61,7 +61,7 @@ def _rules_of_one(experts: Experts, hidden_size: int, layer: int, number: int) -
     group = f"model.layers.{layer}.{experts.prefix}"
 
     def plain(megatron_name: str, hf_name: str, *shape: int) -> Rule:
-        """Of an entry of a fused tensor. Its own name has the number of the expert."""
+        """Return the rule of an entry of a fused tensor. The entry's own name has the number of the expert."""
         entry = Entry(f"{group}.{hf_name}", number, experts.num)
         tensor = HFTensor(f"{group}.{number}.{hf_name}", shape, entry)
         rule = plain_rule(f"{name}.{megatron_name}", tensor, "replicated", layer)

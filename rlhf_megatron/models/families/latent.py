@@ -23,7 +23,7 @@ LATENT_KEYS = (
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Of a model. Widths of heads: plain + turned is that of queries and keys."""
+    """The latent attention of a model. Queries and keys of a head are plain_dim + turned_dim wide."""
 
     q_rank: int | None  # None: queries are made of the hidden states
     kv_rank: int
@@ -44,7 +44,7 @@ def read_latent(hf_config: HFConfig) -> LatentAttention:
 
 
 def unsupported_latent(hf_config: HFConfig) -> Iterator[str]:
-    """What megatron-core would do otherwise than the model, without an error."""
+    """Name settings that megatron-core would silently compute differently from the model."""
     heads, turned = hf_config.get("num_attention_heads"), hf_config.get("qk_rope_head_dim")
     plain = hf_config.get("qk_nope_head_dim")
     if hf_config.get("num_key_value_heads", heads) not in (None, heads):

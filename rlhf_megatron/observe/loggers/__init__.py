@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BatchView:
-    """What loggers are shown of a step's batch, made once for all of them."""
+    """A step's batch as loggers see it, made once for all of them."""
 
     samples: tuple[Sample, ...]
     mismatch: MismatchStep | None
@@ -46,16 +46,16 @@ class Logger:
 
     @classmethod
     def check(cls) -> None:
-        """Before anything is started. Raises ValueError where the logger cannot work here, with the fix."""
+        """Check the logger before anything is started. Raises ValueError, with the fix, where it cannot work here."""
 
     def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         """Metrics of a step. `kind`: warmup, step or evaluation; `seconds`: since the run began."""
 
     def batch(self, step: int, view: BatchView) -> None:
-        """What a step was made of; before its row."""
+        """Show what a step trained on. Called before its row."""
 
     def stage(self, text: str) -> None:
-        """What the run does or waits for now; overwritten by the next."""
+        """Show what the run does or waits for now. The next text replaces it."""
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
@@ -110,7 +110,9 @@ class Loggers:
                     one.close(is_failed=True)
 
     def start_again(self, step: int) -> None:
-        """Those that found the disk full; viewers drop what the former files have of this step and later."""
+        """Start loggers again that found the disk full. Viewers drop the rows of this step and later ones from the
+        former files.
+        """
         has_room = self._without_room and shutil.disk_usage(self._run_dir).free > SPARE_BYTES
         for name in sorted(self._without_room) if has_room else ():
             if self._start(name, replace(self._facts, resumed_from_step=step - 1)) is None:

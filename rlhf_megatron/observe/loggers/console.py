@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """Of the table."""
+    """A column of the console's table."""
 
     title: str
     width: int
@@ -107,7 +107,7 @@ class ConsoleLogger(Logger):
                     self.note(self.progress())
 
     def progress(self) -> str:
-        """Where the run is, and how long its steps will take if they are as long as the last ones."""
+        """Say how far the run is, and how long the rest takes at the pace of the last steps."""
         from rlhf_megatron.observe.report.facts import duration, seconds_left
 
         left = seconds_left(self._took, self._total - self._done)
@@ -171,7 +171,7 @@ class ConsoleLogger(Logger):
 
 
 def _losses(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Of all held-out sets together, then of each set where there are several."""
+    """Yield the losses of all held-out sets together, then of each set where there are several."""
     names = ("loss", "perplexity", "rewards/accuracies")
     yield from (f"{name} {metrics[f'val/{name}']:.4f}" for name in names if f"val/{name}" in metrics)
     sets = [key.split("/")[1] for key in metrics if key.count("/") == 2 and key.endswith("/loss")]
@@ -196,7 +196,7 @@ def _source_column(key: str) -> Column:
 
 
 def fit(columns: tuple[Column, ...], width: int) -> tuple[Column, ...]:
-    """Those of the lowest ranks that fit into `width` characters, in their order."""
+    """Keep the columns of the lowest ranks that fit into `width` characters, in their order."""
     kept: list[Column] = []
     for column in sorted(columns, key=lambda c: c.rank):
         if sum(c.width + 1 for c in kept) + column.width <= width:

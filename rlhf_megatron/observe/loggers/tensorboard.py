@@ -21,7 +21,7 @@ FLUSH_S = 5
 
 
 def _quiet(error: threading.ExceptHookArgs, usual: Callable[[Any], object] = threading.excepthook) -> None:
-    """What TensorBoard's thread raises comes again from the next call: no traceback of it on the terminal."""
+    """Keep tracebacks of TensorBoard's thread off the terminal: its next call raises the same error."""
     if type(error.thread).__name__ != "_AsyncWriterThread":
         usual(error)
 
@@ -61,7 +61,7 @@ class TensorboardLogger(Logger):
         self._writer.close()
 
     def _write_settings(self, facts: RunFacts) -> None:
-        """For the HPARAMS tab, which takes the last value of each scalar as the metrics of this run.
+        """Write the settings for the HPARAMS tab, which takes the last value of each scalar as the metrics of this run.
 
         Only the start of the session is written and no list of hyper-parameters for all runs: the viewer takes such a
         list from the first run that it finds, and would not show what other runs set.
@@ -87,7 +87,7 @@ class TensorboardLogger(Logger):
         self._write_session(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end))
 
     def _write_session(self, tag: str, data: HParamsPluginData) -> None:
-        """As tensorboard.plugins.hparams.summary does it, which cannot be imported without tensorflow."""
+        """Write a session as tensorboard.plugins.hparams.summary does, which cannot be imported without tensorflow."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata
 

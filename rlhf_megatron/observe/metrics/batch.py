@@ -119,7 +119,9 @@ def batch_metrics(batch: TrainBatch, max_prompt_length: int | None = None) -> di
 
 
 def length_metrics(batch: RolloutBatch, max_prompt_length: int | None = None) -> dict[str, float]:
-    """Of responses, of those that were not aborted, of prompts; turns where a sample has several."""
+    """Return lengths of all responses, of those that were not aborted and of prompts, and turns where a sample has
+    several.
+    """
     responses = response_lengths(batch)
     prompts = prompt_lengths(batch)
     is_whole = torch.tensor([reason != "abort" for reason in batch.finish_reasons], dtype=torch.bool)
@@ -171,7 +173,7 @@ def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
 
 
 def engine_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """What the engines told of their samples; what a recorded step of an earlier version does not tell is left out."""
+    """Return what the engines told of their samples, as far as it was recorded."""
     counts = Counter(batch.finish_reasons)
     metrics = {
         f"rollout/finish_reason/{reason}": counts[reason] / len(batch)
@@ -189,7 +191,9 @@ def engine_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """What the critic said before the update, and the returns of the estimator; what there is of both."""
+    """Return figures of the critic's values before the update and of the estimator's returns, where the batch has
+    them.
+    """
     columns = {"critic/values": batch.values, "critic/returns": batch.returns}
     found = {name: column for name, column in columns.items() if column is not None}
     is_valid = valid_tokens(batch) if found else batch.response_mask
@@ -216,7 +220,9 @@ def variance_metrics(batch: TrainBatch, metrics: Mapping[str, float]) -> dict[st
 
 
 def variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, float]:
-    """What the samples say; over those whose reward counts. `sum_squares_T`: sum of the squared probabilities."""
+    """Estimate the gradient's variance from the samples whose reward counts. `sum_squares_T`: sum of the squared
+    probabilities.
+    """
     assert batch.old_log_probs is not None
     is_valid_B = valid_samples(batch)
     if not bool(is_valid_B.any()):
@@ -233,7 +239,9 @@ def variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, floa
 
 
 def signal_and_noise(total_power: float, grad_norm: float, num_samples: float) -> dict[str, float]:
-    """With the gradient norm of the update: `total_power` is proxy 2. No noise can be told from a single sample."""
+    """Split the gradient's power into signal and noise. `total_power` is proxy 2, `grad_norm` that of the update. A
+    single sample tells no noise.
+    """
     signal = grad_norm**2
     metrics = {"variance_proxy/proxy1_signal_strength": signal}
     if num_samples > 1:
@@ -266,7 +274,7 @@ def lags(version: int, batch: RolloutBatch) -> Tensor:
 
 
 def sample_versions(batch: RolloutBatch) -> list[set[int]]:
-    """Of the tokens of each sample."""
+    """Return the policy versions of each sample's tokens."""
     spans = batch.version_spans or ((),) * len(batch)
     pairs = zip(spans, batch.policy_versions.tolist(), strict=True)
     return [{of for of, _, _ in of_sample} or {first} for of_sample, first in pairs]
@@ -339,7 +347,7 @@ def describe(columns: Sequence[BadColumn], batch: TrainBatch) -> str:
 
 
 def sample_name(batch: TrainBatch, sample: int) -> str:
-    """Its id and the beginning of its prompt."""
+    """Name a sample by its id and the beginning of its prompt."""
     prompt = batch.prompts[sample]
     shown = prompt if len(prompt) <= PROMPT_LENGTH else prompt[:PROMPT_LENGTH] + "..."
     return f"sample {int(batch.sample_ids[sample])} {shown!r}"

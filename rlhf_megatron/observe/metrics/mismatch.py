@@ -84,7 +84,9 @@ CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
 
 
 def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]], str]) -> MismatchStep | None:
-    """None where the trainer's log-probs or all response tokens are missing. `spell`: token ids as text."""
+    """Compare engine and trainer token by token; None where the trainer's log-probs or all response tokens are missing.
+    `spell`: token ids as text.
+    """
     if batch.old_log_probs is None or not bool(batch.response_mask.any()):
         return None
     groups = []

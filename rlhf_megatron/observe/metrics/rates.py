@@ -54,7 +54,9 @@ FORWARD, TRAINING = 1, 3  # passes, in units of a forward pass
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of the longest name in the table whose words the device's name has; None for one that is not in it."""
+    """Return the peak TFLOP/s of a device: of the longest name in the table whose words all stand in the device's name,
+    or None.
+    """
     words = set(device_name.replace("-", " ").split())
     known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
     return PEAK_TFLOPS[max(known, key=len)] if known else None
@@ -63,7 +65,8 @@ def peak_tflops(device_name: str) -> float | None:
 def model_flops(
     hf_config: Mapping[str, Any], lengths_B: Tensor, num_head_tokens: int, passes: int, head_size: int | None = None
 ) -> float | None:
-    """Of a pass over whole samples. `head_size`: outputs of the head (1 of a critic); None: the vocabulary.
+    """Count the FLOPs of passes over whole samples. `head_size`: outputs of the head (1 of a critic); None: the
+    vocabulary. Returns None for an unknown model.
 
     Of a model with experts the weights that a token meets count. None for one of which nothing is known.
     """
@@ -104,7 +107,9 @@ def _attention(hf_config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _mlp_weights(hf_config: Mapping[str, Any]) -> int:
-    """Of all layers; of layers with experts the router's and those of the experts that a token is sent to."""
+    """Count the MLP weights that a token meets in all layers; in layers with experts, the router's and those of the
+    experts that it is sent to.
+    """
     arguments = {"num_layers": hf_config["num_hidden_layers"], "ffn_hidden_size": hf_config["intermediate_size"]}
     if num_experts(hf_config):
         arguments = family_for(hf_config).transformer_arguments(hf_config)
@@ -250,7 +255,7 @@ class MemoryWatch:
         self._workers = workers
 
     def metrics(self) -> dict[str, float]:
-        """To be called after a step's update."""
+        """Return the memory of all ranks. Call it after a step's update."""
         calls = [worker.memory_report() for worker in self._workers.of_pools().values()]
         return memory_metrics([report for call in calls for report in call.result()])
 
@@ -279,7 +284,7 @@ class HeadWatch:
         self._is_over = False
 
     def metrics(self) -> dict[str, float]:
-        """To be called after a step's update."""
+        """Return what the heads report. Call it after a step's update."""
         if not self._is_over:
             calls = {policy.role: policy.head_report() for policy in self._policies}
             reports = {role: [found for found in call.result() if found is not None] for role, call in calls.items()}

@@ -44,7 +44,7 @@ def thin(values: Sequence[float | None], max_points: int) -> list[int]:
 
 
 def spread_evenly(count: int, max_count: int) -> list[int]:
-    """At most `max_count` indices of 0 .. count - 1, evenly spaced, the first and the last among them."""
+    """Return at most `max_count` indices of 0 .. count - 1, evenly spaced, the first and the last among them."""
     if count <= max_count:
         return list(range(count))
     if max_count < 2:
@@ -116,7 +116,7 @@ def other_charts(run: RunFiles) -> list[Chart]:
 
 
 def make_chart(spec: Spec, rows: Sequence[Row]) -> Chart | None:
-    """None: no row has any of its metrics."""
+    """Make a chart; None where no row has any of its metrics."""
     found = [series_of(spec, key, label, rows) for key, label in matching(spec, keys_of(rows))]
     found = [s for s in found if any(value is not None for value in s.values)]
     is_shown = [not spec.hidden or s.label != spec.hidden for s in found]

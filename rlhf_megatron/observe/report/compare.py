@@ -51,7 +51,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[RunFiles]) -> list[Group]:
-    """In the order of their first runs. Labels differ."""
+    """Group runs whose settings differ in seeds and names only, in the order of their first runs. Labels differ."""
     by_settings: dict[tuple[tuple[str, str], ...], list[RunFiles]] = {}
     for run in runs:
         key = tuple((k, v) for k, v in sorted(all_settings(run).items()) if k not in LIKE)

@@ -100,13 +100,15 @@ RECENT = 20  # steps whose mean is what a step takes
 
 
 def seconds_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
-    """For the steps to come, as long as the last ones; evaluations are not counted. None: none is known yet."""
+    """Estimate the time of the steps to come from the last ones, without evaluations; None where no step is known
+    yet.
+    """
     recent = list(step_seconds)[-RECENT:]
     return sum(recent) / len(recent) * steps_left if recent else None
 
 
 def progress_lines(run: RunFiles) -> list[str]:
-    """What `rlhf-megatron status` prints."""
+    """Return what `rlhf-megatron status` prints."""
     found, total, done = status(run), setting(run, "trainer.total_training_steps"), last_step(run)
     if found.word != "running":
         lines = [found.text]
@@ -175,7 +177,9 @@ def ends(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
 
 
 def layouts(run: RunFiles) -> str:
-    """Of the actor's pool and, where it has one, of the critic's; of a resumed run all, one after the other."""
+    """Return the layouts of the actor's pool and of the critic's, if it has one; of a resumed run all of them in
+    turn.
+    """
     told = [line.get("layouts") for line in run.attempts] + [(run.summary or {}).get("layouts")]
     texts = [", ".join(f"{name} {layout}" for name, layout in one.items()) for one in told if isinstance(one, Mapping)]
     return ", then ".join(text for text, _ in groupby(texts)) or str((run.summary or {}).get("layout") or "")
@@ -187,7 +191,7 @@ def _ranks(run: RunFiles) -> int:
 
 
 def facts(run: RunFiles) -> list[Fact]:
-    """What was run, a line each; what the files do not tell is left out."""
+    """Describe the run, a line each, as far as its files tell."""
     summary = run.summary or {}
     engine, num_engines = setting(run, "rollout.engine"), setting(run, "rollout.num_engines")
     prompts, group = setting(run, "data.train_batch_size"), setting(run, "rollout.n")
@@ -235,7 +239,7 @@ def usual_settings() -> dict[str, tuple[str, str]]:
 
 
 def settings(run: RunFiles) -> list[Setting]:
-    """What differs from the defaults of this version, in the order of config.yaml."""
+    """Return the settings that differ from this version's defaults, in the order of config.yaml."""
     usual, unknown = usual_settings(), ("", "not a setting of this version")
     found = [Setting(key, value, *usual.get(key, unknown)) for key, value in written_settings(run).items()]
     return [setting for setting in found if setting.value != setting.default]

@@ -196,7 +196,7 @@ class _Reader:
         self.absent: dict[str, str] = {}
 
     def text(self, name: str) -> str | None:
-        """None: it is not there. Bytes that are no UTF-8 become the replacement character."""
+        """Read a file; None where it is not there. Bytes that are no UTF-8 become the replacement character."""
         path = self.path / name
         if not path.exists():
             self.absent[name] = f"this run wrote no {name}: it is older, or was replayed"
@@ -210,7 +210,7 @@ class _Reader:
             return None
 
     def lines(self, name: str, convert: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
-        """What `convert` makes of each line; it raises KeyError, TypeError or ValueError for one of another form."""
+        """Convert each line of a file. `convert` raises KeyError, TypeError or ValueError for lines of another form."""
         text = self.text(name)
         if text is None:
             return []
@@ -234,7 +234,7 @@ class _Reader:
         return found
 
     def each_once(self, kind: str, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Those of a kind in the order of steps; of a step that was done again after a resume, the last."""
+        """Return the rows of a kind in the order of steps; the last one of a step that a resumed run did again."""
         rows = [row for row in rows if row.kind == kind]
         by_step = {row.step: row for row in rows}
         if len(by_step) < len(rows):

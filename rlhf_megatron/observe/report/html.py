@@ -14,7 +14,9 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u20
 
 
 def text(value: object) -> str:
-    """For between tags and for attributes in double quotes; hidden characters are shown by their code."""
+    """Escape a value for use between tags and in attributes with double quotes. Hidden characters are shown by their
+    code.
+    """
     return escape(_HIDDEN.sub(lambda match: f"\\u{{{ord(match[0]):x}}}", str(value)), quote=True)
 
 

@@ -29,7 +29,7 @@ class Timeline:
 
 
 def timeline(spans: Sequence[Span]) -> Timeline | None:
-    """None: no span belongs to a step. A step that was cut off has the extent of its stages.
+    """Make the timeline; None where no span belongs to a step. A step that was cut off has the extent of its stages.
 
     Of a step that a resumed run did again, the last time counts.
     """
@@ -102,7 +102,7 @@ class Mismatch:
 
 
 def mismatch(steps: Sequence[MismatchStep]) -> Mismatch | None:
-    """None: there are no tokens."""
+    """Collect the histograms of engine against trainer; None where there are no tokens."""
     edges = Counter(step.edges for step in steps).most_common(1)[0][0] if steps else ()
     used = sorted((step for step in steps if step.edges == edges), key=lambda step: step.step)
     if not any(group.num_tokens for step in used for group in step.groups):

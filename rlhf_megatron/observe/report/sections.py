@@ -22,7 +22,7 @@ HEAD, TAIL = 4000, 2000  # characters kept of a longer text
 
 
 def choose(samples: Sequence[Sample], budget: int = TEXT_BUDGET) -> list[Sample]:
-    """Those of the first and the last step, and of as many evenly chosen ones as the budget has room for."""
+    """Keep the samples of the first and the last step, and of as many evenly chosen steps as the budget allows."""
     by_step: dict[int, list[Sample]] = {}
     for sample in samples:
         cut = replace(sample, prompt=cut_text(sample.prompt), response=cut_text(sample.response))
@@ -134,7 +134,7 @@ def _sources(run: RunFiles) -> list[str]:
 
 
 def _source_score(run: RunFiles, source: str, place: int) -> Estimate | None:
-    """Of the first (0) or last (-1) evaluation that has the source."""
+    """Return the score of the first (0) or last (-1) evaluation that has the source."""
     prefix = f"val/{source}/"
     found = []
     for row in run.evaluations:

@@ -139,7 +139,7 @@ def _folded(
 def _folded_pool(
     megatron: MegatronConfig, dp: int, true: MegatronConfig, true_dp: int
 ) -> tuple[MegatronConfig, list[str]]:
-    """Without what it cannot have; and what differs from the pool's own layout."""
+    """Return a pool's folded layout, without settings that it cannot have, and how it differs from the pool's own."""
     megatron = _fold_experts(megatron, dp, true)
     axes = {**AXES, "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
     differences = [
@@ -164,8 +164,7 @@ def _folded_pool(
 
 
 def _fold_experts(megatron: MegatronConfig, dp: int, true: MegatronConfig) -> MegatronConfig:
-    """With the largest etp and ep of which the ranks of a stage are a multiple; where tokens are gathered, those of a
-    replica."""
+    """Choose the largest etp and ep that divide the ranks of a stage, or of a replica where tokens are gathered."""
     tp, true_ep = megatron.tensor_model_parallel_size, true.expert_model_parallel_size
     ranks = tp * megatron.context_parallel_size * (dp if true.moe_token_dispatcher_type == "alltoall" else 1)
     etp = true.expert_tensor_parallel_size

@@ -26,7 +26,7 @@ ENGINE_SHARE = 0.85
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one GPU of an engine, bytes."""
+    """The memory of one GPU of an engine, bytes."""
 
     weights: int
     cache: int  # of keys and values
@@ -34,14 +34,16 @@ class EngineMemory:
 
     @property
     def num_tokens(self) -> int:
-        """That the cache of an engine holds."""
+        """The tokens that the cache of an engine holds."""
         return max(0, self.cache) // self.token_bytes
 
 
 def engine_memory(
     table: tuple[Rule, ...], hf_config: Mapping[str, Any], dtype: str, arguments: Mapping[str, Any], gpu_bytes: int
 ) -> EngineMemory:
-    """What SGLang's arguments make of a GPU. Weights are cut evenly over tp; latent vectors are on every rank."""
+    """Split a GPU's memory as SGLang's arguments do. Weights are cut evenly over tp; latent vectors are on every
+    rank.
+    """
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
     ranks = int(given.get("tp_size", given.get("tensor_parallel_size", 1)))
     weights = sum(

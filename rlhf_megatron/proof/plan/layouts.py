@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked."""
+    """The question that a plan answers."""
 
     model: Trained  # `tokens`: of one sample
     sizes: Sizes
@@ -69,7 +69,7 @@ def plans(question: Question) -> Iterator[Plan]:
 
 
 def best(found: Sequence[Plan], limit: int) -> list[Plan]:
-    """Those that fit, of each layout the one that computes least again: the fewest ranks a copy first."""
+    """Return the plans that fit, one a layout (the one that recomputes least), fewest ranks a copy first."""
     fits: dict[str, Plan] = {}
     for plan in found:
         if plan.peak <= limit:

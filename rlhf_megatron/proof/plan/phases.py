@@ -29,7 +29,7 @@ class Phase:
 
 
 def engine_of(config: RunConfig, hf_config: Mapping[str, Any], gpu_bytes: int) -> EngineMemory | None:
-    """None of an engine that is not SGLang: those run on CPUs or are small."""
+    """Return an engine's memory; None for an engine that is not SGLang: those run on CPUs or are small."""
     if config.rollout.engine != "sglang":
         return None
     dtype = config.rollout.dtype or config.model.dtype
@@ -37,7 +37,7 @@ def engine_of(config: RunConfig, hf_config: Mapping[str, Any], gpu_bytes: int) -
 
 
 def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemory | None) -> list[Phase]:
-    """Of a rank of an actor's stage. Colocated engines and trainer take turns (docs/colocated.md)."""
+    """Return the phases of a rank of an actor's stage. Colocated engines and trainer take turns (docs/colocated.md)."""
     own, traffic = memory.stages[stage], memory.traffic[stage]
     optimizer = {"main parameters": max(own.main_parameters), "moments": max(own.moments)}
     states = {
@@ -74,7 +74,7 @@ def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemor
 
 
 def host_bytes(config: RunConfig, memory: Memory) -> dict[str, int]:
-    """Of a machine's host memory, at most: what leaves the GPUs, copies of what a checkpoint writes, weight buckets."""
+    """Bound a machine's host memory: state that leaves the GPUs, copies of what a checkpoint writes, weight buckets."""
     ranks = config.trainer.n_gpus_per_node
     optimizer = max(max(s.main_parameters) + max(s.moments) for s in memory.stages)
     parameters = max(s.parameters for s in memory.stages)

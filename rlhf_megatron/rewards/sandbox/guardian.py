@@ -70,7 +70,7 @@ def is_over(folder: str, limits: Limits) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Also what a program has closed to itself, and folders deeper than Python recurses."""
+    """Remove a folder, also one that a program has closed to itself, and folders deeper than Python recurses."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], check=False, capture_output=True)
 
@@ -114,7 +114,7 @@ class Guardian:
             self.in_force = self.in_force[1:]
 
     def _try(self) -> str | None:
-        """None, or what is wrong with a sandbox of these layers."""
+        """Try a sandbox of these layers; return None, or what is wrong with it."""
         lane = self.make()
         assert lane.connection is not None
         lane.connection.settimeout(START_S)
@@ -259,7 +259,9 @@ class Guardian:
             self._kill_tree()
 
     def _kill_tree(self) -> None:
-        """Also what forks faster than one look can see, and what has left its parents."""
+        """Kill all descendants, also those that fork faster than one look can see and those that have left their
+        parents.
+        """
         deadline = time.monotonic() + END_S
         while (tree := self._tree()) and time.monotonic() < deadline:
             for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -276,7 +278,7 @@ class Guardian:
                     lane.has_ended = lane.has_ended or lane.pid == pid
 
     def end(self, lane: Lane) -> None:
-        """With the working sandbox end all processes that are not of one that waits."""
+        """End the working sandbox, and with it all processes that do not belong to a waiting one."""
         self._kill_tree()
         self._forget(lane)
 

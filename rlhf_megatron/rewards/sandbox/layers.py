@@ -23,7 +23,7 @@ LAYERS = (NAMESPACES, LANDLOCK, SECCOMP)  # limits and the guardian's clock are 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """The resources that one program may use."""
 
     memory_mib: int = 1024  # address space of a process, and resident memory of all its processes together
     cpu_s: int = 10  # of a process
@@ -55,7 +55,9 @@ AUDIT_ARCH = 0xC00000B7 if IS_ARM else 0xC000003E
 
 
 def numbers(table: str) -> tuple[int, ...]:
-    """Those of this machine, of entries "name x86-64/aarch64". One number: of both; -: aarch64 has no such call."""
+    """Return this machine's numbers of entries "name x86-64/aarch64". One number: the same on both; -: aarch64 has no
+    such call.
+    """
     found = []
     for entry in table.replace("\n", " ").split(","):
         on_x86, _, on_arm = entry.split()[1].partition("/")
@@ -93,7 +95,7 @@ LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
 
 
 def number_of(name: str) -> int:
-    """On this machine, of calls that are used here."""
+    """Return this machine's number of a call that is used here."""
     known = {"capset": (126, 91), "seccomp": (317, 277), "pivot_root": (155, 41), "mount_setattr": (442, 442)}
     return known[name][IS_ARM]
 
@@ -134,7 +136,7 @@ def _write(path: str, text: str) -> None:
 
 
 def become_inside_user() -> None:
-    """After `view`. A program of root's gives that up."""
+    """Drop root's rights after `view`."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(INSIDE, INSIDE, INSIDE)

@@ -57,7 +57,7 @@ OPEN_WITHOUT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What a local sandbox is made of."""
+    """The settings of a local sandbox."""
 
     limits: Limits = field(default_factory=Limits)
     python: str | None = None  # interpreter of the programs; None: this one
@@ -69,7 +69,7 @@ class SandboxSettings:
 
 
 def what_is_open(in_force: tuple[str, ...]) -> list[str]:
-    """What the missing layers would have closed."""
+    """List what the missing layers would have closed."""
     if NAMESPACES in in_force:
         missing = [SECCOMP] if SECCOMP not in in_force else []
         return [text for name in missing for text in OPEN_WITHOUT[name][:1]]
@@ -196,7 +196,7 @@ class LocalSandbox:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sandbox says of a run."""
+    """A sandbox's answer about a run."""
 
     code: int
     stdout: str

@@ -32,7 +32,7 @@ MAX_SCORE = 1e6  # a larger one is a mistake, and would drown all others of its 
 
 
 class BadResultError(ValueError):
-    """What a reward returned, or tried to, is not a score."""
+    """A reward returned, or tried to return, something that is not a score."""
 
 
 @runtime_checkable

@@ -81,7 +81,7 @@ class CodeParams:
 
 
 def make_sandbox(params: CodeParams) -> Sandbox:
-    """Not yet started."""
+    """Make a sandbox without starting it."""
     if params.server is not None:
         return RemoteSandbox(params.server, params.protocol, params.test_timeout_s, params.memory_mib)
     limits = Limits(memory_mib=params.memory_mib, cpu_s=int(params.test_timeout_s) + 2)
@@ -93,7 +93,7 @@ def make_sandbox(params: CodeParams) -> Sandbox:
 
 @lru_cache(maxsize=8)
 def sandbox_of(params: CodeParams) -> Sandbox:
-    """Of this worker process, which ends it with itself."""
+    """Return this worker process's sandbox, which ends with the process."""
     return make_sandbox(params)
 
 
@@ -149,7 +149,9 @@ def _called(given: Any, wanted: Any) -> Case:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """As LiveCodeBench: white space around lines and the whole does not count; lines of numbers compare as decimals."""
+    """Compare output as LiveCodeBench does: white space around lines and the whole does not count; lines of numbers
+    compare as decimals.
+    """
     lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(lines) == len(wanted) and all(a == b or _same_numbers(a, b) for a, b in zip(lines, wanted, strict=True))
 

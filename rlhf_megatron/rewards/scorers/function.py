@@ -112,7 +112,7 @@ def _accepted(path: str, function: Callable[..., Any], kwargs: tuple[str, ...]) 
 
 @REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
 def function(sample: RewardSample, params: FunctionParams) -> RewardResult:
-    """What it raises is masked, not held against the policy."""
+    """Score with the user's function. A sample for which it raises is masked, not held against the policy."""
     call, names = load_function(params.path, tuple(params.kwargs))
     given: dict[str, Any] = {name: getattr(sample, name) for name in names}
     if "extra" in given:

@@ -28,7 +28,9 @@ class JsonSchemaParams:
 
 @lru_cache(maxsize=64)
 def _validator(schema: str) -> Any:
-    """Of draft 2020-12, or of the draft that `$schema` names. Raises ValueError for what is no schema."""
+    """Return the validator of draft 2020-12, or of the draft that `$schema` names. Raises ValueError for text that is
+    no schema.
+    """
     try:
         from jsonschema import Draft202012Validator, SchemaError
         from jsonschema.validators import validator_for

@@ -62,7 +62,7 @@ class LlmJudgeParams:
 
     @property
     def waits_s(self) -> float | None:
-        """As long as all votes may take, and as long again for their turn."""
+        """Seconds that all votes may take, doubled for the wait until it is their turn."""
         return 2 * self.num_votes * self.server.longest_s
 
 

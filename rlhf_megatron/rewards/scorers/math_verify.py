@@ -156,7 +156,7 @@ def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
 
 
 def _compare(label: str, answer: Answer, max_chars: int) -> RewardResult:
-    """By algebra. Runs without a limit of its own: the process that it runs in has one."""
+    """Compare by algebra. It has no time limit of its own: the process that it runs in has one."""
     from math_verify import verify
 
     expected = [] if is_too_large(label) else _parse_label(label)
@@ -187,8 +187,8 @@ def _parse(text: str) -> Any:
 
 
 def _found_in(text: str, max_chars: int) -> list[Any]:
-    """What math-verify's `parse` finds in prose: of the matches of its patterns the last one of the best kind that it
-    can read ("final answer is" before "answer" before any formula or number). Its size is looked at first.
+    """Return what math-verify's `parse` finds in prose: of its patterns' matches the last one of the best kind that it
+    can read ("final answer is" before "answer" before any formula or number). Large ones are refused first.
 
     Raises ValueError where that is larger than an answer may be.
     """

@@ -55,7 +55,7 @@ def reasoning_gym(sample: RewardSample, params: ReasoningGymParams) -> RewardRes
 
 
 def _library_score(answer: str, problem: dict[str, Any]) -> float | None:
-    """None where the library cannot read the answer: it raises then."""
+    """Score with the library; None where it raises because it cannot read the answer."""
     judge = _judge(problem["dataset"], json.dumps(problem["config"]))
     try:
         return float(judge.score_answer(answer, problem["entry"]))

@@ -28,7 +28,7 @@ class ShortAnswerParams(AnswerParams):
 
 
 def normalised(text: str) -> str:
-    """In small letters, without punctuation and articles, one blank between words."""
+    """Return a text in small letters, without punctuation and articles, one blank between words."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
@@ -40,7 +40,9 @@ def f1(answer: str, right: str) -> float:
 
 
 def right_answers(label: str) -> list[str]:
-    """Of a label that is text, a JSON list of texts, or Search-R1's {"target": ...}; those that say something."""
+    """List the right answers of a label: text, a JSON list of texts, or Search-R1's {"target": ...}. Empty ones are
+    dropped.
+    """
     try:
         found: Any = json.loads(label)
     except ValueError:

@@ -9,10 +9,10 @@ from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSamp
 
 @dataclass(frozen=True)
 class ZeroParams:
-    """It has none."""
+    """Parameters of `zero`: none."""
 
 
 @REWARDS.register("zero", ZeroParams)
 def zero(sample: RewardSample, params: ZeroParams) -> RewardResult:
-    """Nothing is read."""
+    """Score 0 without reading the sample."""
     return RewardResult(0.0)

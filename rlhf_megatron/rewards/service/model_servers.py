@@ -116,7 +116,7 @@ class ModelServers:
         return RewardTermConfig("reward_server", model.weight, params)
 
     def metrics(self) -> dict[str, float]:
-        """Of the run so far."""
+        """Return the metrics of the run so far."""
         return {"reward/server_restarts": float(self.num_restarts), "reward/servers": float(len(self._live()))}
 
     def sleep(self) -> None:
@@ -175,7 +175,7 @@ class ModelServers:
         return None
 
     def _restart(self, address: EngineAddress, why: str) -> None:
-        """At most `rollout.max_engine_restarts` in all; then others score alone."""
+        """Restart a server, at most `rollout.max_engine_restarts` times in all; then the others score alone."""
         most = self.config.rollout.max_engine_restarts
         if self._has_ended.is_set():
             return

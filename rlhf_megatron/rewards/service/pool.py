@@ -213,7 +213,7 @@ class _Batch:
         self._lose(worker, how)
 
     def _lose(self, worker: Worker, how: str) -> None:
-        """It died at the first of the tasks in its hands; the others were not begun."""
+        """Account for a dead worker: it died at the first of the tasks in its hands, and had not begun the others."""
         self.pool.dismiss(worker)
         numbers = list(worker.in_hand)
         worker.in_hand.clear()

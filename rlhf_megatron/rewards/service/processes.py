@@ -57,7 +57,7 @@ class Worker:
         return self.is_connected and not self.is_spent and not self.in_hand
 
     def begin(self) -> None:
-        """With the first task in hand."""
+        """Begin with the first task in hand."""
         self.started_at = time.monotonic()
         self.stopwatch.reset()
 
@@ -74,7 +74,7 @@ class Worker:
             self.connection.sendall(data[num_sent:])
 
     def replies(self) -> Iterator[Reply]:
-        """What one read completes: each to the task that it works at, which is done then.
+        """Yield the replies that one read completes, each to the task in work, which it ends.
 
         Raises ValueError for anything else that was written into its socket, EOFError and OSError at its end.
         """

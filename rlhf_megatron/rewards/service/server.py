@@ -126,4 +126,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing: a run asks thousands of times a step."""
+        """Log nothing: a run asks thousands of times a step."""

@@ -139,7 +139,7 @@ class Template:
                     continue
 
     def _bury(self) -> None:
-        """Of workers that ended, and of what others have left behind."""
+        """Reap workers that ended, and what others have left behind."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._kill(ended.si_pid)  # what it has started and left behind, while the number is still its own

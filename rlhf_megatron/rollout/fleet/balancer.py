@@ -120,15 +120,16 @@ class Balancer(Protocol):
         """
 
     def blames_itself(self, error: EngineError) -> bool:
-        """That a piece failed says nothing about the engines."""
+        """Whether a failed piece says nothing about the engines."""
 
     def close(self) -> None:
         """Stop what was started for it. Safe to call twice."""
 
 
 class LeastOutstanding:
-    """Each piece to the engine with the fewest outstanding samples, and a piece that failed to another engine where
-    there is one. An engine has two pieces of a `generate` at once; of a session as many as keep it full."""
+    """Send each piece to the engine with the fewest outstanding samples, and a failed piece to another engine where
+    there is one. An engine has two pieces of a `generate` at once; of a session as many as keep it full.
+    """
 
     def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
         return cut(requests, num_engines, is_closed)

@@ -108,7 +108,7 @@ class EngineFleet:
         self._supervisor.resync = function
 
     def set_aside(self, name: str, reason: str) -> None:
-        """That engine has not got the weights of the sync that is under way: it serves nothing until it has."""
+        """Take an engine out that missed the weights of the current sync: it serves nothing until it has them."""
         self._supervisor.stale(self._supervisor.of_name(name), reason)
 
     def calls(self) -> list[EngineCall]:
@@ -208,8 +208,9 @@ class EngineFleet:
         self._require_future(len(done), failures.values())
 
     def commit_update(self, version: int) -> None:
-        """On all engines that take part, then ask each whether it serves `version`. That is the current version from
-        now on, also where an engine has not got it. Raises EngineError as `begin_update` does."""
+        """Commit on all engines that take part, then ask each whether it serves `version`. From then on that is the
+        current version, also where an engine does not have it. Raises EngineError as `begin_update` does.
+        """
         self._assert_mine()
         supervisor = self._supervisor
         committed, failures = self._each(
@@ -255,8 +256,9 @@ class EngineFleet:
         return {member.name: digests for member, digests in found.items()}
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """On all engines that run, whether they serve or not. Those that are being started are waited for; one that
-        does not release its memory is killed, or it would keep it."""
+        """Release memory of all running engines, whether they serve or not. It waits for those that are being
+        started, and kills one that does not release its memory, since that would keep it.
+        """
         self._assert_mine()
         self._supervisor.await_starts(self._served.current)
         self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
@@ -316,7 +318,9 @@ class EngineFleet:
         assert self._session is None or self._lock.is_mine, "a session is open: do this within `exclusive`"
 
     def _learn_version(self) -> None:
-        """Where this fleet has made no sync, the engines may have got weights another way."""
+        """Ask the engines for their version where this fleet has made no sync: they may have got weights another
+        way.
+        """
         if self._served.current is None:
             members = self._supervisor.of(State.SERVING)
             found, _ = self._each("version", lambda engine: engine.version(), members, _HEALTH_S)
@@ -346,7 +350,7 @@ class EngineFleet:
         return True
 
     def _require_future(self, num_good: int, failures: Collection[EngineError]) -> None:
-        """After a verb of a sync. Raises EngineError where no engine is left, and none will come back.
+        """Check, after a verb of a sync, that some engine is left or will come back. Raises EngineError.
 
         Before the first sync, or where a request itself is refused, a restart would not help unless a server has died
         or is being started again.

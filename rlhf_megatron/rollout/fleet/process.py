@@ -122,7 +122,7 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
@@ -130,7 +130,7 @@ class ServerProcess:
         return "\n".join(self.text().splitlines()[-num_lines:])
 
     def text(self, start: int = 0) -> str:
-        """Its log from byte `start` on, without the token."""
+        """Read its log from byte `start` on, without the token."""
         try:
             text = self.log.read_bytes()[start:].decode(errors="replace")
         except OSError:
@@ -176,7 +176,7 @@ class ServerProcess:
         _running.discard(self)
 
     def keep_log(self) -> None:
-        """Under a number; the next process of this name begins a new one."""
+        """Rename the log to a number; the next process of this name begins a new one."""
         keep_log(self.log)
 
 
@@ -235,10 +235,10 @@ class Launch(Protocol):
 
     @property
     def process(self) -> Process | None:
-        """None before `start`."""
+        """The process; None before `start`."""
 
     def take(self, seat: Seat) -> None:
-        """Before `start`. Raises EngineError where the server cannot run there."""
+        """Take a seat, before `start`. Raises EngineError where the server cannot run there."""
 
     def start(self) -> None:
         """A new process with a new token, and a new port."""

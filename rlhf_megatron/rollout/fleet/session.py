@@ -49,7 +49,7 @@ class Session:
 
     @property
     def load(self) -> Load:
-        """What is on its way to engines. Only the thread that has the lock may read it."""
+        """The samples on their way to engines. Only the thread that has the lock may read it."""
         return self._work.load
 
     def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
@@ -151,6 +151,6 @@ class Session:
             return finished
 
     def _drop(self) -> None:
-        """Before anything is harvested, so that nothing that was aborted comes back."""
+        """Drop aborted groups. Call it before harvesting, so that none of them comes back."""
         dropped, self._dropped = self._dropped, []
         self._work.drop(dropped)

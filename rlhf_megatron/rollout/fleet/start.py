@@ -95,8 +95,9 @@ class EngineSetup:
         transfer_dir: Path,
         should_stop: Callable[[], None],
     ) -> EngineFleet:
-        """Those servers as one, supervised; attached ones are neither killed nor started again. `should_stop`: see
-        EngineFleet. Its `resync` is set by WeightSync."""
+        """Make a supervised fleet of the servers. Attached ones are neither killed nor started again. `should_stop`:
+        see EngineFleet. WeightSync sets its `resync`.
+        """
         rollout = self.rollout
         make_client = partial(engine_kind(rollout.engine).connect, transfer_dir=transfer_dir)
         own = None if isinstance(servers, AttachedEngines) else servers

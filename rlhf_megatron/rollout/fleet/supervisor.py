@@ -60,7 +60,7 @@ class HealthWatch:
                 return
 
     def _check(self) -> str | None:
-        """None: it answered. A check that fails at once is repeated until the time is over."""
+        """Check the health once; None: it answered. A check that fails at once is repeated until the time is over."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -192,7 +192,7 @@ class Supervisor:
             member.pending = self._calls.start(member.name, "check", examine)
 
     def stale(self, member: Member, words: str) -> None:
-        """It has not got the current weights, whatever it says."""
+        """Mark an engine as without the current weights, whatever it says itself."""
         member.num_stale += 1
         if member.num_stale > _STALE_IN_A_ROW:
             self.down(member, words)
@@ -200,7 +200,7 @@ class Supervisor:
             self._leave(member, State.STALE, words)
 
     def down(self, member: Member, words: str) -> None:
-        """It does not answer, or cannot be mended: its process is killed."""
+        """Kill the process of an engine that does not answer or cannot be mended."""
         self._leave(member, State.DOWN, words)
         self._stop_watch(member)
         with self._lock:
@@ -215,7 +215,7 @@ class Supervisor:
             member.num_stale = 0
 
     def joins(self, member: Member) -> None:
-        """It has opened a weight sync."""
+        """Mark an engine as having opened a weight sync."""
         member.state, member.reason, member.pending = State.SYNCING, "a weight sync is under way", None
 
     def advance(self, version: int | None) -> None:
@@ -261,7 +261,9 @@ class Supervisor:
         member.state, member.reason, member.pending, member.is_suspect = state, words, None, False
 
     def _examine(self, name: str, engine: Engine, draws: bool = False) -> int | None:
-        """Its version; `draws`: the one that a token says it comes from. Raises EngineError where it is not well."""
+        """Return an engine's version; with `draws`, the one that a token says it comes from. Raises EngineError
+        where it is not well.
+        """
         try:
             engine.health(self._supervision.health_timeout_s)
             if draws:

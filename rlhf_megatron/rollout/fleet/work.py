@@ -63,7 +63,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Means:
-    """What all work of a fleet shares. Only the thread that has the lock may use it."""
+    """Objects that all work of a fleet shares. Only the thread that has the lock may use them."""
 
     lock: FairLock
     supervisor: Supervisor
@@ -247,14 +247,13 @@ class Generation:
                 _forget(self._ended.popleft()[1])
 
     def _give_back(self, call: Call) -> None:
-        """It is on its way no more, and what comes of it is read by nobody. It must not keep its connection where the
-        engine never answers."""
+        """Give up a call whose answer nobody reads. It must not keep its connection where the engine never answers."""
         spawned = self._take(call)
         if spawned is not None:
             spawned.give_up(_GIVEN_UP_S)
 
     def _take(self, call: Call) -> http.Spawned | None:
-        """It is on its way no more. None: it was not."""
+        """Take a call off the books; None: it was not on its way."""
         spawned = self._running.pop(call, None)
         if spawned is None:
             return None

@@ -90,17 +90,17 @@ class LocalEngine:
         self._http.post("/update_weights", manifest.to_json(), self._admin_timeout_s)
 
     def open_weights(self, manifest: BucketManifest, memory: Sequence[Segment]) -> None:
-        """As `update_weights`, from device memory that the engine opens."""
+        """Load weights as `update_weights` does, from device memory that the engine opens."""
         body = {"manifest": msgspec.Raw(manifest.to_json().encode()), "memory": memory}
         self._http.post("/open_weights", msgspec.json.encode(body).decode(), self._admin_timeout_s)
 
     def join_link(self, invitation: Invitation, sender: str, num_senders: int, timeout_s: float) -> None:
-        """It becomes the last rank of a group with the ranks of a copy. Returns when all have joined."""
+        """Make the engine the last rank of a group with the ranks of a copy. Returns when all have joined."""
         body = {"invitation": invitation, "sender": sender, "num_senders": num_senders}
         self._http.post("/join_link", msgspec.json.encode(body).decode(), timeout_s)
 
     def take_weights(self, manifest: BucketManifest, exchange: Exchange, timeout_s: float) -> None:
-        """As `update_weights`, from what the ranks of that copy send meanwhile."""
+        """Load weights as `update_weights` does, from what the ranks of that copy send meanwhile."""
         body = {"manifest": msgspec.Raw(manifest.to_json().encode()), "exchange": exchange}
         self._http.post("/take_weights", msgspec.json.encode(body).decode(), timeout_s)
 

@@ -20,7 +20,7 @@ _LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
 
 
 class Generator:
-    """Not thread-safe: one thread calls it. Rows times columns of the cache never pass `max_num_batched_tokens`."""
+    """The decoding loop. One thread calls it. Rows times columns of the cache never pass `max_num_batched_tokens`."""
 
     def __init__(self, model: LocalModel, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.model = model

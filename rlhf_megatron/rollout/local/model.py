@@ -32,7 +32,7 @@ _SAME_KIND = {"kimi_k2": "deepseek_v3"}  # model_type -> the one that transforme
 
 @dataclass(frozen=True)
 class Limits:
-    """What a layer's attention has besides keys and queries."""
+    """The limits of a layer's attention, beside keys and queries."""
 
     window: int | None = None  # tokens that a token sees, itself with them; None: all before it
     sinks: Tensor | None = None  # [Hq] a logit of each head in the softmax, for no key
@@ -194,7 +194,7 @@ class LocalModel:
         return len(layers)
 
     def _routes(self, num_rows: int, num_columns: int) -> Tensor:
-        """What the last forward pass picked."""
+        """Return the experts that the last forward pass picked."""
         if not self.num_expert_layers:
             return self.new_routes(num_rows, num_columns)
         return torch.stack(self._picked, 1).to(torch.int16).unflatten(0, (num_rows, num_columns))

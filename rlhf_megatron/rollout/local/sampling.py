@@ -115,7 +115,8 @@ class Cuts:
         return probs_NV.masked_fill(~(keep_NV | self.is_off_N.unsqueeze(-1)), 0.0)
 
     def _kept(self, probs_NV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-        """Who stays [N, V], found among the `num_top` most likely, and rows for which these are too few [N].
+        """Return which tokens stay [N, V], found among the `num_top` most likely, and the rows for which these are
+        too few [N].
 
         All three conditions hold up to a rank and no further, and its probability is the threshold: the largest values
         do, and no large vocabulary has to be sorted.

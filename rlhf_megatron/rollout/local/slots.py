@@ -141,7 +141,7 @@ class Member:
         return len(self.prompt_ids) + self.params.max_new_tokens
 
     def draws_from(self, version: int, num_tokens: int) -> None:
-        """It has `num_tokens` tokens, and what follows comes from the weights of `version`."""
+        """Note that the tokens from `num_tokens` on come from the weights of `version`."""
         if self._versions and self._versions[-1][1] == num_tokens:
             self._versions.pop()  # no token came from those
         if not self._versions or self._versions[-1][0] != version:
@@ -166,8 +166,9 @@ class Member:
         )
 
     def met(self, routes: Tensor) -> None:
-        """What the tokens that were read so far met: [tokens, layers, experts]. Those that were read anew, after new
-        weights came, keep what they met when the response was drawn."""
+        """Note the experts that the tokens read so far met: [tokens, layers, experts]. Tokens that are read anew,
+        after new weights came, keep those that they met when the response was drawn.
+        """
         if self.routes_dir:
             self.routes.append(routes[sum(map(len, self.routes)) :].to("cpu", copy=True))
 
@@ -189,7 +190,7 @@ class Group:
 
     @property
     def is_scored(self) -> bool:
-        """Nothing is drawn: the last tokens of the context get their log-probs."""
+        """Whether nothing is drawn, and the last tokens of the context get their log-probs."""
         return self.waiting[0].params.max_new_tokens == 0
 
     def next(self) -> Member:

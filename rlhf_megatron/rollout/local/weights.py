@@ -157,7 +157,7 @@ class WeightReceiver:
             raise ValueError(f"{manifest.place}, file {manifest.file!r}: {words}") from error
 
     def _checked(self, manifest: BucketManifest, entry: TensorEntry) -> Tensor:
-        """Where an entry belongs in the model."""
+        """Return an entry's place in the model. Raises ValueError for an entry that does not fit."""
         where = f"{manifest.place}, tensor {entry.name!r}"
         if entry.name not in self._parts:
             raise ValueError(f"{where}: the engine's model has no parameter of that name (a tied head is not sent).")

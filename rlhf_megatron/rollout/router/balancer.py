@@ -274,7 +274,7 @@ class SGLangRouter:
                 raise
 
     def _bring(self, wanted: Mapping[str, str]) -> None:
-        """Its workers are these then. Given up where others are wanted meanwhile."""
+        """Give the router these workers. It stops where others are wanted meanwhile."""
         client = self._client
         assert client is not None
         deadline = time.monotonic() + _CHANGE_S

@@ -130,7 +130,8 @@ def arguments(port: int, metrics_port: int, token: str, api_key: str) -> list[st
 def prepare_router(
     python: str | None, env: Mapping[str, str], run_dir: Path | str, startup_timeout_s: float
 ) -> RouterProcess:
-    """Not started. Its log, key and arguments lie in `run_dir`/engines. `python` None: this interpreter.
+    """Prepare a router without starting it. Its log, key and arguments lie in `run_dir`/engines. `python` None: this
+    interpreter.
 
     Raises ValueError with the fix: no sglang-router in that environment, or another version of it.
     """

@@ -234,7 +234,9 @@ def endpoints_of(setup: EngineSetup) -> tuple[list[EngineAddress], Expected]:
 
 
 def addresses_of(endpoints: Sequence[str], api_key: str, admin_key: str) -> list[EngineAddress]:
-    """Nothing is asked yet. Without an admin key that of `--api-key` does for all, as on the server."""
+    """Make the addresses without asking the servers. Without an admin key that of `--api-key` serves for all, as on
+    the server.
+    """
     token = admin_key or api_key
     return [
         EngineAddress(f"engine{index}", "sglang", url.rstrip("/"), token, api_key=api_key if api_key != token else "")

@@ -331,7 +331,9 @@ def _known_options(python: str, version: str, env: Mapping[str, str], cache: Pat
 
 
 def ask(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
-    """What that interpreter prints of `code`. Raises ValueError with `problem` and the last line of the error."""
+    """Return what that interpreter prints when it runs `code`. Raises ValueError with `problem` and the last line of
+    the error.
+    """
     try:
         done = subprocess.run(
             [python, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=_TIMEOUT_S

@@ -96,14 +96,15 @@ def loopback(env: Mapping[str, str], inherited: Mapping[str, str], is_one_machin
 
 
 class MeetingPlace:
-    """Where the ranks of each server find one another: a file. SGLang's own way is a TCP store, which torch binds to
-    all addresses of the machine, at a port that another process can have taken."""
+    """The file in which the ranks of each server find one another. SGLang's own way is a TCP store, which torch
+    binds to all addresses of the machine, at a port that another process can have taken.
+    """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rlhf-engines-", ignore_cleanup_errors=True)
 
     def __reduce__(self) -> tuple[type[MeetingPlace], tuple[()]]:
-        """In another process: another place."""
+        """Become another place in another process."""
         return MeetingPlace, ()
 
     def env(self, name: str, port: int) -> dict[str, str]:
@@ -123,7 +124,7 @@ class Ports:
         self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
 
     def __reduce__(self) -> tuple[type[Ports], tuple[()]]:
-        """In another process: those of its machine."""
+        """Become, in another process, the ports of its machine."""
         return Ports, ()
 
     def take(self) -> int:

@@ -314,7 +314,7 @@ async def ask_limits(http: HttpClient, timeout_s: float) -> Limits:
 
 
 def limits_of(http: HttpClient, timeout_s: float) -> Limits:
-    """As `ask_limits`, for a thread that waits."""
+    """Return the limits, as `ask_limits` does, to a thread that waits."""
     return run(ask_limits(http, timeout_s), 2 * timeout_s)
 
 
@@ -328,7 +328,7 @@ def max_running_of(http: HttpClient, timeout_s: float) -> int | None:
 
 
 async def _vocab_size(http: HttpClient, timeout_s: float) -> int | None:
-    """No endpoint tells it, but the refusal of a token that no model has does."""
+    """Learn the vocabulary's size from the refusal of a token that no model has: no endpoint tells it."""
     body = {
         "input_ids": [[0]],
         "sampling_params": {"max_new_tokens": 1},

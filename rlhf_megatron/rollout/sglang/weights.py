@@ -63,7 +63,7 @@ class Standing:
         return Standing(self.digests | other.digests, self.faults | other.faults, self.unlike | other.unlike)
 
     def by_name(self) -> dict[str, str]:
-        """Of each tensor the digest of what stands, or words where something does not stand as it was sent."""
+        """Return each tensor's digest, or words where it does not stand as it was sent."""
         found: dict[str, int] = {}
         for key, digest in self.digests.items():
             found[_name(key)] = found.get(_name(key), 0) + int(digest, 16)
@@ -274,7 +274,9 @@ class SGLangVerbs:
         return receipts
 
     def join_link(self, invitation: Invitation, sender: str, num_senders: int) -> None:
-        """Its ranks become those after the senders. Returns when they have, so these must be joining."""
+        """Make the engine's ranks those after the senders. Returns when they have joined, so the senders must be
+        joining, too.
+        """
         order = {"join": invitation, "sender": sender, "num_senders": num_senders}
         self.order(order, f"process group {invitation.name}")
 
@@ -285,7 +287,7 @@ class SGLangVerbs:
         return [{name: [Span(*span) for span in spans] for name, spans in one["holds"].items()} for one in receipts]
 
     def leave_link(self, name: str, timeout_s: float) -> None:
-        """Its ranks end their part of it."""
+        """End the engine's part of a link."""
         self.order({"leave": name}, f"process group {name}", timeout_s=timeout_s)
 
     def order(self, order: dict[str, Any], what: str, lent: Lent = (), timeout_s: float | None = None) -> list[Receipt]:
@@ -321,7 +323,9 @@ class SGLangVerbs:
         self._post("/update_weights_from_disk", body, f"weights of {directory.name}")
 
     def join(self, group: Invitation) -> None:
-        """Its ranks become the ranks after 0 of that group. Returns when they have, so this side must be joining."""
+        """Make the engine's ranks the ranks after 0 of that group. Returns when they have joined, so this side must
+        be joining, too.
+        """
         body = {
             "master_address": group.address,
             "master_port": group.port,
@@ -333,7 +337,7 @@ class SGLangVerbs:
         self._post("/init_weights_update_group", body, f"process group {group.name}")
 
     def leave(self, name: str, timeout_s: float) -> None:
-        """It ends its part of the group."""
+        """End the engine's part of the group."""
         self._post("/destroy_weights_update_group", {"group_name": name}, f"process group {name}", timeout_s)
 
     def receive(self, manifest: BucketManifest, group_name: str) -> None:

@@ -35,15 +35,16 @@ class Transport:
     num_readers: int = 1  # ranks of the engine that open device memory
 
     def open(self, devices: Collection[str] = ("",)) -> None:
-        """Once, before the first bucket of a sync. `devices`: what `parallel.device.shareable_id` says of those whose
-        memory would be opened."""
+        """Prepare, once, before the first bucket of a sync. `devices`: what `parallel.device.shareable_id` says of
+        those whose memory would be opened.
+        """
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         """Returns when the engine has loaded the bucket, whose bytes may be overwritten then."""
         raise NotImplementedError
 
     def lend(self, manifest: BucketManifest, bucket: Tensor, others: Lent) -> Traffic:
-        """As `deliver`, where parts of the bucket lie in memory of other ranks' devices: `others`, by reader."""
+        """Deliver a bucket of which parts lie in memory of other ranks' devices: `others`, by reader."""
         raise NotImplementedError
 
 

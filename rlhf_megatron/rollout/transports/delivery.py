@@ -77,7 +77,7 @@ class Delivery:
         return self.open_shards([capacity], num_buckets, [shareable_id(self._place.device)])
 
     def open_shards(self, sizes: Sequence[int], num_buckets: int, devices: Sequence[str]) -> Buffers:
-        """As `open_buffers`, where buckets have a part of each rank: see `shard_sender.OpenShardBuffers`."""
+        """Open buffers in which buckets have a part of each rank: see `shard_sender.OpenShardBuffers`."""
         self._each(lambda transport: transport.open(devices), _BEFORE, self._transports)
         standing = {transport.memory for transport in self._transports if transport.name not in self.failures}
         if self._kind != "disk" and standing == {"device_memory"}:
@@ -110,7 +110,7 @@ class Delivery:
         return in_memory(self._place.device, rounds.sizes[own], rounds.count, self)
 
     def _invited(self, links: Sequence[LinkTransport]) -> dict[str, Invitation]:
-        """By engine with which not all ranks of the copy have kept the same group: to a new one."""
+        """Invite, to a new group, each engine with which the ranks of the copy have not all kept the same one."""
         group, device = self._place.copy_group, self._place.device
         kept = gather_bytes(msgspec.json.encode({link.name: link.kept() for link in links}), group, device)
         answer, failure = None, None
@@ -241,8 +241,8 @@ def deliver_weights(
 def served_by_copies(
     place: Place, transport: WeightTransport, engines: Sequence[EngineAddress], ranks_per_machine: int | None
 ) -> dict[int, Sequence[EngineAddress]]:
-    """By number of a copy the engines that it serves shard to shard, in turns (from memory those of its machine); {}:
-    the first copy must send whole tensors to all.
+    """Return, by number of a copy, the engines that it serves shard to shard, in turns (from memory those of its
+    machine); {}: the first copy must send whole tensors to all.
 
     All ranks find the same."""
     layout = place.layout

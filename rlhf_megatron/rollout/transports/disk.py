@@ -155,7 +155,7 @@ def _specs(path: Path) -> list[TensorSpec]:
 
 
 def _write_file(path: Path, header: bytes, raw: Tensor) -> None:
-    """It appears under its name when it is whole. Raises ValueError where there is no room."""
+    """Write a file that appears under its name when it is whole. Raises ValueError where there is no room."""
     aside = path.with_suffix(".partial")
 
     def write() -> None:

@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 
 class LinkVerbs(Protocol):
-    """What is asked of an engine, by the first rank of a copy. All raise EngineError."""
+    """The calls to an engine, made by the first rank of a copy. All raise EngineError."""
 
     def join(self, invitation: Invitation, sender: str, num_senders: int) -> None:
-        """Its ranks become those after the senders; returns when they have."""
+        """Make the engine's ranks those after the senders; returns when they have joined."""
 
     def holds(self, tensors: Sequence[HFTensor]) -> Roster:
         """Which parts of them stand in its ranks."""
@@ -56,7 +56,7 @@ class LinkVerbs(Protocol):
 
 
 class LinkTransport(Transport):
-    """Of every rank of a copy that serves the engine. The link stays for the next sync."""
+    """A link with an engine, on every rank of the copy that serves it. It stays for the next sync."""
 
     memory: BucketMemory = "device_memory"
 
@@ -76,7 +76,7 @@ class LinkTransport(Transport):
         return "" if link is None or link.name not in self._groups.rosters else link.name
 
     def invite(self) -> Invitation:
-        """On the copy's first rank: a new link."""
+        """Open a new link, on the copy's first rank."""
         place = self._place
         size = self._num_senders + self._address.tp_size
         link = inviting(self._address, str(place.coordinates), size, backend(place.device), JOIN_TIMEOUT_S)
@@ -84,7 +84,7 @@ class LinkTransport(Transport):
         return link.invitation
 
     def join(self, invitation: Invitation) -> None:
-        """On all ranks of the copy at once."""
+        """Join the link. Call on all ranks of the copy at once."""
         link = self._groups.find(self._address)
         if link is None or link.name != invitation.name:
             link = Link(invitation, self._own, JOIN_TIMEOUT_S)
@@ -99,12 +99,12 @@ class LinkTransport(Transport):
         self._together(what, lambda: self._verbs.join(invitation, sender, self._num_senders), here, JOIN_TIMEOUT_S)
 
     def ask(self) -> Roster:
-        """On the copy's first rank: what of this stage the ranks of the engine hold."""
+        """Ask, on the copy's first rank, which parts of this stage the ranks of the engine hold."""
         slots = (slot for mine in self._rounds.buckets for bucket in mine for slot in bucket.slots)
         return self._verbs.holds(list({slot.hf.name: slot.hf for slot in slots}.values()))
 
     def know(self, roster: Roster) -> None:
-        """What `ask` has told, on all ranks."""
+        """Remember, on all ranks, what `ask` returned."""
         link = self._groups.find(self._address)
         if link is not None:
             self._groups.rosters[link.name] = roster
@@ -114,7 +114,7 @@ class LinkTransport(Transport):
         self._groups.drop(self.name)
 
     def plan(self, rounds: Rounds, dtype: str) -> None:
-        """What all ranks of the copy will send. `dtype`: the engine's."""
+        """Set the plan of all ranks of the copy. `dtype`: the engine's."""
         self._rounds, self._dtype = rounds, dtype
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
@@ -134,7 +134,7 @@ class LinkTransport(Transport):
         return self._together(manifest.place, request, here, BUCKET_TIMEOUT_S) or Traffic()
 
     def _buckets(self, number: int) -> list[Bucket | None]:
-        """By place."""
+        """Return the buckets of a round, by place."""
         return [mine[number] if number < len(mine) else None for mine in self._rounds.buckets]
 
     def _send(self, link: Link, roster: Roster, bucket: Bucket | None, memory: Tensor) -> None:
@@ -149,7 +149,7 @@ class LinkTransport(Transport):
                 link.exchange([(raw, self._num_senders + target)], [], BUCKET_TIMEOUT_S)
 
     def _together(self, what: str, request: Callable[[], T], here: Callable[[], None], timeout_s: float) -> T | None:
-        """What the engine answers, on the first rank; the others ask nothing."""
+        """Make this rank's part while, on the first rank, the engine is asked; returns its answer there."""
         if self._own == 0:
             return self._groups.together(self.name, what, request, here, timeout_s)
         try:
@@ -180,7 +180,7 @@ class SGLangLinkVerbs:
 
 
 class LocalLinkVerbs:
-    """Of the bundled server."""
+    """The link's calls to the bundled server."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine

@@ -46,7 +46,7 @@ GPU = "GPU"
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a process of the cluster runs."""
+    """The place in the cluster where a process runs."""
 
     address: str  # of its machine, as the cluster reaches it
     machine: str  # as `processes.machine_id`
@@ -55,7 +55,7 @@ class Whereabouts:
 
 
 def whereabouts() -> Whereabouts:
-    """Of this process."""
+    """Return where this process runs."""
     devices = ray.get_runtime_context().get_accelerator_ids().get(GPU, [])
     return Whereabouts(ray.util.get_node_ip_address(), machine_id(), os.getpid(), tuple(map(str, devices)))
 
@@ -88,7 +88,9 @@ class RemoteObject:
         return self._wait(self._whereabouts, "start", timeout_s)
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """What the method returns there. Raises what it raises there, ProcessLostError and LateAnswerError."""
+        """Call the method there and return its result. Raises what it raises there, ProcessLostError and
+        LateAnswerError.
+        """
         return self._wait(self._actor.call.remote(method, arguments), method, timeout_s)
 
     def submit(self, method: str, *arguments: Any) -> Task:
@@ -268,7 +270,7 @@ class Cluster:
 
 
 def _children_of_raylet() -> list[Child]:
-    """Of the raylet that this process has started: agents of Ray, and workers that wait."""
+    """Return the children of the raylet that this process has started: agents of Ray, and workers that wait."""
     node = worker._global_node
     started: list[Any] = [] if node is None else node.all_processes.get("raylet", [])
     return [child for server in started for child in children_of(server.process.pid)]

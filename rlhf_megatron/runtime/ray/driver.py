@@ -61,7 +61,7 @@ _FAILED = 1
 
 @dataclass(frozen=True)
 class RayJob:
-    """What a driver runs beside the loop."""
+    """The parts of a driver beside the loop."""
 
     config: RunConfig
     pools: Sequence[PoolSpec]
@@ -73,7 +73,7 @@ class RayJob:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What a rank is told."""
+    """The instructions for a rank."""
 
     place: RankPlace
     directory: str  # the driver's, from which relative paths of the settings count
@@ -88,7 +88,7 @@ class RankOrder:
 
 
 class RankProcess:
-    """In a process of the cluster."""
+    """A rank, in a process of the cluster."""
 
     def serve(self, order: RankOrder, secret: bytes) -> None:
         """The life of the host. On the main thread. Raises ConnectionError when it cannot reach the driver."""
@@ -251,7 +251,7 @@ def _run_on(
 
 
 def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOrder, secret: bytes) -> list[Task]:
-    """By rank. Each is at its task until the run ends."""
+    """Start the ranks and return their tasks, by rank. Each task lasts until the run ends."""
     config = job.config
     megatrons = [megatron for _, megatron, _ in megatron_sections(config)]
     environment = ray_environment.of_ranks(
@@ -279,7 +279,7 @@ def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOr
 
 
 def _keep_logs(directory: Path, kept: Path) -> None:
-    """What Ray's servers and processes wrote, beside the logs of the ranks."""
+    """Copy the logs of Ray's servers and processes to those of the ranks."""
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(directory / "session_latest" / "logs", kept, dirs_exist_ok=True)
 

@@ -20,7 +20,7 @@ from rlhf_megatron.runtime.ray.places import Seating, bundle_of_engine, must_sha
 
 
 class SeatedKeeper(ServerKeeper):
-    """In the actor's process, which finds out where Ray has put it."""
+    """A keeper in the actor's process, which finds out where Ray has put it."""
 
     def __init__(self, directory: str) -> None:
         """`directory`: the driver's, from which relative paths of the settings count, where this machine has it."""
@@ -29,7 +29,7 @@ class SeatedKeeper(ServerKeeper):
             os.chdir(directory)
 
     def begin_here(self, launch: Launch, seating: Seating, is_again: bool, timeout_s: float) -> None:
-        """As `begin`, on this machine."""
+        """Begin, as `begin` does, on this machine."""
         self.begin(launch, partial(seat_of, whereabouts(), seating), is_again, timeout_s)
 
 

@@ -49,8 +49,9 @@ _OF_OWN_CLUSTER = {
 
 
 def address_of(ray: RayConfig, environment: Mapping[str, str]) -> str | None:
-    """Of the cluster to join; None: one is made. Raises ValueError for an environment that names none, or one that the
-    settings do not fit."""
+    """Return the address of the cluster to join; None: one is made. Raises ValueError for an environment that names
+    none, or one that the settings do not fit.
+    """
     if ray.address is not None:
         return ray.address
     found = environment.get(ADDRESS_ENV) or None
@@ -82,7 +83,7 @@ def check_installed() -> None:
 
 
 def prepare(address: str | None, environment: dict[str, str] | os._Environ[str]) -> None:
-    """What Ray reads in this process, when it is imported, and in those that it starts here."""
+    """Set what Ray reads in this process, when it is imported, and in those that it starts here."""
     wanted = dict(_OF_ALL)
     if address is None:
         wanted |= _OF_OWN_CLUSTER
@@ -118,12 +119,14 @@ def of_ranks(
 
 
 def of_engines(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the processes that start servers. `environment`: the driver's; OMP_NUM_THREADS is the servers' own."""
+    """Return the environment of processes that start servers. `environment`: the driver's; the servers set
+    OMP_NUM_THREADS themselves.
+    """
     return {name: value for name, value in forwarded(environment).items() if name != "OMP_NUM_THREADS"}
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """What goes from the driver's environment to processes on all machines."""
+    """Return the part of the driver's environment that processes on all machines get."""
     return {
         name: value for name, value in environment.items() if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
     }

@@ -25,7 +25,7 @@ CPU, GPU = "CPU", "GPU"  # Ray's names
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one machine is to have."""
+    """The resources that one machine is to provide."""
 
     name: str  # in messages: "ranks 0-7", "engine0"
     num_cpus: float
@@ -34,7 +34,7 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray takes it: what is 0 is left out."""
+        """Return the resources as Ray takes them, without those that are 0."""
         found = {name: amount for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus)) if amount > 0}
         return found | ({f"node:{self.machine}": 0.001} if self.machine else {})  # every machine has 1 of its own
 
@@ -115,7 +115,7 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Spot(Protocol):
-    """Where a process runs; see `runtime.ray.Whereabouts`."""
+    """The place where a process runs; see `runtime.ray.Whereabouts`."""
 
     @property
     def address(self) -> str: ...
@@ -127,7 +127,7 @@ class Spot(Protocol):
 
 @dataclass(frozen=True)
 class Seating:
-    """What decides about the seat of one engine, beside the place that Ray has given it."""
+    """The facts that decide about the seat of one engine, beside the place that Ray has given it."""
 
     name: str
     driver_machine: str  # as `processes.machine_id`
@@ -181,8 +181,9 @@ def seat_of(own: Spot, seating: Seating) -> Seat:
 
 
 def visible_devices(seating: Seating, own: Sequence[str], of_ranks: Sequence[str]) -> list[str]:
-    """In the order in which the server counts them, each once. Raises EngineError where engines that take turns with
-    the ranks are too many for their devices."""
+    """Return the devices in the order in which the server counts them, each once. Raises EngineError where engines
+    that take turns with the ranks are too many for their devices.
+    """
     first = list(own)
     if seating.num_shared and of_ranks:
         end = seating.first_shared + seating.num_shared

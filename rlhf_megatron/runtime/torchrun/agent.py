@@ -88,7 +88,7 @@ class Ranks:
             timer.start()
 
     def kill(self) -> None:
-        """On any thread."""
+        """Kill the ranks, from any thread."""
         _send(children_with("TORCHELASTIC_RUN_ID"), signal.SIGKILL)
 
     def _kill_late(self) -> None:

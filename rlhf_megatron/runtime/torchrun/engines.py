@@ -80,7 +80,7 @@ class KeeperPool(PoolSpec):
 
 
 def keeper_pool(config: RunConfig) -> KeeperPool | None:
-    """None where all engines are on the controller's machine."""
+    """Return the pool of keepers; None where all engines are on the controller's machine."""
     machines = tuple(sorted(set(machines_of_engines(config)) - {0})) if config.job == "train" else ()
     if not machines:
         return None
@@ -156,7 +156,7 @@ class MachineEngines:
             raise LateAnswerError(f"the keeper of machine {machine} did not answer within {timeout_s:g} s.") from error
 
     def report(self, name: str, timeout_s: float) -> Report:
-        """Of an engine elsewhere. Raises as `answer`."""
+        """Return the report of an engine elsewhere. Raises as `answer` does."""
         with self._lock:
             if time.monotonic() - self._asked_at >= _FRESH_S:
                 try:
@@ -262,7 +262,7 @@ def _registered(rank: int, machine: int, timeout_s: float) -> tuple[channel.Chan
 def _registered_from_afar(
     rank: int, machine: int, secret: bytes | None, timeout_s: float
 ) -> tuple[channel.Channel, Callable[[], int]]:
-    """On a machine without a rank, which may be early, or find what is left of an attempt that has ended."""
+    """Register a machine without a rank, which may be early, or find what is left of an attempt that has ended."""
     from rlhf_megatron.runtime.torchrun.launcher import find_controller, told_exit_code
 
     deadline = time.monotonic() + timeout_s
@@ -316,7 +316,7 @@ class MachineKeeper:
         return getattr(self._keepers[name], verb)(*arguments)
 
     def reports(self) -> dict[str, Report]:
-        """By engine."""
+        """Return the reports, by engine."""
         return {name: keeper.report() for name, keeper in self._keepers.items()}
 
     def close(self) -> None:

@@ -16,14 +16,14 @@ from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
 class OnSync(enum.Enum):
-    """What becomes of groups that are generated when new weights are to come."""
+    """The fate of groups that are generated when new weights are to come."""
 
     WAIT = "the sync waits until none is generated"
     CONTINUE = "they go on from the new weights; each token knows its version"
 
 
 class OnStale(enum.Enum):
-    """What becomes of a group whose lag is past the bound."""
+    """The fate of a group whose lag is past the bound."""
 
     DROP = "it is dropped, and its prompt with it"
     AGAIN = "its prompt is generated anew"
@@ -47,7 +47,7 @@ class Schedule(Protocol):
 
     @property
     def max_lag(self) -> int:
-        """No sample trains with a larger lag: policy version at training less the oldest version of its tokens."""
+        """The largest lag of a sample that trains: policy version at training less the oldest version of its tokens."""
 
     @property
     def on_sync(self) -> OnSync:

@@ -48,7 +48,7 @@ def numbers_of(groups: Iterable[Group]) -> list[int]:
 
 
 def oldest_scored(flow: Flow) -> list[Group]:
-    """Of those that can train, as many as a step has: those with the oldest tokens first, then those started first."""
+    """Return a step's groups of those that can train: the oldest tokens first, then those started first."""
     return sorted(flow.ready, key=_age)[: flow.batch_size]
 
 

@@ -107,11 +107,11 @@ class Flow:
 
     @property
     def training_version(self) -> int:
-        """Of the policy that trains the next batch to be taken: one more than is served while a step is trained."""
+        """The version of the policy that trains the next batch: one more than is served while a step is trained."""
         return self.version + (1 if self.is_training else 0)
 
     def lag(self, group: Group) -> int:
-        """Of a group if it were trained next: that policy's version less the oldest of its tokens."""
+        """Return the lag of a group if it were trained next: that policy's version less the oldest of its tokens."""
         return self.training_version - group.oldest_version
 
     @property
@@ -165,7 +165,7 @@ class Flow:
             self._log("annotated", number)
 
     def dropped(self, number: int, reason: DropReason) -> None:
-        """It will not train. Another may be started in its place."""
+        """Note that a group will not train. Another may be started in its place."""
         self._remove(number)
         self._log("dropped", number, reason)
 
@@ -203,7 +203,7 @@ class Flow:
         self._log("synced", self.step)
 
     def _put(self, group: Group) -> None:
-        """In the place of the one of that number, if there is one."""
+        """Put a group in the place of the one of its number, if there is one."""
         if group.number in self.in_flight:
             self._uncount(self.in_flight[group.number])
         self.in_flight[group.number] = group

@@ -31,7 +31,7 @@ Annotate = Callable[[int, ScoredBatch], AnnotatedBatch]  # step that trains on t
 
 
 class EarlyAnnotations:
-    """Of the groups of one step: what the models say holds until one of them is trained. Used by the main thread.
+    """The annotations of the groups of one step, which hold until one of them is trained. Used by the main thread.
 
     `min_samples`: fewer are not sent to the hosts while more may come.
     """
@@ -42,7 +42,7 @@ class EarlyAnnotations:
         self._by_group: dict[int, AnnotatedBatch] = {}
 
     def piece(self, groups: Sequence[Scored]) -> list[Scored]:
-        """Those of `groups` that are to be annotated now; none while they are too few."""
+        """Return the groups to annotate now; none while they are too few."""
         new = self.missing(groups)
         return new if sum(len(group.batch) for group in new) >= self._min_samples else []
 
@@ -54,7 +54,7 @@ class EarlyAnnotations:
             begin += len(group.batch)
 
     def missing(self, groups: Sequence[Scored]) -> list[Scored]:
-        """What is left of a batch; all of it where nothing was made early."""
+        """Return the groups of a batch that were not annotated early."""
         return [group for group in groups if group.number not in self._by_group]
 
     def collect(self, groups: Sequence[Scored]) -> AnnotatedBatch:
@@ -71,7 +71,7 @@ END_S = 20.0  # that a thread gets to end; it is a daemon
 
 @dataclass(frozen=True)
 class Work:
-    """What a supply has done by others."""
+    """The work that others do for a supply."""
 
     session: Session
     draw: Draw
@@ -82,7 +82,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Found:
-    """What is in flight as a process begins."""
+    """The groups in flight as a process begins."""
 
     num_drawn: int  # prompts of the stream so far
     known: tuple[Finished, ...] = ()  # their samples had come
@@ -208,8 +208,9 @@ class Background:
         self.ledger.annotated([group.number for group in piece])
 
     def _await_engines(self) -> None:
-        """Nothing is generated when this returns, or no engine serves, or the run is to stop: then what runs is not
-        waited for. The deadline of the stage sync ends it too."""
+        """Wait until nothing is generated. It returns early where no engine serves or the run is to stop. The
+        deadline of the stage sync ends it too.
+        """
         ledger = self.ledger
         while self.is_serving() and not self._is_to_stop():
             with ledger.changed:

@@ -12,7 +12,7 @@ from rlhf_megatron.scheduler.supply.ledger import Progress, Supply
 
 
 class Foreground(Supply):
-    """With the stages next, generate and score."""
+    """The supply that makes a step's samples in the step: the stages next, generate and score."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages

@@ -52,10 +52,10 @@ class Supply(Protocol):
         return nullcontext()
 
     def progress(self) -> Progress:
-        """As it stands between two steps: what a checkpoint keeps."""
+        """Return what a checkpoint keeps, as it stands between two steps."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the batch that was taken last. They leave with the call."""
+        """Take the metrics of the batch that was taken last."""
         return {}
 
 
@@ -74,7 +74,7 @@ class Finished:
 
     @property
     def versions(self) -> set[int]:
-        """Of all tokens that may train: those of the first request."""
+        """The versions of all tokens that may train: those of the first request."""
         versions = {sample.policy_version for sample in self.samples[0]}
         return versions | {span.version for sample in self.samples[0] for span in sample.version_spans}
 
@@ -99,7 +99,7 @@ _PASSES = 100  # of questions after one event
 
 @dataclass(frozen=True)
 class Order:
-    """For the thread that drives the engines."""
+    """An order for the thread that drives the engines."""
 
     kind: Literal["submit", "abort"]
     number: int
@@ -159,7 +159,7 @@ class Ledger:
         self._num_scored = self._num_with_signal = 0
 
     def __str__(self) -> str:
-        """For whoever waits; the lock is held."""
+        """Describe the state to whoever waits; the lock is held."""
         flow = self.flow
         waiting = len(flow.in_flight) - flow.num_running - len(flow.scored_order)
         return (
@@ -186,7 +186,7 @@ class Ledger:
             self._settle()
 
     def generated(self, finished: Finished, attempt: int) -> None:
-        """Nothing where that attempt is not awaited any more."""
+        """Take in a finished group. It is ignored where that attempt is not awaited any more."""
         with self.changed:
             if self._attempts.get(finished.number) != attempt:
                 self._left_out += finished.routes
@@ -240,7 +240,7 @@ class Ledger:
             return batch
 
     def orders(self) -> list[Order]:
-        """In the order of the decisions. They leave with the call."""
+        """Take the orders, in the order of the decisions."""
         with self.changed:
             orders, self._orders = self._orders, []
             return orders

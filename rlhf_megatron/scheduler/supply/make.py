@@ -72,8 +72,9 @@ def make_supply(
 
 
 def make_requests(stages: Stages, prompts: PromptBatch, version: int) -> list[list[GenerateRequest]]:
-    """Of each prompt: its samples, and a greedy one where the estimator needs it. Seeds follow from the version of the
-    weights that it is started with."""
+    """Make each prompt's requests: its samples, and a greedy one where the estimator needs it. Seeds follow from the
+    version of the weights that it is started with.
+    """
     rollout, seed = stages.config.rollout, stages.config.trainer.seed
     sampled, directory = stages.sampling(SamplingConfig(rollout.temperature)), stages.route_files.directory
     requests = [[request] for request in build_requests(prompts, rollout.n, sampled, seed, version, directory)]
@@ -85,7 +86,8 @@ def make_requests(stages: Stages, prompts: PromptBatch, version: int) -> list[li
 
 
 def find_groups(journal: GroupJournal | None, stream: PromptStream, before: Progress, version: int) -> Found:
-    """What a former process has left of the groups that were in flight at the checkpoint, or were started after it.
+    """Find what a former process has left of the groups that were in flight at the checkpoint, or were started after
+    it.
 
     A group with tokens of a later version than the checkpoint's is generated anew: those weights are gone. All other
     files of the journal are removed.

@@ -177,13 +177,14 @@ def tie_head(model: Any, parameters: Mapping[str, Tensor], names: Iterable[str])
 
 
 def in_model(place: Place, span: Span) -> Tensor:
-    """What stands of a part of the tensor of which `place` holds a part."""
+    """Return the values of a part of the tensor of which `place` holds a part."""
     return within(place.values, place.span, span)
 
 
 def holds(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, int, int]]]:
-    """By name the parts of tensors that stand in this rank. Raises ValueError where the engine keeps another form of
-    one."""
+    """Return, by name, the parts of tensors that stand in this rank. Raises ValueError where the engine keeps a
+    tensor in another form.
+    """
     parameters = dict(model.named_parameters())
     found: dict[str, list[tuple[int, int, int]]] = {}
     for name, shape in shapes.items():

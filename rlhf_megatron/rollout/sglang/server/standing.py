@@ -108,8 +108,9 @@ def _second_head(model: Any, parameters: Mapping[str, Tensor], name: str, shape:
 
 
 def _derived(model: Any, name: str, direct: Place) -> Iterator[Place]:
-    """Of latent attention's kv_b_proj SGLang makes two matrices a head, with which it computes: the rows of keys, and
-    those of values. Both are put together again."""
+    """Put kv_b_proj of latent attention together again from the two matrices a head that SGLang makes of it and
+    computes with: the rows of keys, and those of values.
+    """
     prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
     if leaf != "kv_b_proj":
         return
