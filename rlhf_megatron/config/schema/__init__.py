@@ -44,8 +44,8 @@ from rlhf_megatron.config.schema.training import (
 class KLControlConfig:
     type: Literal["fixed", "adaptive"] = doc("adaptive: the coefficient follows target_kl", "fixed")
     kl_coef: float = doc("weight of the KL term, at first", 0.001, FACTOR)
-    target_kl: float = doc("of adaptive: nats a response", 0.1, POSITIVE)
-    horizon: int = doc("of adaptive: samples over which the coefficient moves", 10000, COUNT)
+    target_kl: float = doc("with adaptive: nats a response", 0.1, POSITIVE)
+    horizon: int = doc("with adaptive: samples over which the coefficient moves", 10000, COUNT)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RolloutCorrectionConfig:
         None,
     )
     loss_type: Literal["ppo_clip", "reinforce"] | None = doc(
-        "of bypass: what actor.policy_loss.loss_mode must be", None
+        "with bypass: the value that actor.policy_loss.loss_mode must have", None
     )
     rollout_is: Literal["token", "sequence"] | None = doc("importance weights of tokens or of whole sequences", None)
     rollout_is_threshold: str | None = doc(
@@ -90,7 +90,7 @@ class FilterGroupsConfig:
 class PFPPOConfig:
     enable: bool = doc("draw the samples that train with replacement, by their reward (PF-PPO)", False)
     reweight_method: Literal["pow", "max_min", "max_random"] = doc("how rewards become chances", "pow")
-    weight_pow: float = doc("of pow: exponent of |reward|", 2.0, FACTOR)
+    weight_pow: float = doc("with pow: exponent of |reward|", 2.0, FACTOR)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class CheckConfig:
     log_prob_p99_abs_diff: float = doc("bfloat16: bound on the 99th percentile of |difference|, nats", 0.3, NATS)
     log_prob_mean_kl: float = doc("bfloat16: bound on the mean k3 estimate of KL(engine || trainer), nats", 1e-2, NATS)
     probe_prompts: int = doc(
-        "after a sync, for an engine without digests: prompts that engine and trainer score", 4, COUNT
+        "prompts that engine and trainer score after a sync, for an engine without digests", 4, COUNT
     )
 
 
@@ -155,7 +155,9 @@ class TrainerConfig:
     )
     async_save: bool = doc("write a checkpoint's files while the run goes on", True)
     max_ckpt_to_keep: int = doc("newest checkpoints that are kept; 0: all", 3)
-    save_failure: Literal["continue", "stop"] = doc("after a checkpoint that could not be written", "continue")
+    save_failure: Literal["continue", "stop"] = doc(
+        "what to do after a checkpoint that could not be written", "continue"
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = doc(
         "auto: go on from the newest good checkpoint of the run directory, where there is one; disable: start anew;"
         " resume_path: start a new run directory from resume_from_path",
@@ -163,7 +165,7 @@ class TrainerConfig:
     )
     resume_from_path: str | None = doc("checkpoint directory of resume_mode resume_path", None)
     stop_grace_s: float = doc(
-        "after SIGTERM or SIGUSR1: time for the step at hand and a checkpoint, seconds", 60.0, SECONDS
+        "time for the step at hand and a checkpoint after SIGTERM or SIGUSR1, seconds", 60.0, SECONDS
     )
     deterministic: bool = doc(
         "repeat bit for bit, also over a resume on one layout: closed decoding batches, deterministic torch algorithms",
@@ -196,7 +198,7 @@ class RayConfig:
     """Settings of trainer.runtime ray."""
 
     address: str | None = doc(
-        "of a running cluster (HOST:PORT, or auto); null: the one that this job was submitted to, else one made here",
+        "address of a running cluster (HOST:PORT, or auto); null: that of this job, else one made here",
         None,
     )
     num_cpus_per_rank: float = doc("CPUs that Ray reserves for a rank", 1.0, FACTOR)
@@ -205,7 +207,7 @@ class RayConfig:
         "ranks of a pool on as few machines as there may be, or on as many", "pack"
     )
     start_timeout_s: float = doc("deadline for the cluster to have a place for every pool, seconds", 600.0, SECONDS)
-    dashboard: bool = doc("of a cluster of this machine: start Ray's dashboard, on the loopback address", False)
+    dashboard: bool = doc("start Ray's dashboard, on the loopback address, of a cluster made here", False)
 
 
 @dataclass(frozen=True)

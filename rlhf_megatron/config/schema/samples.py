@@ -34,15 +34,15 @@ class FewShotConfig:
         0,
         Interval(0, 1000, "solved rows lengthen every prompt"),
     )
-    template: str = doc("of a solved row; {prompt} and {label} stand in it", "{prompt}{label}\n")
-    seed: int = doc("of the choice of rows", 0, SEED)
+    template: str = doc("text of a solved row; {prompt} and {label} stand in it", "{prompt}{label}\n")
+    seed: int = doc("seed of the choice of rows", 0, SEED)
 
 
 @dataclass(frozen=True)
 class SourceConfig:
     """One of several data sources. What is null is as in the section `data`."""
 
-    name: str = doc("of the source, in metrics and tables")
+    name: str = doc("name of the source, in metrics and tables")
     weight: float = doc(
         "share of the training prompts, relative to the other sources",
         1.0,
@@ -52,7 +52,7 @@ class SourceConfig:
     task_params: dict[str, Any] = doc("parameters of the task, see its dataclass", factory=dict)
     train_files: tuple[str, ...] = doc("JSONL or parquet files, or saved datasets, with training prompts", ())
     val_files: tuple[str, ...] = doc("JSONL or parquet files, or saved datasets, with held-out prompts", ())
-    prompt_template: str | None = doc("around the text of each prompt; {prompt} stands in it", None)
+    prompt_template: str | None = doc("text around each prompt, which stands where {prompt} is", None)
     few_shot: FewShotConfig | None = doc("solved rows in front of each prompt", None)
 
 
@@ -65,7 +65,7 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = doc("several weighted sources, in place of task or files", ())
     prompt_key: str = doc("key of the prompt in a row: text, or a list of chat messages", "prompt")
     label_key: str = doc("key of the reference answer in a row", "answer")
-    prompt_template: str = doc("around the text of each prompt; {prompt} stands in it", "{prompt}")
+    prompt_template: str = doc("text around each prompt, which stands where {prompt} is", "{prompt}")
     few_shot: FewShotConfig = doc("solved rows in front of each prompt", factory=FewShotConfig)
     apply_chat_template: bool = doc("make a prompt a chat in the tokenizer's template, ready for the answer", False)
     system_prompt: str | None = doc("first message of each chat; null: what the template does", None)
@@ -96,7 +96,7 @@ class SGLangConfig:
     python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)
     args: dict[str, Any] = doc("SGLang server arguments, without the leading dashes", factory=dict)
     env: dict[str, str] = doc("environment of the server processes", factory=dict)
-    api_key_file: str | None = doc("of running servers (rollout.endpoints): file with their --api-key", None)
+    api_key_file: str | None = doc("file with the --api-key of running servers (rollout.endpoints)", None)
     admin_api_key_file: str | None = doc("the same for --admin-api-key; null: as api_key_file", None)
 
 

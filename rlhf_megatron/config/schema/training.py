@@ -91,11 +91,11 @@ class MegatronConfig:
         None,
     )
     recompute_method: Literal["uniform", "block"] | None = doc(
-        "of full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers", None
+        "with full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers", None
     )
-    recompute_num_layers: int | None = doc("of full recompute, layers (see recompute_method)", None, COUNT)
+    recompute_num_layers: int | None = doc("layers of full recompute (see recompute_method)", None, COUNT)
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "mla_up_proj"], ...] = doc(
-        "of selective recompute: what is computed again", ("core_attn",)
+        "with selective recompute: the modules to compute again", ("core_attn",)
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = doc(
         "layers of a model: megatron-core's own, or Transformer Engine's (on a CPU: plain torch under its names);"
@@ -131,7 +131,7 @@ class LoRAConfig:
         "last names of linear layers (q_proj, ...); all-linear: all of the decoder's layers, no routers or experts",
         ("all-linear",),
     )
-    path: str | None = doc("directory of an adapter in peft's format that it starts from; null: a fresh one", None)
+    path: str | None = doc("directory of an adapter in peft's format to start from; null: a fresh one", None)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class OptimConfig:
     optimizer: Literal["adam"] = doc("AdamW", "adam")
     lr: float = doc("peak learning rate", 1e-6, BELOW_ONE)
     lr_warmup_steps: int = doc("optimizer steps of linear warm-up", 0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = doc("after warm-up", "constant")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = doc(
+        "shape of the decay after warm-up", "constant"
+    )
     lr_decay_steps: int | None = doc("optimizer steps until min_lr; null: all of the run", None, COUNT)
     min_lr: float = doc("floor of the schedule", 0.0, BELOW_ONE)
     weight_decay: float = doc("decoupled; norms and biases are exempt", 0.01, FRACTION)
@@ -213,7 +215,9 @@ class ActorConfig:
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = doc(
         "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
     )
-    distillation: TeacherTermConfig = doc("what the policy learns from a teacher", factory=TeacherTermConfig)
+    distillation: TeacherTermConfig = doc(
+        "term of the loss by which the policy learns from a teacher", factory=TeacherTermConfig
+    )
     shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
     router_replay: Literal["none", "r2", "r3"] = doc(
         "experts that tokens meet in updates: as routers pick then; r2: as they did for old_log_probs; r3: as the"
@@ -228,8 +232,10 @@ class ActorConfig:
 class CriticConfig:
     """There is a critic where the advantage estimator needs values."""
 
-    path: str | None = doc("Hugging Face directory that it starts from; null: the policy as RL starts", None)
-    value_head_init_std: float = doc("of the value head's first weights, where path has none; 0: zeros", 0.0, BELOW_ONE)
+    path: str | None = doc("Hugging Face directory that the critic starts from; null: the policy as RL starts", None)
+    value_head_init_std: float = doc(
+        "deviation of the value head's first weights, where path has none; 0: zeros", 0.0, BELOW_ONE
+    )
     num_ranks: int = doc(
         "ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout",
         0,
@@ -279,14 +285,14 @@ class RewardModelConfig:
         "what it scores: the response at its last token, each step of it at the step's last token, or each token",
         "response",
     )
-    step_separator: str = doc("of granularity step: the text that ends a step, as the response's end does", "\n\n")
+    step_separator: str = doc("with granularity step: the text that ends a step, as the response's end does", "\n\n")
     step_reduction: Literal["mean", "sum"] = doc(
-        "of step and token: how a sample's scores become its reward; the reward of each token is its share of that",
+        "with step and token: how a sample's scores become its reward; the reward of each token is its share of that",
         "mean",
     )
     activation: Literal["none", "sigmoid"] = doc("sigmoid: a score s becomes 1 / (1 + exp(-s))", "none")
     mean: float = doc("subtracted from a score, before the activation", 0.0, WEIGHT)
-    std: float = doc("by which a score is then divided, before the activation", 1.0, POSITIVE)
+    std: float = doc("a score is then divided by this, before the activation", 1.0, POSITIVE)
     num_ranks: int = doc(
         "ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout",
         0,
@@ -335,9 +341,9 @@ class SFTConfig:
     tools_key: str = doc("key of the tools that a conversation may call, where a row has some", "tools")
     weight_key: str | None = doc("key of a sample's weight in the loss; null: 1 each", None)
     teacher_key: str | None = doc(
-        "of forward_kl and reverse_kl: key of what the teacher told of a conversation, so that it need not run; null:"
+        "with forward_kl and reverse_kl: key of the teacher's tokens of a conversation, so that it need not run; null:"
         " ask the model at reference.path",
         None,
     )
-    chosen_key: str = doc("of a preference loss: key of the better answer, text or messages", "chosen")
-    rejected_key: str = doc("of a preference loss: key of the worse answer, text or messages", "rejected")
+    chosen_key: str = doc("with a preference loss: key of the better answer, text or messages", "chosen")
+    rejected_key: str = doc("with a preference loss: key of the worse answer, text or messages", "rejected")
