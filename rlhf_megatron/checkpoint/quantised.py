@@ -45,7 +45,8 @@ def from_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch
     wanted = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(scale.shape) != wanted:
         raise ValueError(f"scales {tuple(scale.shape)} of {tuple(weight.shape)} in blocks of {block} must be {wanted}")
-    values, wide = torch.empty(rows, columns, dtype=dtype), scale.float().repeat_interleave(block[1], 1)[:, :columns]
+    values = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    wide = scale.float().repeat_interleave(block[1], 1)[:, :columns]
     for number in range(wanted[0]):
         part = slice(number * block[0], (number + 1) * block[0])
         values[part] = (weight[part].float() * wide[number]).to(dtype)
@@ -71,7 +72,8 @@ def to_fp8(weight: Tensor, block: tuple[int, int] = FP8_BLOCK) -> tuple[Tensor, 
     """
     rows, columns = weight.shape
     shape = (-(-rows // block[0]), -(-columns // block[1]))
-    quantised, scales = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(shape)
+    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(shape, device=weight.device)
     for number in range(shape[0]):
         part = slice(number * block[0], (number + 1) * block[0])
         values = weight[part].float()

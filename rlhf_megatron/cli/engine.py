@@ -46,7 +46,8 @@ def engine(args: argparse.Namespace) -> int:
 def _command(config: RunConfig, port: int) -> str:
     sglang = config.rollout.sglang
     installed = check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
-    return shell_command(installed, config.model.path, EngineSetup.of(config).dtype, _shared(config), port)
+    dtype, quantization = EngineSetup.of(config).dtype, config.rollout.quantization
+    return shell_command(installed, config.model.path, dtype, quantization, _shared(config), port)
 
 
 def _shared(config: RunConfig) -> Path:

@@ -56,6 +56,7 @@ class HFTensor:
     name: str  # "model.layers.3.self_attn.q_proj.weight"
     shape: tuple[int, ...]
     entry: Entry | None = None  # None: files have it under its own name
+    dtype: str | None = None  # in engines that hold it quantised, or a scale of it; None: as the others of its rule
 
     @property
     def stored_name(self) -> str:
@@ -103,6 +104,10 @@ class Rule:
     num_experts: int = 0  # of the layer, where it is an expert's
     dtype: str | None = None  # of a buffer, whatever the model's type and that of a sync are; None: a parameter
     is_transposed: bool = False  # the Hugging Face tensor has its input as the first axis
+
+    def type_of(self, hf: HFTensor, dtype: str) -> str:
+        """The type in which one of `hf` is sent to engines of `dtype`."""
+        return hf.dtype or self.dtype or dtype
 
     @property
     def hf_split_axis(self) -> int:

@@ -11,7 +11,14 @@ from pathlib import Path
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.value_model import read_value_model, scoring_model
 from rlhf_megatron.config.rules import Check
-from rlhf_megatron.config.rules.run import has_critic, has_pairs, has_reward_model, has_teacher, needs_reference
+from rlhf_megatron.config.rules.run import (
+    actor_ranks,
+    has_critic,
+    has_pairs,
+    has_reward_model,
+    has_teacher,
+    needs_reference,
+)
 from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, TrainerConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.data.prompts import read_all
@@ -20,8 +27,11 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.observe.loggers import check_loggers
 from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.parallel.device import num_devices
+from rlhf_megatron.parallel.layout import Layout, layout_of
 from rlhf_megatron.recovery.capsule import read_capsule
 from rlhf_megatron.recovery.recorder import Recorder
+from rlhf_megatron.resharding.quantised import require_whole_blocks
+from rlhf_megatron.resharding.shards import EngineLayout
 from rlhf_megatron.rewards.service.model_servers import check_served
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import EngineSetup
@@ -33,7 +43,17 @@ OF_DATA = tuple(f"data.{f.name}" for f in fields(DataConfig) if f.name not in _N
 OF_TOKENIZER = ("model.path", "model.tokenizer_path", "rollout.stop")
 OF_ENGINES = tuple(
     f"rollout.{name}"
-    for name in ("engine", "num_engines", "endpoints", "router", "colocated", "dtype", "weight_transport", "sglang")
+    for name in (
+        "engine",
+        "num_engines",
+        "endpoints",
+        "router",
+        "colocated",
+        "dtype",
+        "quantization",
+        "weight_transport",
+        "sglang",
+    )
 )
 
 
@@ -79,8 +99,14 @@ def checks_of_run(
 
 
 def _check_engines(config: RunConfig) -> None:
-    if config.job == "train":
-        EngineSetup.of(revealed(config, os.environ)).check()
+    if config.job != "train":
+        return
+    EngineSetup.of(revealed(config, os.environ)).check()
+    if config.rollout.quantization is not None:
+        is_whole = config.actor.backend == "fsdp"  # it sends whole tensors
+        layout = Layout(1) if is_whole else layout_of(config.actor.megatron, actor_ranks(config))
+        table = table_for(read_hf_config(Path(config.model.path)))
+        require_whole_blocks(table, layout, EngineLayout.of(config.rollout))
 
 
 def _check_documents(config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_megatron.models.table import Span
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)

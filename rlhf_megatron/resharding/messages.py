@@ -65,7 +65,7 @@ def message_of(source: int, bucket: Bucket, dtype: str, held: Held) -> Message:
         if len(commons) > 1:
             raise ValueError(f"a rank of the engine holds several parts of {slot.hf.name}, {commons}; send it whole.")
         for common in commons:
-            width = DTYPE_BYTES[rule.dtype or dtype]
+            width = DTYPE_BYTES[rule.type_of(slot.hf, dtype)]
             end = -(-end // width) * width
             pieces.append(Piece(key_of(slot.hf, slot.span), (common.axis, common.start, common.count), end))
             end += prod(common.shape_in(slot.hf.shape)) * width
@@ -95,7 +95,7 @@ def pack(message: Message, bucket: Bucket, dtype: str, memory: Tensor) -> Tensor
     packed = torch.empty(message.num_bytes, dtype=torch.uint8, device=memory.device)
     for piece in message.pieces:
         rule, slot = slots[piece.key]
-        kind, span = getattr(torch, rule.dtype or dtype), Span(*piece.span)
+        kind, span = getattr(torch, rule.type_of(slot.hf, dtype)), Span(*piece.span)
         held = memory[slot.offset : slot.offset + slot.num_bytes].view(kind).view(slot.span.shape_in(slot.hf.shape))
         shape = span.shape_in(slot.hf.shape)
         room = packed[piece.offset : piece.offset + prod(shape) * kind.itemsize].view(kind).view(shape)

@@ -48,9 +48,9 @@ def plan_buckets(
     """Buckets that hold every HF tensor of `rules` exactly once, in order of their fusion groups' first rules.
 
     `dtype`: the engine's, a key of DTYPE_BYTES. `spans`: None: whole tensors. `alignment`: bytes of which each tensor
-    begins at a multiple; 1: no gaps between tensors, whose type is one and the same, so that each is still aligned to
-    its own numbers. A fusion group that is larger than `bucket_bytes` gets a bucket of its own, of its own size (see
-    `oversized`). Raises ValueError for an unknown type or a size that is not positive.
+    begins at a multiple; 1: no gaps between tensors of one type, each of which is still aligned to its own numbers. A
+    fusion group that is larger than `bucket_bytes` gets a bucket of its own, of its own size (see `oversized`). Raises
+    ValueError for an unknown type or a size that is not positive.
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"weights cannot be sent as {dtype!r}; use one of {', '.join(DTYPE_BYTES)}.")
@@ -127,7 +127,7 @@ def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int, spans: Sp
     slots, offset = [], 0
     for rule in rules:
         for hf, span, num_bytes in _parts(rule, dtype, spans):
-            offset = _aligned(offset, DTYPE_BYTES[rule.dtype or dtype])  # behind half precision without gaps
+            offset = _aligned(offset, DTYPE_BYTES[rule.type_of(hf, dtype)])  # behind half precision without gaps
             slots.append(Slot(hf, span, offset, num_bytes))
             offset += _aligned(num_bytes, alignment)
     return Bucket(index, tuple(rules), tuple(slots), offset)
@@ -137,7 +137,7 @@ def _parts(rule: Rule, dtype: str, spans: Spans | None) -> Iterator[tuple[HFTens
     """Yield the parts of a rule's tensors that are sent, with their bytes."""
     own = tuple(map(Span.whole, rule.hf)) if spans is None else spans[rule.megatron_name]
     for hf, span in zip(rule.hf, own, strict=True):
-        yield hf, span, prod(span.shape_in(hf.shape)) * DTYPE_BYTES[rule.dtype or dtype]
+        yield hf, span, prod(span.shape_in(hf.shape)) * DTYPE_BYTES[rule.type_of(hf, dtype)]
 
 
 def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tuple[int, ...]]]]:

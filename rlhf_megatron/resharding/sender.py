@@ -152,10 +152,9 @@ def write_bucket(bucket: Bucket, gathered: Mapping[str, list[Tensor]], dtype: st
     entries = []
     slots = iter(bucket.slots)
     for rule in bucket.rules:
-        own = rule.dtype or dtype
         for tensor in rule.to_hf(join(rule.split, gathered[rule.megatron_name])):
             slot = next(slots)
-            hf, span = slot.hf, slot.span
+            hf, span, own = slot.hf, slot.span, rule.type_of(slot.hf, dtype)
             shape = span.shape_in(hf.shape)
             if not slot.num_bytes:
                 continue  # of a shard that is all padding

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.models.table import HFTensor, Rule, Span, hf_spans, rules_of_stage
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
@@ -80,12 +81,28 @@ def copy_of(layout: Layout, rank: int) -> int:
     return layout.place_in_stage(rank) // layout.copy_size
 
 
+_SIZES = (("tp-size", "tp", "tensor-parallel-size"), ("ep-size", "ep", "expert-parallel-size"))  # SGLang's arguments
+
+
 @dataclass(frozen=True)
 class EngineLayout:
     """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each over tp / ep."""
 
     tp: int = 1
     ep: int = 1
+    shared: int = 0  # ranks over which an expert of every token is cut, others hold the same again; 0: tp
+
+    @staticmethod
+    def of(rollout: RolloutConfig) -> EngineLayout:
+        """As `rollout.sglang.args` say. Raises ValueError for sizes that cannot be."""
+        if rollout.engine != "sglang":
+            return EngineLayout()
+        given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
+        tp, ep = (int(str(next((given[name] for name in names if name in given), 1))) for names in _SIZES)
+        if given.get("moe-a2a-backend", "none") not in ("none", None):
+            return EngineLayout(tp, ep, 1)
+        is_fused = given.get("enforce-shared-experts-fusion", False)  # with the others of each of the ep parts
+        return EngineLayout(tp, ep, tp // ep if is_fused else 0)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a shape that cannot be."""
@@ -102,6 +119,9 @@ def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span 
     Fewer key-value heads than ranks: several ranks hold the same one, as SGLang has it.
     """
     ways, number = engine.tp, rank
+    if ".shared_experts." in hf.name:
+        ways = engine.shared or engine.tp
+        number = rank % ways
     if rule.expert is not None:
         ways = engine.tp // engine.ep
         owner, number = divmod(rank, ways)
@@ -116,7 +136,8 @@ def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span 
         each = -(-padded // ways)
     else:
         # Rows of keys and values, of which each block has as many as heads: they are not cut within one.
-        blocks = rule.num_blocks if rule.num_blocks and len(rule.hf) > 1 and hf is not rule.hf[0] else None
+        is_query = hf.name.startswith(rule.hf[0].name)  # or its scales
+        blocks = rule.num_blocks if rule.num_blocks and len(rule.hf) > 1 and not is_query else None
         if blocks is not None and blocks < ways:
             number, ways = number * blocks // ways, blocks
         each = size // ways
@@ -163,8 +184,8 @@ def transfers(shares: Sequence[Share], engine: EngineLayout, dtype: str) -> Iter
     """All that an engine takes from one copy of a stage."""
     for source, share in enumerate(shares):
         for rule in share.rules:
-            width = DTYPE_BYTES[rule.dtype or dtype]
             for hf, sent in zip(rule.hf, share.spans[rule.megatron_name], strict=True):
+                width = DTYPE_BYTES[rule.type_of(hf, dtype)]
                 for target in range(engine.tp):
                     taken = taken_by(rule, hf, engine, target)
                     common = None if taken is None else overlap(sent, taken, hf.shape)
@@ -196,6 +217,6 @@ def stage_links(table: Sequence[Rule], layout: Layout, engine: EngineLayout, dty
         by_link: dict[tuple[int, int], int] = defaultdict(int)
         for one in transfers(shares_of(rules, layout), engine, dtype):
             by_link[one.source, one.target] += one.num_bytes
-        num_bytes = sum(prod(hf.shape) * DTYPE_BYTES[rule.dtype or dtype] for rule in rules for hf in rule.hf)
+        num_bytes = sum(prod(hf.shape) * DTYPE_BYTES[rule.type_of(hf, dtype)] for rule in rules for hf in rule.hf)
         stages.append(StageLinks(dict(by_link), num_bytes))
     return tuple(stages)

@@ -141,6 +141,7 @@ class EngineAddress:
     api_key: str = field(default="", repr=False)  # of `generate` where it is not `token`
     is_attached: bool = False  # the run did not start it
     takes_parts: bool = True  # of tensors, where it has the loader: it keeps weights as they come
+    quantization: str | None = None  # in which it holds what is sent; None: as it comes
     machine: int = 0  # its number among those of the run, where torchrun's agents start engines
 
 

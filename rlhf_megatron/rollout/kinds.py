@@ -31,6 +31,7 @@ class EngineKind:
 
     settings: ClassVar[tuple[str, ...]] = ()  # full keys that it reads and not every engine does
     transports: ClassVar[tuple[str, ...]] = ("tensor", "disk")  # values of rollout.weight_transport
+    quantizations: ClassVar[tuple[str, ...]] = ()  # values of rollout.quantization that it can hold
     can_attach: ClassVar[bool] = False  # to running servers, rollout.endpoints
     is_elsewhere: ClassVar[bool] = False  # servers may run on machines without a rank
 
@@ -99,6 +100,7 @@ class LocalKind(EngineKind):
 
     settings = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
     transports = ("tensor", "process_group", "disk")
+    quantizations = ("fp8",)
 
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
@@ -120,6 +122,7 @@ class LocalKind(EngineKind):
             load_weights=False,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
+            quantization=rollout.quantization,
             deterministic=trainer.deterministic,
             startup_timeout_s=rollout.startup_timeout_s,
             env=devices_of(rollout.num_engines, visible, trainer.n_gpus_per_node, rollout.colocated),
@@ -155,6 +158,7 @@ class SGLangKind(EngineKind):
 
     settings = ("rollout.sglang",)
     transports = ("tensor", "process_group", "disk")
+    quantizations = ("fp8",)
     can_attach = True
     is_elsewhere = True
 
@@ -217,6 +221,7 @@ class SGLangKind(EngineKind):
             python=rollout.sglang.python,
             transfer_dir=transfer_dir,
             dtype=setup.dtype,
+            quantization=rollout.quantization,
             arguments=rollout.sglang.args,
             env=rollout.sglang.env,
             startup_timeout_s=rollout.startup_timeout_s,

@@ -79,7 +79,7 @@ class Stages:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
+        self.mismatch = MismatchCheck(config.checks, config.is_exact)
         self.advantage_stage = AdvantageStage(config.algorithm, self.parts)
         self.trained_version = 0  # of the policy that the last batch was given to
         self._settings = UpdateSettings.of(config)

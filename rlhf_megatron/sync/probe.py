@@ -27,7 +27,7 @@ class Probe:
         params = SamplingParams(min(NUM_TOKENS, config.data.max_response_length), rollout.temperature)
         self.actor = actor
         self.checks = checks
-        self.is_exact = config.model.dtype == "float32" and rollout.dtype in (None, "float32")
+        self.is_exact = config.is_exact
         self.token_budget = config.actor.ppo_max_token_len_per_gpu
         self.timeout_s = rollout.request_timeout_s  # of the engine
         prompts = prompts[: checks.probe_prompts]

@@ -128,6 +128,20 @@ def _experts_of_other_ranks(module: Any) -> None:
     module.moe_forward_native = moe_forward_native
 
 
+def _fp8_in_plain_numbers(module: Any) -> None:
+    """Matrices in FP8 blocks need AMX kernels on a CPU. Here they are kept as on a GPU, and each product takes the
+    numbers that they stand for."""
+    import torch
+
+    def plain(input: Any, weight: Any, block_size: Any, weight_scale: Any, bias: Any = None, **_: Any) -> Any:
+        wide = weight_scale.repeat_interleave(block_size[0], 0)[: weight.shape[0]]
+        wide = wide.repeat_interleave(block_size[1], 1)[:, : weight.shape[1]]
+        return torch.nn.functional.linear(input, (weight.float() * wide).to(input.dtype), bias)
+
+    module._is_cpu = False
+    module.dispatch_w8a8_block_fp8_linear = lambda *_, **__: plain
+
+
 def apply() -> None:
     """Called once per interpreter, before anything of SGLang is imported."""
     triton_stub.install()
@@ -143,6 +157,7 @@ def apply() -> None:
                 "sglang.srt.mem_cache.pool_host.common": _no_cuda_host_register,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
                 "sglang.srt.layers.moe.fused_moe_native": _experts_of_other_ranks,
+                "sglang.srt.layers.quantization.fp8": _fp8_in_plain_numbers,
                 "sglang.srt.layers.rotary_embedding.factory": _plain_positions_of_latent_attention,
             }
         ),

@@ -18,11 +18,11 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.parallel.layout import Layout, layout_of
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 from rlhf_megatron.resharding.network import MEDIA, NETWORKS, Cost, Engines, Network, cost_of, seconds_whole
+from rlhf_megatron.resharding.quantised import engine_table
 from rlhf_megatron.resharding.shards import EngineLayout, StageLinks, num_copies, stage_links
 
 LINKS_SHOWN = 5
 _CELL, _LEFT, _TOP, _MOST_ROWS, _MOST_COLUMNS = 10, 90, 46, 128, 64  # of the picture, pixels and cells
-_SIZES = (("tp-size", "tp", "tensor-parallel-size"), ("ep-size", "ep", "expert-parallel-size"))  # SGLang's arguments
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -32,11 +32,13 @@ def sync(args: argparse.Namespace) -> None:
     network, layout = NETWORKS[args.network], layout_of(config.actor.megatron, actor_ranks(config))
     engines, dtype = engines_of(config), config.rollout.dtype or config.model.dtype
     table = table_for(read_hf_config(Path(config.model.path)), layout.tp)
+    table = engine_table(table, dtype, config.rollout.quantization)
     stages = stage_links(table, layout, engines.layout, dtype)
-    num_bytes = sum(prod(hf.shape) * DTYPE_BYTES[rule.dtype or dtype] for rule in table for hf in rule.hf)
+    num_bytes = sum(prod(hf.shape) * DTYPE_BYTES[rule.type_of(hf, dtype)] for rule in table for hf in rule.hf)
     cost = cost_of(stages, layout, engines, network)
     place = "on the trainer's GPUs" if engines.is_colocated else "on machines of their own"
-    print(f"weights        {size(num_bytes)} as {dtype}; trainer {layout}, {layout.world_size} ranks")
+    kind = config.rollout.quantization or dtype
+    print(f"weights        {size(num_bytes)} as {kind}; trainer {layout}, {layout.world_size} ranks")
     print(f"engines        {engines.count} of tp{engines.layout.tp} ep{engines.layout.ep}, {place}")
     for line in lines(cost, args.network, layout, stages):
         print(line)
@@ -61,10 +63,7 @@ def why_whole(config: RunConfig) -> str:
 
 def engines_of(config: RunConfig) -> Engines:
     """The engines of a run. Raises ValueError for sizes that cannot be."""
-    arguments = {name.replace("_", "-"): value for name, value in config.rollout.sglang.args.items()}
-    sizes = [int(str(next((arguments[name] for name in names if name in arguments), 1))) for names in _SIZES]
-    layout = EngineLayout(*sizes) if config.rollout.engine == "sglang" else EngineLayout()
-    return Engines(layout, num_engines(config), config.rollout.colocated)
+    return Engines(EngineLayout.of(config.rollout), num_engines(config), config.rollout.colocated)
 
 
 def lines(cost: Cost, name: str, layout: Layout, stages: Sequence[StageLinks]) -> Iterator[str]:

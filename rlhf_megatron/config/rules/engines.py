@@ -34,6 +34,12 @@ def engines(loaded: Loaded) -> Findings:
         f" ({len(c.rollout.endpoints)}); remove it.",
         ("rollout.num_engines", "rollout.endpoints"),
     )
+    yield wrong(
+        c.rollout.quantization and c.rollout.weight_transport == "disk",
+        f"rollout.weight_transport (disk) writes model directories of rollout.dtype, and no rollout.quantization"
+        f" ({c.rollout.quantization}); use tensor or process_group.",
+        ("rollout.weight_transport", "rollout.quantization"),
+    )
     for name in c.rollout.sglang.args:
         if name.startswith("-"):
             plain = name.lstrip("-")
@@ -96,6 +102,12 @@ def _attached(c: RunConfig) -> Findings:
         " running ones; remove either.",
         ("rollout.colocated", key),
     )
+    yield wrong(
+        c.rollout.endpoints and c.rollout.quantization,
+        f"rollout.quantization ({c.rollout.quantization}) is of servers that the run starts, but rollout.endpoints"
+        " names running ones; remove either.",
+        ("rollout.quantization", key),
+    )
     name = "RLHF_MEGATRON_TRANSFER_DIR"
     yield wrong(
         name in c.rollout.sglang.env,
@@ -144,12 +156,13 @@ def _of_some_engines(c: RunConfig) -> Findings:
     engine, balancer = entry_of("engine", c.rollout.engine), entry_of("balancer", c.rollout.router)
     if engine is None or balancer is None:
         return
-    engines, transport = parts_of("engine"), c.rollout.weight_transport
+    engines, transport, quantization = parts_of("engine"), c.rollout.weight_transport, c.rollout.quantization
     setting = balancer.build.engine_setting
     checks: tuple[tuple[str, object, Callable[[Any], bool]], ...] = (
         ("endpoints", list(c.rollout.endpoints), lambda kind: kind.can_attach or not c.rollout.endpoints),
         ("router", c.rollout.router, lambda kind: not setting or setting in kind.settings),
         ("weight_transport", transport, lambda kind: transport in kind.transports),
+        ("quantization", quantization, lambda kind: quantization is None or quantization in kind.quantizations),
     )
     for name, value, fits in checks:
         if not fits(engine.build):

@@ -132,12 +132,12 @@ def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
         keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
         switch = f"{section}.optim.lr_decay_style"
         yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
-    is_float32 = c.model.dtype == "float32" and c.rollout.dtype in (None, "float32")
     bounds = tuple(f"checks.log_prob_{name}" for name in ("p50_abs_diff", "p99_abs_diff", "mean_kl"))
-    yield is_float32, bounds, "model.dtype", "bound checks.log_prob_max_abs_diff, which float32 is held to"
+    yield c.is_exact, bounds, "model.dtype", "bound checks.log_prob_max_abs_diff, which float32 is held to"
     decides = "model.dtype" if c.model.dtype == "bfloat16" else "rollout.dtype"
-    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which bfloat16 is held to"
-    yield not is_float32, ("checks.log_prob_max_abs_diff",), decides, fix
+    decides = "rollout.quantization" if c.rollout.quantization else decides
+    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which it is held to"
+    yield not c.is_exact, ("checks.log_prob_max_abs_diff",), decides, fix
     for section, m, _ in megatron_sections(c):
         granularity = f"{section}.recompute_granularity"
         of_full = (f"{section}.recompute_method", f"{section}.recompute_num_layers")

@@ -214,6 +214,12 @@ class RayConfig:
 class RunConfig:
     """Everything that one run is made of."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Trainer and engines compute with the same float32 weights."""
+        is_float32 = self.model.dtype == "float32" and self.rollout.dtype in (None, "float32")
+        return is_float32 and self.rollout.quantization is None
+
     job: Literal["train", "sft", "reward-model"] = doc(
         "train: reinforcement learning; sft: supervised and preference training; reward-model: a model that scores"
         " answers, from pairs. The command of that name runs it",

@@ -115,6 +115,9 @@ class RolloutConfig:
     )
     colocated: bool = doc("engines and trainer take turns with the same devices", False)
     dtype: Literal["float32", "bfloat16"] | None = doc("type of the engine's weights; null: model.dtype", None)
+    quantization: Literal["fp8"] | None = doc(
+        "fp8: the engine holds matrices of attention, MLPs and experts in FP8, with a scale for each 128 x 128", None
+    )
     n: int = doc("samples a prompt (the group size)", 8, SAMPLES)
     temperature: float = doc(
         "sampling temperature; the trainer's log-probs use the same",

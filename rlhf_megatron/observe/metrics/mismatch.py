@@ -30,10 +30,11 @@ class MismatchCheck:
     Raises ValueError past a threshold at `first_step`, or the first one after it that has tokens to compare.
     """
 
-    def __init__(self, checks: CheckConfig, trainer_dtype: str, engine_dtype: str | None) -> None:
+    def __init__(self, checks: CheckConfig, is_exact: bool) -> None:
+        """`is_exact`: `RunConfig.is_exact`."""
         self.checks = checks
         self.first_step = 1  # of this process
-        self.is_exact = trainer_dtype == "float32" and engine_dtype in (None, "float32")
+        self.is_exact = is_exact
 
     def __call__(
         self, step: int, batch: ScoredBatch, log_probs: Tensor, version: int | None = None

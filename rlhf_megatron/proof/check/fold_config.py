@@ -64,8 +64,7 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
         """Two a step where the run has several, else one."""
         return num_samples // 2 if true_samples > true else num_samples
 
-    is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
-    checks = config.checks if is_exact else schema.CheckConfig()  # the run's own bound, where it is one on float32
+    checks = config.checks if config.is_exact else schema.CheckConfig()  # the run's own bound is one on float32
     return schema.RunConfig(
         model=schema.ModelConfig(
             path=str(directory / "model"),

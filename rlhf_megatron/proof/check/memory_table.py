@@ -24,6 +24,7 @@ from rlhf_megatron.models.families.base import padded_vocab_size, table_for
 from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
+from rlhf_megatron.resharding.quantised import engine_table
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.workers.activations import Trained, kept_bytes
 from rlhf_megatron.workers.head_backend import stash_bytes_of
@@ -93,10 +94,11 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         )
         reference = tuple(stage.reference for stage in other)
     # Virtual stages change which layers a stage sends, not how many of what size in which order.
+    engine_dtype, table = EngineSetup.of(config).dtype, table_for(hf_config, megatron.tensor_model_parallel_size)
     traffic = stage_traffic(
-        table_for(hf_config, megatron.tensor_model_parallel_size),
+        engine_table(table, engine_dtype, config.rollout.quantization),
         layout_of(megatron, actor_ranks(config)),
-        EngineSetup.of(config).dtype,
+        engine_dtype,
         config.rollout.update_weights_bucket_megabytes * MIB,
     )
     head = _head(config.actor, hf_config, dtype, config.trainer.device == "cpu")

@@ -47,7 +47,7 @@ def engine_memory(
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
     ranks = int(given.get("tp_size", given.get("tensor_parallel_size", 1)))
     weights = sum(
-        prod(hf.shape) * DTYPE_BYTES[rule.dtype or dtype] // (1 if rule.split == "replicated" else ranks)
+        prod(hf.shape) * DTYPE_BYTES[rule.type_of(hf, dtype)] // (1 if rule.split == "replicated" else ranks)
         for rule in table
         for hf in rule.hf
     )

@@ -11,6 +11,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.proof.check.memory_table import Memory
 from rlhf_megatron.proof.plan.gpus import GB, EngineMemory, engine_memory
+from rlhf_megatron.resharding.quantised import engine_table
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
 _BAR, _SCALE, _LEFT = 22, 560, 190  # pixels: height of a bar, width of a GPU, where bars begin
@@ -33,7 +34,8 @@ def engine_of(config: RunConfig, hf_config: Mapping[str, Any], gpu_bytes: int) -
     if config.rollout.engine != "sglang":
         return None
     dtype = config.rollout.dtype or config.model.dtype
-    return engine_memory(table_for(hf_config), hf_config, dtype, config.rollout.sglang.args, gpu_bytes)
+    table = engine_table(table_for(hf_config), dtype, config.rollout.quantization)
+    return engine_memory(table, hf_config, dtype, config.rollout.sglang.args, gpu_bytes)
 
 
 def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemory | None) -> list[Phase]:

@@ -50,6 +50,7 @@ def start_local_engines(
     load_weights: bool = True,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 131072,
+    quantization: str | None = None,
     deterministic: bool = False,
     startup_timeout_s: float = 600.0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
@@ -72,9 +73,12 @@ def start_local_engines(
     transfer_dir = None if transfer_dir is None else Path(transfer_dir)
     arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
     arguments += ["--deterministic"] if deterministic else []
+    arguments += ["--quantization", quantization] if quantization is not None else []
     arguments += [word for plugin in loaded() for word in ("--plugin", plugin)]
     launches = [
-        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}, transfer_dir or folder))
+        place(
+            _LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}, transfer_dir or folder, quantization)
+        )
         for index, extra in zip(range(num_engines), envs, strict=True)
     ]
     return EngineServers(launches, startup_timeout_s, progress)
@@ -87,6 +91,7 @@ class _LocalLaunch:
     arguments: Sequence[str]
     env: Mapping[str, str]
     transfer_dir: Path
+    quantization: str | None
     host: str = LOOPBACK
     process: ServerProcess | None = None
     token: str = ""
@@ -117,7 +122,8 @@ class _LocalLaunch:
         assert self.process is not None, "wait comes after start"
         await_ready(self.process, self._ready.is_file, deadline, progress)
         port = json.loads(self._ready.read_text())["port"]
-        address = EngineAddress(self.name, "local", f"http://{self.host}:{port}", self.token)
+        url = f"http://{self.host}:{port}"
+        address = EngineAddress(self.name, "local", url, self.token, quantization=self.quantization)
         LocalEngine(address).health(max(1.0, deadline - time.monotonic()))
         return address
 

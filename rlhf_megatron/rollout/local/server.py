@@ -223,6 +223,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--allow-remote", action="store_true", help="needed to listen on another than the loopback address"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--quantization", choices=("fp8",), help="takes weight syncs in FP8 blocks")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--load-weights", choices=("true", "false"), default="true")
     parser.add_argument("--max-num-seqs", type=int, default=256)
@@ -251,12 +252,15 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
         # each in one thread block, in the same order every time.
         make_deterministic(warn_only=args.device != "cpu")
     is_loaded = args.load_weights == "true"
+    if is_loaded and args.quantization is not None:
+        raise ValueError(f"--quantization {args.quantization} is of weight syncs; use --load-weights false with it.")
     model = load_model(args.model, args.dtype, args.device, is_loaded)
     generator = Generator(model, args.max_num_seqs, args.max_num_batched_tokens)
-    weights = WeightReceiver(model.module, args.transfer_dir, is_loaded)
+    weights = WeightReceiver(model.module, args.transfer_dir, is_loaded, is_fp8=args.quantization == "fp8")
     description = {
         "kind": "local",
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "device": args.device,
         "deterministic": args.deterministic,
         "devices": device_ids() if model.device.type != "cpu" else [],  # whose memory it can open

@@ -1,8 +1,9 @@
 """The receiving side of a weight sync: a transaction over the parameters of the served model.
 
 A bucket is checked as a whole (file, names, shapes, dtypes) before a single byte is written, and after that its digests
-are compared with those of what stands in the parameters. From `begin` until a `commit` that saw all of every parameter
-the engine is STALE, and it stays so after any failure.
+are compared with those of what stands in the parameters. Under FP8 that is blocks and scales; a `commit` makes of
+them the numbers that they stand for, with which the model computes. From `begin` until a `commit` that saw all of every
+parameter the engine is STALE, and it stays so after any failure.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.checkpoint.quantised import FP8_BLOCK, SCALE, from_fp8, is_in_fp8, to_fp8
 from rlhf_megatron.models.table import Span
 from rlhf_megatron.parallel.device import synchronize
 from rlhf_megatron.parallel.links import Invitation
@@ -78,13 +80,21 @@ class WeightReceiver:
     They are fit to serve when `stale_reason` is None.
     """
 
-    def __init__(self, module: torch.nn.Module, transfer_dir: Path | None, is_loaded: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, transfer_dir: Path | None, is_loaded: bool, is_fp8: bool = False
+    ) -> None:
+        """`is_fp8`: matrices come in FP8 (`resharding.quantised`)."""
         self.transfer_dir = transfer_dir
         self.version: int | None = None
         self.stale_reason = None if is_loaded else "it was started without weights and waits for the first sync"
         self._parts = dict(named_parts(module))
+        self._computed = {name: part for name, part in self._parts.items() if is_fp8 and is_in_fp8(name)}
+        for name, part in self._computed.items():
+            blocks, scales = to_fp8(torch.zeros_like(part.tensor))
+            self._parts |= {name: Part(blocks), name + SCALE: Part(scales)}
         self._shapes = {name: tuple(part.tensor.shape) for name, part in self._parts.items()}
-        self._parameters = [(parameter, parameter.shape) for parameter in module.parameters()]
+        of_blocks = [self._parts[name + end].parameter for name in self._computed for end in ("", SCALE)]
+        self._parameters = [(parameter, parameter.shape) for parameter in (*module.parameters(), *of_blocks)]
         self._open_version: int | None = None  # of the transaction
         self._standing: dict[str, dict[Span, int]] = {}  # name -> digests of its parts, taken when they were written
         self.is_released = False
@@ -194,6 +204,9 @@ class WeightReceiver:
             problem = f"{len(missing)} of {len(self._parts)} tensors never came whole: {names}."
             self._fail(problem)
             raise ValueError(f"commit of version {version}: {problem}")
+        for name, part in self._computed.items():
+            blocks, scales = self._parts[name].tensor, self._parts[name + SCALE].tensor
+            part.tensor.copy_(from_fp8(blocks, scales, FP8_BLOCK, part.tensor.dtype))
         self.version, self._open_version, self.stale_reason = version, None, None
 
     def _has_come(self, name: str) -> bool:

@@ -115,7 +115,7 @@ LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
     "quantization": (
         (None, "", "unquant"),
         "what stands in the engine must be what the trainer sent",
-        "start it without quantization",
+        "start it without quantization (a run that starts it can set rollout.quantization)",
     ),
     "disaggregation-mode": ((None, "null"), "prefill and decode must be one server", "start it without"),
     "encoder-only": ((None, False), "it must generate", "start it without"),

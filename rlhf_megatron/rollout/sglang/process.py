@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from rlhf_megatron.checkpoint.quantised import FP8_BLOCK
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import (
     LOOPBACK,
@@ -85,6 +86,7 @@ _BIND_FAILED = re.compile(
 _PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
 
 
+OVERRIDE = "json-model-override-args"
 INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
@@ -149,6 +151,7 @@ def start_sglang_engines(
     python: str | None,
     transfer_dir: Path,
     dtype: str,
+    quantization: str | None = None,
     arguments: Mapping[str, Any],
     env: Mapping[str, str],
     startup_timeout_s: float,
@@ -179,7 +182,7 @@ def start_sglang_engines(
             "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
             " a group differ, but a run does not repeat."
         )
-    settings = settings_of(installed, model_path, dtype)
+    settings = settings_of(installed, model_path, dtype, quantization)
     ports, meeting = Ports(), MeetingPlace()
     launches = [
         place(
@@ -194,6 +197,7 @@ def start_sglang_engines(
                 ports=ports,
                 meeting=meeting,
                 key=key,
+                quantization=quantization,
             )
         )
         for index, devices in enumerate(installed.devices)
@@ -201,8 +205,11 @@ def start_sglang_engines(
     return EngineServers(launches, startup_timeout_s, progress)
 
 
-def settings_of(installed: SGLangEnvironment, model_path: Path | str, dtype: str) -> dict[str, object]:
-    """Contents of each server's settings file: what the run asks for, and over it what the user does."""
+def settings_of(
+    installed: SGLangEnvironment, model_path: Path | str, dtype: str, quantization: str | None = None
+) -> dict[str, object]:
+    """Contents of each server's settings file: what the run asks for, and over it what the user does. Raises ValueError
+    where both change the model's configuration."""
     own = {
         "model-path": str(Path(model_path).absolute()),
         "host": "127.0.0.1",
@@ -212,6 +219,14 @@ def settings_of(installed: SGLangEnvironment, model_path: Path | str, dtype: str
         "custom-weight-loader": [LOAD_FORMAT],
     }
     of_user = installed.arguments.values
+    if quantization is not None:
+        if OVERRIDE in of_user:
+            raise ValueError(
+                f"rollout.sglang.args.{OVERRIDE} ({of_user[OVERRIDE]!r}) cannot be set beside rollout.quantization"
+                f" ({quantization}), which needs it; remove one, or change config.json of model.path."
+            )
+        blocks = {"weight_block_size": FP8_BLOCK, "activation_scheme": "dynamic", "fmt": "e4m3"}
+        own[OVERRIDE] = json.dumps({"quantization_config": {"quant_method": quantization, **blocks}})
     return {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
 
 
@@ -236,6 +251,7 @@ class SGLangLaunch:
     key: str | None
     is_engine: bool = True
     keeps_port: bool = False
+    quantization: str | None = None
     process: ServerProcess | None = None
     port: int | None = None  # that it had when it was up, where it keeps that
     log_start: int = 0  # of this attempt, bytes into the log
@@ -269,7 +285,8 @@ class SGLangLaunch:
         env = {**own, **self.env, "PYTHONPATH": search_path(self.env)}
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))
-        self.address = EngineAddress(self.name, "sglang", f"http://{self.host}:{port}", token, tp_size)
+        url = f"http://{self.host}:{port}"
+        self.address = EngineAddress(self.name, "sglang", url, token, tp_size, quantization=self.quantization)
         command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
         self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], self.log, env, token)
 
@@ -323,11 +340,16 @@ SETTINGS_FILE = "engine-key.yaml"
 
 
 def shell_command(
-    installed: SGLangEnvironment, model_path: Path | str, dtype: str, transfer_dir: Path, port: int
+    installed: SGLangEnvironment,
+    model_path: Path | str,
+    dtype: str,
+    quantization: str | None,
+    transfer_dir: Path,
+    port: int,
 ) -> str:
     """Lines for a shell: a key in a file of mode 0600 (a command line can be seen by all users of the machine), then
     the server itself, in the foreground. A run on this machine attaches with that key file."""
-    given = {**settings_of(installed, model_path, dtype), "port": port}
+    given = {**settings_of(installed, model_path, dtype, quantization), "port": port}
     words = [installed.python, "-m", "sglang.launch_server", "--config", SETTINGS_FILE]
     for name, value in given.items():
         words += _words(name, value)

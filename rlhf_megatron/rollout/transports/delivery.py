@@ -22,6 +22,7 @@ from rlhf_megatron.resharding.buffers import Buffers, Lent, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.messages import Roster
 from rlhf_megatron.resharding.plan import ALIGNMENT
+from rlhf_megatron.resharding.quantised import quantised_rule
 from rlhf_megatron.resharding.sender import Order, Place, SendReport, send_weights
 from rlhf_megatron.resharding.shard_sender import Rounds, gather_bytes, send_shards, tell
 from rlhf_megatron.resharding.shards import copy_of, num_copies
@@ -211,6 +212,8 @@ def deliver_weights(
     engines are on one. An engine that fails stands in the report.
     """
     order = Order(version, getattr(torch, dtype), bucket_bytes)
+    if engines and engines[0].quantization is not None:  # those of a run are alike
+        export = ((quantised_rule(rule, dtype), tensor) for rule, tensor in export)
     by_copy = served_by_copies(place, transport, engines, ranks_per_machine)
     own = copy_of(place.layout, place.rank)
     served = by_copy.get(own, ()) if by_copy else engines[: 0 if own else None]

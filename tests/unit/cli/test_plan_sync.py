@@ -13,9 +13,11 @@ from table_samples import DEEPSEEK_V3
 from rlhf_megatron.cli.commands import _GPUS, _NETWORKS
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.cli.plan.sync import engines_of
-from rlhf_megatron.config.schema import RolloutConfig, RunConfig
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SGLangConfig
+from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.proof.plan.gpus import GPUS
 from rlhf_megatron.resharding.network import NETWORKS
+from rlhf_megatron.resharding.shards import EngineLayout, taken_by
 
 RUN = ROOT / "configs" / "qwen3_235b_512_ranks.yaml"
 
@@ -86,6 +88,25 @@ def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert "this run" not in out  # it goes shard to shard
     out = plan(capsys, str(RUN), "rollout.weight_transport=disk", "rollout.transfer_dir=/tmp")
     assert "this run       sends whole tensors: rollout.weight_transport is disk" in out
+    out = plan(capsys, str(RUN), "rollout.quantization=fp8")
+    assert "as fp8; trainer" in out and "floor          0.59 s: engine" in out
+
+
+def test_a_shared_expert_is_cut_as_sglang_cuts_it() -> None:
+    """With dense layers; fused with the others of each of the ep parts; whole on every rank that DeepEP serves."""
+    table = table_for({**DEEPSEEK_V3, "num_hidden_layers": 4})
+    (rule,) = [r for r in table if r.megatron_name.endswith("3.mlp.shared_experts.linear_fc2.weight")]
+    (hf,) = rule.hf  # [7168, 2048]
+    for arguments, columns in (
+        ({}, 256),
+        ({"enforce_shared_experts_fusion": True}, 1024),
+        ({"moe_a2a_backend": "deepep"}, 2048),
+    ):
+        given = {"tp_size": 8, "ep_size": 4, **arguments}
+        engine = EngineLayout.of(RolloutConfig(engine="sglang", sglang=SGLangConfig(args=given)))
+        spans = [taken_by(rule, hf, engine, rank) for rank in range(8)]
+        assert [span.shape_in(hf.shape)[1] for span in spans if span is not None] == [columns] * 8, arguments
+        assert {span.start for span in spans if span is not None} == set(range(0, 2048, columns))
 
 
 def test_attached_engines_are_counted() -> None:

@@ -160,6 +160,25 @@ def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -
     assert any(words in str(problem) for problem in validate(load(VALID, given, "actor.backend=fsdp")))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["rollout.weight_transport=disk"],
+            "rollout.weight_transport (disk) writes model directories of rollout.dtype",
+        ),
+        (
+            [ONE],
+            "rollout.quantization (fp8) is of servers that the run starts, but rollout.endpoints names running ones",
+        ),
+    ],
+)
+def test_fp8_needs_servers_of_the_run_and_a_way_to_them(load: Load, overrides: list[str], expected: str) -> None:
+    assert validate(load(SGLANG, "rollout.quantization=fp8")) == []
+    found = validate(load(SGLANG, "rollout.quantization=fp8", *overrides))
+    assert any(str(problem).startswith(expected) for problem in found), found
+
+
 def test_a_base_file_may_say_how_servers_would_be_started(load: Load, tmp_path: Path) -> None:
     """A later file names running ones: the settings of the earlier one are idle, and nobody expects them to act."""
     base = SGLANG.replace("engine: sglang", "engine: sglang, sglang: {python: x, args: {tp_size: 2}}")

@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from places import MODEL, ROOT
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import found_by, read_run_config
-from rlhf_megatron.config.schema import CheckConfig, RunConfig
+from rlhf_megatron.config.schema import CheckConfig, ModelConfig, RolloutConfig, RunConfig
 from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
 from rlhf_megatron.proof.preflight import checks_of_run
 from rlhf_megatron.rewards.scorers import RewardSample
@@ -36,7 +36,7 @@ def trainer_log_probs(*differences: float) -> torch.Tensor:
 
 
 def test_float32_is_held_to_the_largest_difference() -> None:
-    check = MismatchCheck(CheckConfig(), "float32", None)
+    check = MismatchCheck(CheckConfig(), is_exact=True)
     fine = check(1, scored(), trainer_log_probs(0.0, 9e-5, -9e-5))
     assert fine["training/rollout_log_probs_diff_max"] == pytest.approx(9e-5, rel=0.02)
     with pytest.raises(ValueError) as error:
@@ -47,9 +47,20 @@ def test_float32_is_held_to_the_largest_difference() -> None:
     assert check(2, scored(), trainer_log_probs(0.0, 0.0, -2e-3))["training/rollout_log_probs_diff_max"] > 1e-3
 
 
-@pytest.mark.parametrize(("trainer", "engine"), [("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
-def test_bfloat16_is_held_to_percentiles_and_kl(trainer: str, engine: str | None) -> None:
-    check = MismatchCheck(CheckConfig(), trainer, engine)
+@pytest.mark.parametrize(
+    ("trainer", "engine", "quantization"),
+    [
+        ("bfloat16", None, None),
+        ("float32", "bfloat16", None),
+        ("bfloat16", "bfloat16", None),
+        ("float32", None, "fp8"),
+    ],
+)
+def test_rounded_weights_are_held_to_percentiles_and_kl(
+    trainer: Any, engine: Any, quantization: Literal["fp8"] | None
+) -> None:
+    rollout = RolloutConfig(dtype=engine, quantization=quantization)
+    check = MismatchCheck(CheckConfig(), RunConfig(model=ModelConfig(dtype=trainer), rollout=rollout).is_exact)
     check(1, scored(), trainer_log_probs(0.01, -0.015, 0.1))  # median 0.015, p99 0.1, KL about 0.0017
     with pytest.raises(ValueError, match=r"diff_p50 = 0.03 \(checks.log_prob_p50_abs_diff = 0.02\)") as error:
         check(1, scored(), trainer_log_probs(0.03, 0.03, 0.0))
@@ -61,10 +72,10 @@ def test_bfloat16_is_held_to_percentiles_and_kl(trainer: str, engine: str | None
     assert "rollout_kl = 0.0499 (checks.log_prob_mean_kl = 0.01)" in message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_no_number_never_passes(dtype: str, bad: float) -> None:
-    check = MismatchCheck(CheckConfig(), dtype, None)
+def test_what_is_no_number_never_passes(is_exact: bool, bad: float) -> None:
+    check = MismatchCheck(CheckConfig(), is_exact)
     with pytest.raises(ValueError, match="disagree on the sampled tokens"):
         check(1, scored(), trainer_log_probs(0.0, 0.0, bad))
     outside = trainer_log_probs(0.0, 0.0, 0.0)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.checkpoint.quantised import SCALE
 from rlhf_megatron.models.table import Span
 from rlhf_megatron.rollout.sglang.server import facts
 
@@ -25,8 +26,8 @@ FUSED = {  # SGLang's fused part -> its Hugging Face members in order
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}  # SGLang's [expert, rows, columns]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-_SHARED = re.compile(r"(.*)\.shared_experts\.(\w+)\.weight")  # on GPUs it stands behind the other experts
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?")
+_SHARED = re.compile(r"(.*)\.shared_experts\.(\w+)\.weight(_scale_inv)?")  # on GPUs it stands behind the other experts
 _UNQUANTISED = "Unquant"  # names of SGLang's methods that keep weights as they come
 
 
@@ -63,14 +64,14 @@ def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tu
         direct = _direct(model, parameters[name], name, shape)
         return [direct, *_derived(model, name, direct), *_second_head(model, parameters, name, shape)]
     if expert := _EXPERT.fullmatch(name):
-        return list(_of_expert(model, parameters, expert[1], int(expert[2]), expert[3], shape))
+        return list(_of_expert(model, parameters, expert[1], int(expert[2]), expert[3], expert[4], shape))
     for fused, members in FUSED.items():
         for index, member in enumerate(members):
             own = name.replace(f".{member}.", f".{fused}.")
             if f".{member}." in name and own in parameters:
                 return [_of_fused(model, parameters[own], own, index, shape)]
     if shared := _SHARED.fullmatch(name):
-        return list(_of_expert(model, parameters, f"{shared[1]}.experts", None, shared[2], shape))
+        return list(_of_expert(model, parameters, f"{shared[1]}.experts", None, shared[2], shared[3], shape))
     return []
 
 
@@ -85,7 +86,7 @@ def _direct(model: Any, parameter: Tensor, name: str, shape: tuple[int, ...]) ->
     _require_plain(layer, parameter)
     if _is_a(layer, "VocabParallelEmbedding"):
         return _part(parameter, 0, layer.shard_indices.org_vocab_start_index, shape)
-    if _is_a(layer, "RowParallelLinear") and leaf == "weight":
+    if _is_a(layer, "RowParallelLinear") and leaf != "bias":
         return _part(parameter, 1, layer.tp_rank * parameter.shape[1], shape)
     if _is_a(layer, "ColumnParallelLinear"):
         return _part(parameter, 0, layer.tp_rank * parameter.shape[0], shape)
@@ -115,7 +116,7 @@ def _derived(model: Any, name: str, direct: Place) -> Iterator[Place]:
     if leaf != "kv_b_proj":
         return
     attention = model.get_submodule(prefix)
-    if attention.w_kc is None:  # before the first load
+    if attention.w_kc is None or is_quantised(attention.kv_b_proj):  # before the first load; rounded anew
         return
     values = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], 1).flatten(0, 1)
     if values.dtype not in PLAIN:
@@ -126,16 +127,19 @@ def _derived(model: Any, name: str, direct: Place) -> Iterator[Place]:
 def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple[int, ...]) -> Place:
     layer = model.get_submodule(name.rpartition(".")[0])
     _require_plain(layer, parameter)
-    rank = getattr(layer, "tp_rank", 0)
+    rank, unit = getattr(layer, "tp_rank", 0), 1
+    if name.endswith(SCALE):
+        unit = layer.quant_method.quant_config.weight_block_size[0]
     if _is_a(layer, "ReplicatedLinear"):  # of latent attention
         of_queries, rank = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0]).q_lora_rank, 0
-        sizes = [of_queries, parameter.shape[0] - of_queries]
+        sizes = [of_queries, parameter.shape[0] * unit - of_queries]
     elif _is_a(layer, "QKVParallelLinear"):
         sizes = [layer.q_proj_shard_size, layer.kv_proj_shard_size, layer.v_proj_shard_size]
         if index:  # fewer key-value heads than ranks: several ranks hold the same one
             rank = getattr(layer, "kv_tp_rank", rank) // layer.num_kv_head_replicas
     else:
         sizes = [size // layer.tp_size for size in layer.output_sizes]
+    sizes = [size // unit for size in sizes]
     if parameter.shape[0] != sum(sizes):
         raise MisfitError(f"the engine's {name} is {list(parameter.shape)}, its parts have {sum(sizes)} rows")
     values = parameter.narrow(0, sum(sizes[:index]), sizes[index])
@@ -143,11 +147,17 @@ def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple
 
 
 def _of_expert(
-    model: Any, parameters: Mapping[str, Tensor], prefix: str, number: int | None, member: str, shape: tuple[int, ...]
+    model: Any,
+    parameters: Mapping[str, Tensor],
+    prefix: str,
+    number: int | None,
+    member: str,
+    scale: str | None,
+    shape: tuple[int, ...],
 ) -> Iterator[Place]:
-    """`number`: None for the shared expert, where the engine keeps it as one more."""
+    """`number`: None for the shared expert, where the engine keeps it as one more. `scale`: the end of its name."""
     for fused, members in EXPERTS.items():
-        parameter = parameters.get(f"{prefix}.{fused}")
+        parameter = parameters.get(f"{prefix}.{fused}{scale or ''}")
         if member not in members or parameter is None:
             continue
         layer = model.get_submodule(prefix)
@@ -194,15 +204,22 @@ def _part(values: Tensor, axis: int, start: int, shape: tuple[int, ...]) -> Plac
 
 
 def _require_plain(layer: nn.Module, parameter: Tensor) -> None:
-    if is_quantised(layer):
+    if is_quantised(layer) and not _keeps_blocks(layer):
         raise UnlikeError(f"the engine quantises it ({type(layer.quant_method).__name__})")
-    if parameter.dtype not in PLAIN:
+    if parameter.dtype not in PLAIN and not (_keeps_blocks(layer) and parameter.dtype == torch.float8_e4m3fn):
         raise UnlikeError(f"it stands as {str(parameter.dtype).removeprefix('torch.')}")
 
 
 def is_quantised(layer: nn.Module) -> bool:
     method = getattr(layer, "quant_method", None)
     return method is not None and _UNQUANTISED not in type(method).__name__
+
+
+def _keeps_blocks(layer: nn.Module) -> bool:
+    """It holds FP8 in blocks, as they come."""
+    method = getattr(layer, "quant_method", None)
+    is_given = getattr(getattr(method, "quant_config", None), "is_checkpoint_fp8_serialized", False)
+    return bool(is_given and getattr(method, "block_quant", False))
 
 
 def _is_a(layer: nn.Module, kind: str) -> bool:
@@ -216,13 +233,14 @@ def _has_come(model: Any, name: str, parameter: Tensor, received: set[str]) -> b
         return True
     prefix, _, leaf = name.rpartition(".")
     layer = model.get_submodule(prefix)
-    if leaf in EXPERTS:
+    scale = SCALE if leaf.endswith(SCALE) else ""
+    if (fused := leaf.removesuffix(scale)) in EXPERTS and (not scale or _keeps_blocks(layer)):
         held = [number for number in range(facts.num_experts(layer._num_global_routed)) if _own_slots(layer, number)]
         owners = [f"{prefix}.{number}" for number in held]
         if _num_shared(layer):
             owners.append(f"{prefix.rpartition('.')[0]}.shared_experts")
-        return all(f"{owner}.{member}.weight" in received for owner in owners for member in EXPERTS[leaf])
-    if leaf not in ("weight", "bias") and is_quantised(layer):  # scales, made by the engine
+        return all(f"{owner}.{member}.weight{scale}" in received for owner in owners for member in EXPERTS[fused])
+    if leaf not in ("weight", "bias") and is_quantised(layer) and not _keeps_blocks(layer):  # made by the engine
         return True
     for fused, members in FUSED.items():
         if f".{fused}." in name:
