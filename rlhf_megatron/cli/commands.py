@@ -125,8 +125,11 @@ _NETWORKS = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x
 
 def _simulate(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--durations", metavar="FILE|RUN_DIR", type=Path, help="YAML, or a run that was measured")
+    source.add_argument("--gpu", choices=_GPUS, help="durations as planned for it, where nothing was measured")
     parser.add_argument(
-        "--durations", metavar="FILE|RUN_DIR", type=Path, required=True, help="YAML, or a run that was measured"
+        "--median", metavar="TOKENS", type=_count, help="of responses, with --gpu (a quarter of max_response_length)"
     )
     parser.add_argument(
         "--write", metavar="FILE", type=Path, help="write the durations that a run has, simulate nothing"

@@ -1,4 +1,4 @@
-"""`rlhf-megatron simulate RUN.yaml --durations FILE`: step time, idle shares and lag of a run that is to be."""
+"""`rlhf-megatron simulate RUN.yaml --durations FILE | --gpu NAME`: step time, idle shares and lag of a run to be."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.schema import ScheduleConfig
+from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.source import parse, plain
 from rlhf_megatron.scheduler.schedules import load_schedule
-from rlhf_megatron.simulator.durations import ARGUMENTS, read_durations
+from rlhf_megatron.simulator.durations import ARGUMENTS, Durations, read_durations
 from rlhf_megatron.simulator.picture import Panel, timeline_svg, trace_json, window
 from rlhf_megatron.simulator.plan import Setting
 from rlhf_megatron.simulator.recorded import as_yaml, recorded_durations
@@ -42,8 +43,7 @@ def simulate(args: argparse.Namespace) -> None:
     _check(args)
     schedules = [schedule for text in args.schedule for schedule in grid(text)] or list(CANDIDATES)
     config = load_run_config(args.config, args.overrides, with_files=False).config
-    path = args.durations
-    durations = recorded_durations(path) if path.is_dir() else read_durations(path)
+    durations = _durations(config, args)
     if args.write is not None:
         with args.write.open("x", encoding="utf-8") as file:
             file.write(as_yaml(durations))
@@ -73,6 +73,15 @@ def simulate(args: argparse.Namespace) -> None:
     _files(args, study, own, best, cases)
 
 
+def _durations(config: RunConfig, args: argparse.Namespace) -> Durations:
+    path: Path | None = args.durations
+    if path is not None:
+        return recorded_durations(path) if path.is_dir() else read_durations(path)
+    from rlhf_megatron.simulator.planned import planned_durations  # with torch, which the others do without
+
+    return planned_durations(config, args.gpu, args.median)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError with all that is wrong, before anything takes time."""
     if problems := list(_problems(args)):
@@ -84,6 +93,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or raise --steps."
     if args.only and (args.gpus or args.schedule):
         yield "--only simulates the run as it is; leave it out to compare (--gpus, --schedule)."
+    if args.median is not None and args.gpu is None:
+        yield f"--median ({args.median}) is of --gpu NAME; a durations file has its lengths. Leave it out."
     if args.splits is not None and args.gpus is None:
         yield f"--splits ({args.splits}) are of --gpus N; give that too, or leave it out."
     outputs = {"--json": args.json, "--timeline": args.timeline, "--trace": args.trace}
