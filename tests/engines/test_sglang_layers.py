@@ -81,6 +81,17 @@ def case(
     return {**found, "fault": fault} if fault else found
 
 
+def in_blocks(family: str, tp: int, ep: int, trainer: dict[str, int]) -> Any:
+    """FP8, with sizes that blocks of 128 divide."""
+    found = case(family, tp, 8 if family == "deepseek_v3" else 4, ep=ep, dtype="bfloat16")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64}
+    latent = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    for name, value in {**sizes, **latent}.items():
+        if name in found["config"]:
+            found["config"][name] = value
+    return {**found, "quantization": "fp8", "trainer": trainer}
+
+
 RIGHT = {
     "qwen2, biases, tied head": case("qwen2", 2, 2, tied=True),
     "qwen2, biases, bfloat16": case("qwen2", 4, 4, dtype="bfloat16"),
@@ -166,6 +177,16 @@ SHARDS = {  # from trainers of other layouts: (case, senders)
         {**case("deepseek_v3", 4, 8), "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}},
         2,
     ),
+    "FP8, tp2 to tp2": (in_blocks("qwen3", 2, 1, trainer={"world_size": 2, "tp": 2}), 2),
+    "FP8, ep2 etp2 to tp2 ep1": (
+        in_blocks("qwen3_moe", 2, 1, trainer={"world_size": 4, "tp": 2, "ep": 2, "etp": 2}),
+        4,
+    ),
+    "FP8, latent attention, tp2 ep2 to tp2": (
+        in_blocks("deepseek_v3", 2, 1, trainer={"world_size": 2, "tp": 2, "ep": 2, "etp": 1}),
+        2,
+    ),
+    "FP8, tp2 ep2 to tp2 ep2": (in_blocks("qwen3_moe", 2, 2, trainer={"world_size": 2, "tp": 2, "ep": 2, "etp": 1}), 2),
     "ep2 etp2 to tp4 ep2": (
         {**case("qwen3_moe", 4, 4, ep=2), "trainer": {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}},
         4,

@@ -22,13 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.checkpoint.quantised import FP8_BLOCK, SCALE, is_in_fp8, to_fp8
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import split
+from rlhf_megatron.models.table import Rule, split
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.buffers import views
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.resharding.plan import plan_buckets
+from rlhf_megatron.resharding.quantised import engine_table
 from rlhf_megatron.resharding.sender import write_bucket
 from rlhf_megatron.resharding.shards import EngineLayout, shares_of, transfers
 from rlhf_megatron.rollout.sglang import weights as receipts
@@ -41,7 +43,7 @@ def weights_of(case: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """By the names and shapes of a Hugging Face checkpoint."""
     config = case["config"]
     torch.manual_seed(seed)
-    if case["family"] not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+    if case["family"] not in ("llama", "qwen2", "qwen3", "qwen3_moe") or "quantization" in case:
         return of_table(config, case["dtype"])
     kv = config["num_key_value_heads"] * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], HIDDEN)}
@@ -123,9 +125,18 @@ def model_of(case: dict[str, Any], directory: Path, rank: int) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, case["dtype"]))
     try:
-        return classes[case["family"]](AutoConfig.from_pretrained(directory))
+        return classes[case["family"]](AutoConfig.from_pretrained(directory), quant_config=in_blocks(case))
     finally:
         torch.set_default_dtype(before)
+
+
+def in_blocks(case: dict[str, Any]) -> Any:
+    """SGLang's quantisation of such a server; None: there is none."""
+    if "quantization" not in case:
+        return None
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config(True, "dynamic", weight_block_size=list(FP8_BLOCK))
 
 
 def as_on_a_gpu() -> None:
@@ -156,10 +167,23 @@ def buckets_of(weights: dict[str, Tensor], count: int) -> list[BucketManifest]:
     return manifests
 
 
+def table_of(case: dict[str, Any]) -> tuple[Rule, ...]:
+    return table_for(case["config"], case["trainer"].get("tp", 1))
+
+
+def as_sent(case: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What these weights are in an engine of the case, each quantised at once."""
+    found = dict(weights)
+    for name in weights if "quantization" in case else ():
+        if is_in_fp8(name):
+            found[name], found[name + SCALE] = to_fp8(weights[name])
+    return found
+
+
 def sent_by_shards(case: dict[str, Any], weights: dict[str, Tensor]) -> tuple[list[tuple[BucketManifest, Tensor]], Any]:
     """What a trainer of the case's layout sends shard to shard: buckets with their memory, all ranks' one after the
     other; and who sends what."""
-    table = table_for(case["config"], case["trainer"].get("tp", 1))
+    table = engine_table(table_of(case), case["dtype"], case.get("quantization"))
     layout = Layout(**case["trainer"])
     shares = shares_of(table, layout)
     found = []
@@ -168,7 +192,7 @@ def sent_by_shards(case: dict[str, Any], weights: dict[str, Tensor]) -> tuple[li
         for rule in share.rules:
             is_expert = rule.expert is not None
             ways, number = (layout.etp, layout.etp_rank(place)) if is_expert else (layout.tp, place % layout.tp)
-            full = rule.to_megatron(*(weights[hf.name] for hf in rule.hf))
+            full = rule.to_megatron(*(weights[hf.name] for hf in rule.hf if not hf.name.endswith(SCALE)))
             shards[rule.megatron_name] = [split(rule.split, full, ways)[number]]
         for bucket in plan_buckets(share.rules, case["dtype"], 60_000, spans=share.spans):
             memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -183,6 +207,7 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     (directory / "config.json").write_text(json.dumps(case["config"]))
     weights = weights_of(case, 1)
     sent, shares = sent_by_shards(case, weights)
+    weights = as_sent(case, weights)
     found: list[list[dict[str, Any]]] = [[] for _ in sent]
     seconds = {"shards": 0.0, "whole": 0.0}
     for rank in range(case["tp"]):
@@ -191,7 +216,7 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
             start = time.process_time()
             model.load_weights(list(weights.items()))
             seconds["whole"] += time.process_time() - start
-            model.load_weights([(name, tensor + 1) for name, tensor in weights.items()])
+            model.load_weights([(name, torch.zeros_like(tensor)) for name, tensor in weights.items()])
             for number, (manifest, memory) in enumerate(sent):
                 start = time.process_time()
                 loader.load_bucket(model, manifest, views(manifest, (0, memory)))
