@@ -110,11 +110,15 @@ def test_an_optimizer_on_the_host_and_a_critic_by_hand() -> None:
     assert host["optimizer"] == 15 * ranks and host["trainer while engines generate"] == 20 * ranks
 
 
-def plan_memory(*words: str, config: Path = ROOT / "configs" / "qwen3_8b.yaml") -> tuple[int, str]:
+def plan(*words: str) -> tuple[int, str]:
     """The command in a process of its own: megatron-core is changed in it."""
-    command = [sys.executable, "-m", "rlhf_megatron", "plan", "memory", str(config), *words]
+    command = [sys.executable, "-m", "rlhf_megatron", "plan", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     return ended.returncode, ended.stdout + ended.stderr
+
+
+def plan_memory(*words: str, config: Path = ROOT / "configs" / "qwen3_8b.yaml") -> tuple[int, str]:
+    return plan("memory", str(config), *words)
 
 
 @pytest.mark.dist
@@ -150,6 +154,10 @@ def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
     found = re.search(r"weights ([\d.]+), cache [\d.]+, which is (\d+) tokens", text)
     assert found is not None and abs(float(found[1]) - float(engine[1])) < 0.06
     assert round(int(found[2]), -3) == int(engine[2].replace(",", ""))
+    sync = re.search(r"sync takes ([\d.]+) s at least:\n# +rlhf-megatron plan sync (\S+) --network (\S+)", head)
+    assert sync is not None and ROOT / sync[2] == recipe, head
+    code, text = plan("sync", str(recipe), "--network", sync[3])
+    assert code == 0 and f"floor          {float(sync[1]):.2f} s" in text, text
 
 
 @pytest.mark.dist
