@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.bench_convert [--gb 4] [--processes 2] [--dir /tmp] [--repetitions 3]
 
 A Qwen3-MoE of random bytes whose experts have the shape of Qwen3-30B's. Every target is written once and removed before
-anything is timed, so that all meet the same warm pages; medians count, flushes to disk are part of all. Writes
+anything is timed, so that all meet the same warm pages; medians count, flushes to disk are part of all. From these
+rates follow the minutes that published models would take on this machine, which has no room for them. Writes
 benchmarks/results/convert.json.
 
 --memory measures, in place of that, the largest anonymous and shared memory of a process, polled, on sparse files of
@@ -16,17 +17,20 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import ratios, take_turns, write_result
+from benchmarks.common import ROOT, ratios, significant, take_turns, write_result
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, plan_files, safetensors_header, write_index
 from rlhf_megatron.conversion.model import open_model, units_of
 from rlhf_megatron.conversion.run import convert
@@ -51,6 +55,7 @@ CONFIG: dict[str, Any] = {
     "norm_topk_prob": True,
     "torch_dtype": "bfloat16",
 }
+PUBLISHED = ("qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3")
 EXPERT_BYTES = 3 * 2048 * 768 * 2
 
 
@@ -115,10 +120,21 @@ def throughput(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         return timed
 
     timings = take_turns({name: clean(run) for name, run in runs.items()}, args.repetitions)
+    num_bytes = sum(path.stat().st_size for path in source.iterdir())
+    seconds = {name: statistics.median(timing.wall_s) for name, timing in timings.items()}
     return {
-        "bytes": sum(path.stat().st_size for path in source.iterdir()),
+        "bytes": num_bytes,
+        "extrapolated": {name: extrapolated(name, num_bytes, seconds) for name in PUBLISHED},
         "runs": {name: timing.summary() for name, timing in timings.items()},
         "ratios": {name: ratios(timings[name], timings["copy"]) for name in ("to_torch_dist", "to_hf")},
+    }
+
+
+def extrapolated(name: str, num_bytes: int, seconds: dict[str, float]) -> dict[str, float]:
+    """Minutes of each way for a published model in bfloat16, at the rate of `num_bytes` in so many `seconds`."""
+    total = 2 * sum(prod(hf.shape) for rule in table_for(read_hf_config(ROOT / "examples" / name)) for hf in rule.hf)
+    return {"gb": significant(total / GB)} | {
+        f"{way}_minutes": significant(total / num_bytes * spent / 60) for way, spent in seconds.items()
     }
 
 
