@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
 from safetensors.torch import load_file, save_file
 
+from rlhf_megatron.checkpoint.quantised import FP8_BLOCK, from_fp8, is_in_fp8, to_fp8
 from rlhf_megatron.parallel.device import SharedMemory
 from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.digest import as_hex, digest_part
@@ -307,6 +309,45 @@ def test_a_bucket_behind_other_bytes_of_its_file(tmp_path: Path, offset: int, dt
         receiver.load(behind(manifest, tmp_path, offset, tail=b"more"))
     receiver.commit(1)
     assert receiver.digests() == digests_of(sent)
+
+
+def in_blocks(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = dict(weights)
+    for name in weights:
+        if is_in_fp8(name):
+            found[name], found[f"{name}_scale_inv"] = to_fp8(weights[name])
+    return found
+
+
+def test_blocks_and_scales_stand_beside_what_is_computed_with(tmp_path: Path) -> None:
+    """The model computes with the numbers that they stand for from the commit on, also after a release; a scale that
+    does not come, or a plain matrix, is named."""
+    module, sent = tiny_qwen3(10), in_blocks(SENT)
+    receiver = WeightReceiver(module, tmp_path, is_loaded=False, is_fp8=True)
+    for version in (1, 2):
+        receiver.begin(version, full_resync=False)
+        for manifest in write_buckets(sent, tmp_path, version):
+            receiver.load(manifest)
+        receiver.commit(version)
+        assert receiver.digests() == digests_of(sent) and receiver.stale_reason is None
+        for name, parameter in module.named_parameters():
+            scale = f"{name}_scale_inv"
+            numbers = from_fp8(sent[name], sent[scale], FP8_BLOCK, torch.float32) if scale in sent else sent[name]
+            assert torch.equal(parameter, numbers), name
+        receiver.release()
+        assert receiver.num_bytes == 0
+        receiver.resume()
+    missing = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    receiver.begin(3, full_resync=False)
+    for manifest in write_buckets({name: tensor for name, tensor in sent.items() if name != missing}, tmp_path, 3):
+        receiver.load(manifest)
+    with pytest.raises(ValueError, match=f"1 of {len(sent)} tensors never came whole: {re.escape(missing)}"):
+        receiver.commit(3)
+    receiver.begin(3, full_resync=False)
+    words = r"q_proj\.weight': sent as float32 .*, but the engine holds float8_e4m3fn"
+    with pytest.raises(ValueError, match=words):
+        for manifest in write_buckets(SENT, tmp_path, 3):
+            receiver.load(manifest)
 
 
 def test_a_file_that_ends_before_the_bucket_does(receiver: WeightReceiver, tmp_path: Path) -> None:
