@@ -4,7 +4,8 @@ A plan is text, `ACTION@POINT[:key=value,...]`, several separated by semicolons:
 
     kill@ckpt.before_commit:step=4; stop@actor.before_optimizer_step:who=rank1,nth=3; delay@sync.after_bucket:seconds=2
 
-`who` is "controller" (also of an inline run), "rank0", "rank1" ... of the job; without it whoever comes first acts.
+`who` is "controller" (also of an inline run), "rank0", "rank1" ..., "driver0" ... of the job; without it whoever comes
+first acts.
 `step` is the step of the loop, known on the controller; `nth` counts how often this process has passed the point.
 Each fault acts once, also over restarts: a file in the directory of the plan marks it as done before it acts.
 Without a plan a point costs one comparison.
@@ -22,12 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-PLAN_ENV = "RLHF_MEGATRON_FAULTS"  # read by cli/ only
+PLAN_ENV = "RLHF_MEGATRON_FAULTS"
 DIRECTORY_ENV = "RLHF_MEGATRON_FAULTS_DIR"
 
 POINTS = {
     "loop.step_begins": "controller: before the prompts of a step are drawn",
     "rollout.mid_generate": "controller: some groups of the step are taken and journalled, others are not yet",
+    "driver.before_reply": "driver: an engine has answered, the controller has not got it",
     "rollout.after_generate": "controller: all groups have come",
     "reward.before_score": "controller: before the rewards are computed",
     "loop.after_score": "controller: rewards are known",
@@ -171,6 +173,12 @@ def install(text: str, who: str, directory: Path) -> None:
     """Make `text` the plan of this process. Raises ValueError for a bad one. For cli/ and tests."""
     global _plan
     _plan = FaultPlan(parse(text), who, directory) if text.strip() else None
+
+
+def install_planned(who: str) -> None:
+    """Make the plan in the environment, which a test has written there, that of this process."""
+    if PLAN_ENV in os.environ:
+        install(os.environ[PLAN_ENV], who, Path(os.environ[DIRECTORY_ENV]))
 
 
 def add_action(name: str, act: Callable[[Fault], None]) -> None:

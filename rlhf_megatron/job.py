@@ -110,12 +110,12 @@ class TrainJob:
             problem = "--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other"
             raise ConfigError([f"{problem}; --replay CAPSULE_DIR stands alone."])
         if CONTROLLER_ENV in os.environ:
-            _install_faults("controller")
+            faults.install_planned("controller")
             return self._control(Path(os.environ.pop(CONTROLLER_ENV)))
         if KEEPER_ENV in os.environ:
             return self._keep(int(os.environ.pop(KEEPER_ENV)))
         if trainer.runtime == "inline":
-            _install_faults("controller")
+            faults.install_planned("controller")
             if self._is_complete():
                 return 0
             return self._inline(self._open_run_dir())
@@ -132,7 +132,7 @@ class TrainJob:
                 return 0
             os.environ[CHECKED_ENV] = "1"
             torchrun.launch_single_node(self.arguments(), trainer.n_gpus_per_node, stop_s=trainer.stop_grace_s)
-        _install_faults(f"rank{os.environ['RANK']}")
+        faults.install_planned(f"rank{os.environ['RANK']}")
         return self._host()
 
     def arguments(self) -> Sequence[str]:
@@ -238,7 +238,7 @@ class TrainJob:
         from rlhf_megatron.runtime.ray.driver import RayJob, run_driver
         from rlhf_megatron.runtime.ray.environment import address_of, check_installed
 
-        _install_faults("controller")
+        faults.install_planned("controller")
         check_installed()
         address_of(self.config.ray, os.environ)  # a wrong one is told before a run directory is made
         if self._is_complete():
@@ -325,12 +325,6 @@ class TrainJob:
 
         pools = (*self._pools(), *([] if keepers is None else [keepers]))
         return run_controller(run, pools, self._deadlines(), stop)
-
-
-def _install_faults(who: str) -> None:
-    """Faults that a test has planned for this process (`faults`)."""
-    if faults.PLAN_ENV in os.environ:
-        faults.install(os.environ[faults.PLAN_ENV], who, Path(os.environ[faults.DIRECTORY_ENV]))
 
 
 def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]

@@ -25,6 +25,7 @@ HANG_S = 20.0  # deadline of a stage in which somebody hangs; the stage takes a 
 # How often a process passes a point until the step STEP reaches it (see task.py: two optimizer steps, four buckets a
 # weight sync, a sync before the first step, checkpoints after steps 2, 4 and 6).
 _NTH = {
+    "driver.before_reply": 2,
     "actor.before_log_probs": STEP,
     "update.after_mini_batch": 2 * STEP - 1,
     "actor.before_optimizer_step": 2 * STEP,
@@ -68,12 +69,12 @@ class Case:
         """Samples of training that may be generated again: those under way. The others are in the journal."""
         if not self.has_checkpoint:
             return NUM_STEPS * SAMPLES
-        is_generating = any(point in self.plan for point in ("rollout.mid_generate", "journal.before_write"))
+        is_generating = any(point in self.plan for point in ("rollout.mid_generate", "journal.before_write", "driver."))
         return SAMPLES if is_generating else 0
 
 
 def passed_by(point: str) -> str:
-    """controller or rank."""
+    """controller, rank or driver."""
     return POINTS[point].partition(":")[0]
 
 
@@ -81,6 +82,8 @@ def who_passes(point: str) -> tuple[str, ...]:
     """At tp2: roles. One rank of a pipeline stage sends the weights."""
     if passed_by(point) == "controller":
         return ("controller",)
+    if passed_by(point) == "driver":
+        return ("driver0",)
     return ("rank0",) if point == "sync.after_bucket" else ("rank0", "rank1")
 
 
@@ -90,7 +93,9 @@ def when(point: str) -> str:
 
 
 def needed_by(point: str) -> dict[str, Any]:
-    """Settings without which nobody passes there. A colocated run gives the bits of one that is not."""
+    """Settings without which nobody passes there. They do not change the bits."""
+    if passed_by(point) == "driver":
+        return {"rollout.num_drivers": 2}
     return {"rollout.colocated": True} if point.startswith("turns.") else {}
 
 
@@ -98,10 +103,11 @@ def kills() -> Iterator[Case]:
     """kill -9 of every kind of process at every point it passes."""
     for point in POINTS:
         plan, settings = f"kill@{point}:{when(point)}", needed_by(point)
-        yield Case(f"inline/kill/{point}", "inline", plan, first_exit=(KILLED,), settings=settings)
+        codes = (0,) if passed_by(point) == "driver" else (KILLED,)
+        yield Case(f"inline/kill/{point}", "inline", plan, first_exit=codes, settings=settings)
     for point in POINTS:
         for who in who_passes(point):
-            codes = (FAILED,) if who == "rank1" else None  # rank 0 hands on the controller's code
+            codes = {"rank1": (FAILED,), "driver0": (0,)}.get(who)  # rank 0 hands on the controller's code
             plan, settings = f"kill@{point}:who={who},{when(point)}", needed_by(point)
             yield Case(f"tp2/kill_{who}/{point}", "tp2", plan, first_exit=codes, settings=settings)
     for point, who, moment in (

@@ -12,7 +12,7 @@ from typing import Any
 
 NOT_COMPARED = ("timing_", "perf/", "memory/", "sync/seconds", "checkpoint/")
 OF_ENGINE_FAULTS = (
-    *("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued"),
+    *("rollout/engine_restarts", "rollout/engine_failures", "rollout/driver_restarts", "rollout/requests_reissued"),
     *("sync/bytes_moved", "sync/bytes_needed"),  # to the engines that take part
 )
 STATE = ("kind", "step", "policy/version", "policy/lag", "rollout/num_samples", "actor/num_optimizer_steps", "actor/lr")

@@ -24,7 +24,7 @@ _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROU
 
 @dataclass(frozen=True)
 class Process:
-    """A living process of a job. `role`: agent, controller, rank0, rank1 ..., engine0 ..., or other."""
+    """A living process of a job. `role`: agent, controller, rank0, rank1 ..., engine0 ..., driver0 ..., or other."""
 
     pid: int
     role: str
@@ -137,6 +137,8 @@ def role_of(words: Sequence[str], environment: Mapping[str, str]) -> str:
     """What a process is in its job, by command line and environment."""
     if "rlhf_megatron.runtime.torchrun.agent" in words:
         return "agent"
+    if (driver := "rlhf_megatron.rollout.drivers.process") in words:
+        return f"driver{words[words.index(driver) + 2]}"
     if "--ready-file" in words:
         return Path(words[words.index("--ready-file") + 1]).name.split(".")[0]
     if "rlhf_megatron" in words and "train" in words:

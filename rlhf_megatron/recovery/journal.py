@@ -21,18 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
+from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
 from rlhf_megatron.data.routes import are_there
 from rlhf_megatron.observe.line_file import explained
 from rlhf_megatron.recovery.resume import RunState
-from rlhf_megatron.rollout.engine import Column, GeneratedSample, VersionSpan
-from rlhf_megatron.rollout.requests import spans_of
+from rlhf_megatron.rollout.columns import GroupColumns
+from rlhf_megatron.rollout.engine import GeneratedSample
 
 logger = logging.getLogger(__name__)
 
@@ -45,64 +41,12 @@ GROUPS, SCORED, TRAIN = "groups", "scored", "train"
 
 
 @codec.register
-@dataclass(frozen=True)
-class JournalledGroup:
+@dataclass(frozen=True, kw_only=True)
+class JournalledGroup(GroupColumns):
     """The samples of one prompt of a step."""
 
     settings: str  # see `Journal`
     index: int  # of the prompt in its step
-    lengths: Tensor  # [samples]
-    token_ids: Tensor  # of all samples, one after the other
-    log_probs: Tensor  # float64, which is what an engine's numbers are on the controller
-    finish_reasons: tuple[str, ...]
-    policy_versions: tuple[int, ...]
-    version_spans: tuple[Spans, ...] = ()  # this and the next two: () in a journal of an earlier version
-    num_cached_tokens: tuple[int, ...] = ()
-    num_retractions: tuple[int, ...] = ()
-    routes: tuple[str, ...] = ()  # files; likewise
-
-    @staticmethod
-    def of(settings: str, index: int, samples: Sequence[GeneratedSample]) -> JournalledGroup:
-        return JournalledGroup(
-            settings,
-            index,
-            torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
-            torch.from_numpy(np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])),
-            torch.from_numpy(np.concatenate([np.asarray(sample.log_probs, np.float64) for sample in samples])),
-            tuple(sample.finish_reason for sample in samples),
-            tuple(sample.policy_version for sample in samples),
-            tuple(spans_of(sample) for sample in samples),
-            tuple(sample.num_cached_tokens for sample in samples),
-            tuple(sample.num_retractions for sample in samples),
-            tuple(sample.routes for sample in samples),
-        )
-
-    def samples(self) -> list[GeneratedSample]:
-        lengths = self.lengths.tolist()
-        columns = zip(
-            self.token_ids.split(lengths),
-            self.log_probs.split(lengths),
-            self.finish_reasons,
-            self.policy_versions,
-            self.version_spans or [()] * len(lengths),
-            self.num_cached_tokens or [0] * len(lengths),
-            self.num_retractions or [0] * len(lengths),
-            self.routes or [""] * len(lengths),
-            strict=True,
-        )
-        return [
-            GeneratedSample(
-                Column(ids.to(torch.int32).numpy()),
-                Column(log_probs.numpy()),
-                reason,  # type: ignore[arg-type]
-                version,
-                tuple(VersionSpan(*span) for span in spans),
-                num_cached,
-                num_retractions,
-                routes,
-            )
-            for ids, log_probs, reason, version, spans, num_cached, num_retractions, routes in columns
-        ]
 
 
 @codec.register
@@ -153,7 +97,7 @@ class Journal:
         data = [
             part
             for i, samples in enumerate(groups)
-            for part in record(JournalledGroup.of(self.settings, first + i, samples))
+            for part in record(JournalledGroup.of(samples, settings=self.settings, index=first + i))
         ]
 
         def write() -> None:
@@ -258,7 +202,9 @@ class GroupJournal:
         this returns.
         """
         path = self._path(number)
-        data = [part for one in samples for part in record(JournalledGroup.of(self._settings, number, one))]
+        data = [
+            part for one in samples for part in record(JournalledGroup.of(one, settings=self._settings, index=number))
+        ]
 
         def write() -> None:
             faults.reach("journal.before_write")

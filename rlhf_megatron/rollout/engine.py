@@ -32,6 +32,14 @@ class EngineTimeoutError(EngineError):
     """The engine did not answer before the deadline."""
 
 
+class EngineUnreachableError(EngineError):
+    """There is no connection, or it broke."""
+
+
+class DriverLostError(EngineError):
+    """The process that had asked the engine is gone; the engine is not to blame."""
+
+
 class EngineStaleError(EngineError):
     """The engine refused a request because it has not got its weights: a sync is under way, or has failed."""
 
@@ -40,6 +48,7 @@ class EngineRequestError(EngineError):
     """The engine refused the request itself (HTTP 4xx): sending it elsewhere would not help."""
 
 
+@codec.register
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt. A token may be drawn that is among the top_k likeliest, with at most top_p before it,
@@ -56,6 +65,7 @@ class SamplingParams:
     min_new_tokens: int = 0  # no stop token is drawn before so many tokens
 
 
+@codec.register
 @dataclass(frozen=True)
 class GenerateRequest:
     """One group: `seeds` has one entry a sample. With max_new_tokens 0 a sample is the last `num_given` tokens of the

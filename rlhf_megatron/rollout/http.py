@@ -22,7 +22,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import aiohttp
 
-from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
+from rlhf_megatron.rollout.engine import (
+    EngineAddress,
+    EngineError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+)
 from rlhf_megatron.rollout.sockets import allow_open_files, notice_vanished
 
 logger = logging.getLogger(__name__)
@@ -93,9 +99,9 @@ class HttpClient:
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno
             reason = os.strerror(number) if number and number > 0 else str(error.os_error)
-            raise EngineError(f"{who}: no connection ({reason}).") from error
+            raise EngineUnreachableError(f"{who}: no connection ({reason}).") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"{who}: {error or type(error).__name__}.") from error
+            raise EngineUnreachableError(f"{who}: {error or type(error).__name__}.") from error
 
     def _parsed(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
         try:
@@ -133,23 +139,25 @@ class Answer:
 
 
 class Connections(asyncio.Semaphore):
-    """The connections that generate calls of this process may have at once; the rest of its files is for everything
-    else.
+    """The connections that generate calls may have at once, in this process or in each of its drivers; the rest of a
+    process's files is for everything else.
 
     A call that finds none waits for one, in the order in which they came, which is told once."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int = 1) -> None:
         self._files = allow_open_files()
+        self._num_processes = num_processes
         self._has_told = False
-        super().__init__(self._files - min(_OTHER_FILES, self._files // 4))
+        super().__init__(num_processes * (self._files - min(_OTHER_FILES, self._files // 4)))
 
     async def acquire(self) -> Any:
         if self.locked() and not self._has_told:
             self._has_told = True
             logger.warning(
-                "generate calls wait for a connection: this process may not open more than %d files; raise the hard"
-                " limit (ulimit -Hn) to %d more than the groups wanted in flight.",
-                *(self._files, _OTHER_FILES),
+                "generate calls wait for a connection: %d process(es) may not open more than %d files each; raise the"
+                " hard limit (ulimit -Hn) to %d more than the groups that each shall have in flight, or"
+                " rollout.num_drivers.",
+                *(self._num_processes, self._files, _OTHER_FILES),
             )
         return await super().acquire()
 
@@ -236,8 +244,13 @@ def connections() -> Connections:
     """Return those of the running loop."""
     loop = asyncio.get_running_loop()
     if loop not in _connections:
-        _connections[loop] = Connections()
+        limit_connections(1)
     return _connections[loop]
+
+
+def limit_connections(num_processes: int) -> None:
+    """So many processes make the calls of the running loop, while none is under way."""
+    _connections[asyncio.get_running_loop()] = Connections(num_processes)
 
 
 class _Connector(aiohttp.TCPConnector):

@@ -98,7 +98,7 @@ BALANCERS: Registry[type[BalancerKind]] = Registry("balancer")
 class LocalKind(EngineKind):
     """The bundled server."""
 
-    settings = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
+    settings = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.num_drivers")
     transports = ("tensor", "process_group", "disk")
     quantizations = ("fp8",)
 
@@ -156,7 +156,7 @@ class LocalKind(EngineKind):
 class SGLangKind(EngineKind):
     """Stock SGLang."""
 
-    settings = ("rollout.sglang",)
+    settings = ("rollout.sglang", "rollout.num_drivers")
     transports = ("tensor", "process_group", "disk")
     quantizations = ("fp8",)
     can_attach = True

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from rlhf_megatron.config.schema import SamplingConfig
-from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, Spans, offsets_from_lengths
+from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, offsets_from_lengths
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.rollout.columns import spans_of
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
 
 
@@ -75,8 +76,3 @@ def collect(prompts: PromptBatch, groups: Sequence[Sequence[GeneratedSample]], t
         num_cached_tokens=torch.tensor([sample.num_cached_tokens for _, sample in flat], dtype=torch.int64),
         num_retractions=torch.tensor([sample.num_retractions for _, sample in flat], dtype=torch.int64),
     )
-
-
-def spans_of(sample: GeneratedSample) -> Spans:
-    """Returns the sample's version spans as plain numbers: `data` knows no engines."""
-    return tuple((span.version, span.start, span.end) for span in sample.version_spans)

@@ -1,6 +1,7 @@
 """A run at tp2 pp2 whose processes are killed at random times, again and again, against one that was left alone.
 
-Any process may be the victim, and the time may fall into the start, the resumption, a step, a save or the end.
+Any process may be the victim, and the time may fall into the start, the resumption, a step, a save or the end. Each
+launch has another number of drivers; the run that was left alone has none.
 RLHF_MEGATRON_TEST_KILLS: number of kills (30).
 """
 
@@ -33,12 +34,15 @@ VICTIMS = [
     "rank3",
     "agent",
     "engine0",
-]  # the first is meant most
+    "driver0",
+    "driver1",
+]
+DRIVERS = (0, 1, 2, 5)  # the first is meant most
 
 
-def start(config: Path, directory: Path) -> Launch:
+def start(config: Path, directory: Path, num_drivers: int) -> Launch:
     directory.mkdir(exist_ok=True)
-    values = {**LAYOUTS["tp2_pp2"], **place(directory)}
+    values = {**LAYOUTS["tp2_pp2"], **place(directory), "rollout.num_drivers": num_drivers}
     return Launch([str(config), *overrides(values)], directory, directory / "console", {})
 
 
@@ -66,7 +70,7 @@ def killed(launch: Launch, after_s: float, victims: list[str]) -> str | None:
 
 def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alone(tmp_path: Path) -> None:
     config = write_task(tmp_path / "task")
-    launch = start(config, tmp_path / "alone")
+    launch = start(config, tmp_path / "alone", 0)
     try:
         assert launch.wait(LAUNCH_S) == 0, tail(launch.console)
         whole_s = launch.seconds
@@ -76,7 +80,8 @@ def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alon
     draw, done, number = random.Random(SEED), [], 0
     while True:
         directory = tmp_path / f"killed{number}"
-        launch = start(config, directory)
+        num_drivers = draw.choice(DRIVERS)
+        launch = start(config, directory, num_drivers)
         try:
             victim = None
             if len(done) < NUM_KILLS:
@@ -89,7 +94,10 @@ def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alon
         assert code not in (None, STOPPED_EXIT_CODE) and not left, (victim, code, left, tail(launch.console))
         if victim is not None:
             done.append(victim)
-            print(f"kill {len(done)}: {victim} after {launch.seconds:.1f} s, exit code {code}", flush=True)
+            print(
+                f"kill {len(done)}: {victim} after {launch.seconds:.1f} s, {num_drivers} drivers, exit code {code}",
+                flush=True,
+            )
         if code == 0:
             assert differences(alone, run_dir_of(directory), is_bitwise=True) == []
             assert state_of(run_dir_of(directory)) == state_of(alone)

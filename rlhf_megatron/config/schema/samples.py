@@ -113,6 +113,12 @@ class RolloutConfig:
     router: str = doc(
         "registered balancer, which spreads requests: balancer, the run itself, or sglang, sglang-router", "balancer"
     )
+    num_drivers: int | None = doc(
+        "processes that ask the engines and read their answers; 0: the controller does; null: one for 32 engines, at"
+        " most one for 4 cores",
+        None,
+        Interval(0, 64, "a few keep up with thousands of engines"),
+    )
     colocated: bool = doc("engines and trainer take turns with the same devices", False)
     dtype: Literal["float32", "bfloat16"] | None = doc("type of the engine's weights; null: model.dtype", None)
     quantization: Literal["fp8"] | None = doc(

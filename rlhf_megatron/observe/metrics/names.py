@@ -173,6 +173,7 @@ rollout/samples_of_several_versions | share | share | {SAMPLES} - | samples whos
   version
 rollout/engine_failures | count | count | {STEP} - | times an engine stopped serving: dead, hung, STALE or failing its
   requests
+rollout/driver_restarts | count | count | {STEP} - | drivers started again in place of one that was dead or hung
 rollout/engine_restarts | count | count | {STEP} - | engines started again in place of one that was dead or hung
 rollout/requests_reissued | count | count | {STEP} - | prompts asked for again, with the same seeds, after an engine
   failed

@@ -103,7 +103,7 @@ cached | Prompt tokens from the prefix cache | rollout/cached_token_share | zero
 retractions | Retractions | rollout/num_retractions | zero
 several_versions | Samples of several policy versions | rollout/samples_of_several_versions | zero
 trouble | Engines that failed | rollout/engine_failures: failures; rollout/engine_restarts: restarts;
-  rollout/requests_reissued: prompts asked for again | zero
+  rollout/driver_restarts: restarts of drivers; rollout/requests_reissued: prompts asked for again | zero
 sync | Weight sync | sync/seconds | zero
 sync_bytes | Bytes of a weight sync | sync/num_bytes: weights; sync/bytes_moved: moved; sync/bytes_needed: needed |
   zero

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from rlhf_megatron import faults
 from rlhf_megatron.data.routes import remove_routes
+from rlhf_megatron.rollout.drivers.pool import Drivers
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     Engine,
@@ -41,7 +42,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 OnGroups = Callable[[int, Groups], None]
 
-COUNTERS = ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued")
+COUNTERS = tuple(
+    f"rollout/{of}" for of in ("engine_failures", "engine_restarts", "driver_restarts", "requests_reissued")
+)
 _HEALTH_S = 5.0
 _QUESTION_S = 30.0
 _PURPOSE = "generate"
@@ -65,12 +68,15 @@ class EngineFleet:
         balancer: Balancer | None = None,
         is_closed: bool = False,
         should_stop: Callable[[], None] = lambda: None,
+        drivers: Drivers | None = None,
     ) -> None:
         """`balancer`: who spreads the work; None: `LeastOutstanding`. It is closed with the fleet.
 
         `is_closed`: engines decode each piece of work by itself, so the cuts must not depend on what is known.
 
         `should_stop` is called every moment while samples are awaited: `StopRequest.check`, which raises.
+
+        `drivers`: through which this process asks engines; closed with the fleet.
         """
         if not engines:
             raise ValueError("a fleet needs at least one engine; set rollout.num_engines.")
@@ -80,6 +86,7 @@ class EngineFleet:
         self._supervisor = Supervisor(engines, supervision or Supervision(), self._calls)
         self._served = Served()
         self._lock = FairLock()
+        self._drivers = drivers
         self._session: Session | None = None
         self._balancer = balancer or LeastOutstanding()
         parts = (self._lock, self._supervisor, self._balancer, self._calls, self._served)
@@ -119,6 +126,8 @@ class EngineFleet:
         """Metrics since the last time."""
         with self._lock.taken():
             counters = self._supervisor.counters
+            if self._drivers is not None:
+                counters["rollout/driver_restarts"] = self._drivers.take_restarts()
             taken = {name: float(counters[name]) for name in COUNTERS}
             counters.clear()
             return taken
@@ -276,6 +285,8 @@ class EngineFleet:
         self._balancer.close()
         for engine in self.engines:
             engine.close()
+        if self._drivers is not None:
+            self._drivers.close()
 
     @property
     def _live(self) -> list[Member]:

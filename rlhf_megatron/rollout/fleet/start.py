@@ -18,6 +18,7 @@ from rlhf_megatron.parallel.device import num_devices
 from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 from rlhf_megatron.resharding.shards import num_copies
+from rlhf_megatron.rollout.drivers.pool import Drivers, default_count
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, here
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
@@ -99,6 +100,7 @@ class EngineSetup:
         see EngineFleet. WeightSync sets its `resync`.
         """
         rollout = self.rollout
+        num_drivers = default_count(len(servers.addresses)) if rollout.num_drivers is None else rollout.num_drivers
         make_client = partial(engine_kind(rollout.engine).connect, transfer_dir=transfer_dir)
         own = None if isinstance(servers, AttachedEngines) else servers
         limits = (rollout.health_interval_s, rollout.health_timeout_s, rollout.max_engine_restarts)
@@ -110,6 +112,7 @@ class EngineSetup:
             balancer=balancer_kind(rollout.router).build(self, run_dir),
             is_closed=self.trainer.deterministic,
             should_stop=should_stop,
+            drivers=Drivers(num_drivers) if num_drivers else None,
         )
 
 

@@ -18,6 +18,7 @@ from itertools import takewhile
 from rlhf_megatron.data.routes import remove_routes
 from rlhf_megatron.rollout import http
 from rlhf_megatron.rollout.engine import (
+    DriverLostError,
     Engine,
     EngineError,
     EngineRequestError,
@@ -168,6 +169,10 @@ class Generation:
                 if isinstance(error, EngineStaleError) and call.version != version:
                     self._todo.appendleft(sent.chunk)  # it came when the sync had begun, which is over
                     continue
+                if isinstance(error, DriverLostError):
+                    self._end([call] if call.name else ())  # nobody reads what the engine still makes
+                    self._again(sent, str(error), "a driver")
+                    continue
                 if not self._means.balancer.blames_itself(error):
                     self._blame(sent, str(error), self._supervisor.failed)
                 self._again(sent, str(error))
@@ -284,12 +289,13 @@ class Generation:
         elif sent.is_current and sent.member.state is State.SERVING:
             act(sent.member, words)
 
-    def _again(self, sent: Sent, words: str) -> None:
-        """Ask for the chunk again, with the same seeds. Raises EngineError when it has used up its retries."""
-        chunk = sent.chunk
-        chunk.failures[sent.name] = words
+    def _again(self, sent: Sent, words: str, who: str = "") -> None:
+        """Ask for the chunk again, with the same seeds. `who` failed; "": whom it was sent to. Raises EngineError when
+        it has used up its retries."""
+        chunk, who = sent.chunk, who or sent.name
+        chunk.failures[who] = words
         chunk.num_failures += 1
-        logger.warning("%s failed with %d samples: %s", sent.name, chunk.num_samples, words.splitlines()[0])
+        logger.warning("%s failed with %d samples: %s", who, chunk.num_samples, words.splitlines()[0])
         if chunk.num_failures > self._means.request_retries:
             words = f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
             words += f" {self._means.request_retries}): {'; '.join(chunk.failures.values())}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Segment
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -26,10 +28,23 @@ from rlhf_megatron.rollout.engine import (
     PauseMode,
 )
 from rlhf_megatron.rollout.gate import Gate
-from rlhf_megatron.rollout.http import HttpClient, aside, run
+from rlhf_megatron.rollout.http import HttpClient, run
 from rlhf_megatron.rollout.local import wire
+from rlhf_megatron.rollout.questions import Question, ask
 
 _HEALTH_S = 10.0
+
+
+@codec.register
+@dataclass(frozen=True)
+class LocalQuestion(Question):
+    name: str  # of the call
+
+    def body(self) -> bytes:
+        return wire.requests_to_json(self.requests, self.name)
+
+    def read(self, data: bytes) -> Groups:
+        return wire.samples_from_json(data)
 
 
 class LocalEngine:
@@ -51,9 +66,7 @@ class LocalEngine:
                 if not is_running:
                     return [[GeneratedSample((), (), "abort", UNSYNCED) for _ in one.seeds] for one in requests]
                 left = max(0.0, deadline - time.monotonic())
-                body = wire.requests_to_json(requests, name)
-                found = await self._http.send("POST", "/generate", body, timeout_s, left_s=left)
-                answer = found.good_data()
+                return await ask(LocalQuestion(self.address, tuple(requests), timeout_s, left, name))
         except TimeoutError as error:
             words = f"{self.address.name} ({self.address.url}/generate): no connection within {timeout_s:g} s."
             raise EngineTimeoutError(words) from error
@@ -61,13 +74,6 @@ class LocalEngine:
             if wire.STALE in str(error):
                 raise EngineStaleError(str(error)) from error
             raise
-        try:
-            groups = await aside(len(answer), wire.samples_from_json, answer)
-        except (ValueError, KeyError) as error:
-            raise EngineError(f"{self.address.name}: not groups of samples: {error!r}") from error
-        if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
-            raise EngineError(f"{self.address.name} returned other numbers of samples than were asked for.")
-        return groups
 
     def abort(self, names: Collection[str] = ()) -> None:
         self._gate.abort(names)

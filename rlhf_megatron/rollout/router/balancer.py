@@ -13,15 +13,19 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
+from rlhf_megatron.data import codec
 from rlhf_megatron.data.routes import remove_routes
 from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
     EngineTimeoutError,
+    EngineUnreachableError,
     GeneratedSample,
     GenerateRequest,
     Groups,
@@ -30,15 +34,16 @@ from rlhf_megatron.rollout.fleet.balancer import Chunk, Load, Sent, samples_in_f
 from rlhf_megatron.rollout.fleet.calls import EngineCalls, sample_names
 from rlhf_megatron.rollout.fleet.supervisor import HealthWatch, Member
 from rlhf_megatron.rollout.gate import Gate
-from rlhf_megatron.rollout.http import HttpClient, aside, run
+from rlhf_megatron.rollout.http import HttpClient, run
+from rlhf_megatron.rollout.questions import ask
 from rlhf_megatron.rollout.router.process import WORKER_STARTUP_S, RouterProcess
-from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, limits_of
+from rlhf_megatron.rollout.sglang.client import SGLangQuestion
+from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, limits_of, own_prefix
 
 logger = logging.getLogger(__name__)
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 SAMPLES_IN_FLIGHT = 512  # per engine, at most (a group is never cut)
-_REFUSED = (400, 413, 422)  # the request itself; other 4xx are between the router and its engines
 _ADMIN_S = 10.0
 _CHANGE_S = 30.0  # to have its workers changed
 _MAX_FAILED_CHANGES = 3  # in a row
@@ -51,6 +56,31 @@ class RouterError(EngineError):
     """The router itself is not there: the engines behind it are not to blame."""
 
 
+@codec.register
+@dataclass(frozen=True)
+class RouterQuestion(SGLangQuestion):
+    """For one sample."""
+
+    routing_key: str
+
+    refused = (400, 413, 422)  # other 4xx are between the router and its engines
+
+    @property
+    def key(self) -> str:
+        return self.server.api_key
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {ROUTING_KEY: self.routing_key}
+
+    def body(self) -> bytes:
+        rid = {"rid": self.name} if self.name else {}
+        return msgspec.json.encode(single_body(self.requests[0], self.version) | rid)
+
+    def read(self, data: bytes) -> Groups:
+        return super().read(b"[%b]" % data)
+
+
 class RouterClient:
     """`generate_async` through sglang-router, and who its workers are. Thread-safe.
 
@@ -61,7 +91,6 @@ class RouterClient:
     def __init__(self, address: EngineAddress) -> None:
         self.address = address
         self._admin = HttpClient(address)
-        self._serving = HttpClient(address, address.api_key)
         self._gate = Gate()
         self._running: set[asyncio.Task[Groups]] = set()  # of the loop
         self._is_closed = False
@@ -133,23 +162,16 @@ class RouterClient:
     async def _sample(
         self, request: GenerateRequest, key: str, timeout_s: float, version: int | None, name: str
     ) -> GeneratedSample:
-        body = json.dumps(single_body(request, version) | ({"rid": name} if name else {}))
         deadline = time.monotonic() + timeout_s
         try:
             async with self._gate.passing(timeout_s):
                 left = max(0.0, deadline - time.monotonic())
-                answer = await self._serving.send("POST", "/generate", body, timeout_s, {ROUTING_KEY: key}, left)
+                how = (version, name, own_prefix(), key)
+                return (await ask(RouterQuestion(self.address, (request,), timeout_s, left, *how)))[0][0]
         except TimeoutError as error:
             raise EngineTimeoutError(f"router: no connection within {timeout_s:g} s.") from error
-        except EngineTimeoutError:
-            raise
-        except EngineError as error:
+        except EngineUnreachableError as error:
             raise RouterError(str(error)) from error
-        found = answer.good_data(refused=_REFUSED)
-        try:
-            return (await aside(len(found), groups_of, b"[%b]" % found, [request]))[0][0]
-        except ValueError as error:
-            raise EngineError(f"{answer.who}: {error}") from error
 
     def _change(self, method: str, path: str, body: str | None) -> None:
         """Changes the router's workers; it answers before it has done so."""

@@ -11,10 +11,12 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
@@ -31,7 +33,8 @@ from rlhf_megatron.rollout.engine import (
     PauseMode,
 )
 from rlhf_megatron.rollout.gate import Gate
-from rlhf_megatron.rollout.http import HttpClient, aside, run
+from rlhf_megatron.rollout.http import HttpClient, run
+from rlhf_megatron.rollout.questions import Question, ask
 from rlhf_megatron.rollout.sglang.samples import (
     Limits,
     ask_limits,
@@ -39,6 +42,7 @@ from rlhf_megatron.rollout.sglang.samples import (
     groups_of,
     limits_of,
     max_running_of,
+    own_prefix,
     version_name,
 )
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs, read_all, standing_of
@@ -60,6 +64,20 @@ NEEDED = (
     "/update_weight_version",
     "/release_memory_occupation",
 )
+
+
+@codec.register
+@dataclass(frozen=True)
+class SGLangQuestion(Question):
+    version: int | None  # of the weights
+    name: str  # of the call
+    prefix: str  # of the names of versions, see `own_prefix`
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(generate_body(self.requests, self.version, self.name))
+
+    def read(self, data: bytes) -> Groups:
+        return groups_of(data, self.requests, self.prefix)
 
 
 class SGLangEngine:
@@ -115,15 +133,11 @@ class SGLangEngine:
                 limits = await self._learn_limits(max(0.0, deadline - time.monotonic()))
                 limits.check(requests, self.address.name)
                 left = max(0.0, deadline - time.monotonic())
-                body = msgspec.json.encode(generate_body(requests, self._version, name))
-                answers = (await self._serving.send("POST", "/generate", body, timeout_s, left_s=left)).good_data()
+                how = (self._version, name, own_prefix())
+                return await ask(SGLangQuestion(self.address, tuple(requests), timeout_s, left, *how))
         except TimeoutError as error:
             words = "does not tell its limits" if self._gate.is_open else "is paused"
             raise EngineTimeoutError(f"{self.address.name} {words}: no answer within {timeout_s:g} s.") from error
-        try:
-            return await aside(len(answers), groups_of, answers, requests)
-        except ValueError as error:
-            raise EngineError(f"{self.address.name} ({self.address.url}/generate): {error}") from error
 
     def abort(self, names: Collection[str] = ()) -> None:
         self._gate.abort(names)

@@ -76,9 +76,9 @@ def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
     }
 
 
-def groups_of(data: bytes, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
-    """The samples of each request, of the JSON that a server sent. Raises ValueError naming the sample, the field and
-    what stands there."""
+def groups_of(data: bytes, requests: Sequence[GenerateRequest], prefix: str = "") -> list[list[GeneratedSample]]:
+    """The samples of each request, of the JSON that a server sent. `prefix`: `own_prefix` of the process that brought
+    the weights; "": this one. Raises ValueError naming the sample, the field and what stands there."""
     num_samples = sum(len(request.seeds) for request in requests)
     try:
         answers = _ANSWERS.decode(data)
@@ -91,7 +91,7 @@ def groups_of(data: bytes, requests: Sequence[GenerateRequest]) -> list[list[Gen
     asked = [request for request in requests for _ in request.seeds]
     for index, (answer, request) in enumerate(zip(answers, asked, strict=True)):
         try:
-            samples.append(_sample(answer, request))
+            samples.append(_sample(answer, request, prefix or own_prefix()))
         except ValueError as error:
             raise ValueError(f"sample {index} of {num_samples}: {error}") from error
     rest = iter(samples)
@@ -170,7 +170,7 @@ def _given(meta: _Meta[Any], request: GenerateRequest) -> tuple[list[int], array
     return ids, array("i", ids), array("d", values)
 
 
-def _sample(raw: Any, request: GenerateRequest) -> GeneratedSample:
+def _sample(raw: Any, request: GenerateRequest, prefix: str) -> GeneratedSample:
     answer = raw if isinstance(raw, _Answer) else msgspec.convert(raw, _Answer[list[_Token] | None])
     meta = answer.meta_info
     reason = meta.finish_reason.type
@@ -194,12 +194,12 @@ def _sample(raw: Any, request: GenerateRequest) -> GeneratedSample:
         )
     if answer.output_ids is not None and not is_scored and answer.output_ids[: len(ids)] != ids:
         raise ValueError("output_ids and meta_info.output_token_logprobs name different tokens.")
-    spans = () if is_scored else _spans(meta.weight_versions or [], len(ids))
+    spans = () if is_scored else _spans(meta.weight_versions or [], len(ids), prefix)
     return GeneratedSample(
         token_ids=Column(np.asarray(token_ids)),
         log_probs=Column(log_probs),
         finish_reason=reason,
-        policy_version=spans[0].version if spans else _version(meta.weight_version),
+        policy_version=spans[0].version if spans else _version(meta.weight_version, prefix),
         version_spans=spans,
         num_cached_tokens=meta.cached_tokens,
         num_retractions=meta.num_retractions,
@@ -228,21 +228,26 @@ def _routes(meta: _Meta[Any], request: GenerateRequest, num_tokens: int) -> str:
 def version_name(version: int) -> str:
     """The name under which this process tells a server the version of its weights: no other process says the same, so
     that samples of weights which another run has brought are not taken for those of this one."""
-    return f"{_own_prefix(os.getpid())}{version}"
+    return f"{own_prefix()}{version}"
+
+
+def own_prefix() -> str:
+    """What the names of this process's versions begin with."""
+    return _prefix_of(os.getpid())
 
 
 @lru_cache(1)
-def _own_prefix(process: int) -> str:
+def _prefix_of(process: int) -> str:
     return f"{secrets.token_hex(4)}-{process}-"
 
 
-def _version(text: Any) -> int:
-    """UNSYNCED for weights that this process has not brought."""
-    prefix, number = _own_prefix(os.getpid()), str(text)
+def _version(text: Any, prefix: str) -> int:
+    """UNSYNCED for weights that another process has brought."""
+    number = str(text)
     return int(number[len(prefix) :]) if number.startswith(prefix) else UNSYNCED
 
 
-def _spans(raw: Sequence[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
+def _spans(raw: Sequence[_Span], num_tokens: int, prefix: str) -> tuple[VersionSpan, ...]:
     """SGLang can say more tokens of aborted samples than it sends: the last span is cut. (): servers that do not say,
     or no tokens."""
     spans: list[VersionSpan] = []
@@ -252,7 +257,7 @@ def _spans(raw: Sequence[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
         if span.start != end:
             raise ValueError(f"meta_info.weight_versions is {raw}: token {span.start} does not follow on.")
         if cut > span.start:
-            spans.append(VersionSpan(_version(span.version), span.start, cut))
+            spans.append(VersionSpan(_version(span.version, prefix), span.start, cut))
         end = span.end
     if spans and spans[-1].end != num_tokens:
         raise ValueError(f"meta_info.weight_versions ends at token {spans[-1].end} of {num_tokens}.")

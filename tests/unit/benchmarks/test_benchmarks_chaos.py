@@ -87,6 +87,8 @@ def test_the_matrix_kills_everybody_everywhere() -> None:
     for point, text in POINTS.items():
         assert f"inline/kill/{point}" in names
         whom = ["controller"] if text.startswith("controller:") else ["rank0", "rank1"]
+        if text.startswith("driver:"):
+            whom = ["driver0"]
         if point == "sync.after_bucket":
             whom = ["rank0"]  # at tp2 one rank sends
         assert all(f"tp2/kill_{who}/{point}" in names for who in whom), point

@@ -1,0 +1,77 @@
+"""What a server is asked to generate, as a value: this process asks it, or a driver does (`rollout.drivers`).
+
+A question goes out when the engine's client has let it pass (gate, limits, STALE): all of that stays with the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError, GenerateRequest, Groups
+from rlhf_megatron.rollout.http import HttpClient, aside
+
+
+@dataclass(frozen=True)
+class Question:
+    """A subclass says how its server is spoken to, and is registered with `data.codec`."""
+
+    server: EngineAddress
+    requests: tuple[GenerateRequest, ...]
+    timeout_s: float  # for messages
+    left_s: float  # of it, when the question is asked
+
+    refused: ClassVar[Collection[int]] = range(400, 500)  # statuses that say that the requests are wrong
+
+    @property
+    def key(self) -> str:
+        return self.server.api_key or self.server.token
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {}
+
+    def body(self) -> bytes:
+        """JSON."""
+        raise NotImplementedError
+
+    def read(self, data: bytes) -> Groups:
+        """The samples that an answer has. Raises ValueError or KeyError where it has others than were asked for."""
+        raise NotImplementedError
+
+    async def answer(self) -> Groups:
+        """Ask the server. Raises EngineError."""
+        http = HttpClient(self.server, self.key)
+        body, left_s = self.body(), self.left_s
+        found = await http.send("POST", "/generate", body, self.timeout_s, dict(self.headers), left_s)
+        data = found.good_data(refused=self.refused)
+        try:
+            groups = await aside(len(data), self.read, data)
+        except (ValueError, KeyError) as error:
+            raise EngineError(f"{found.who}: {error}") from error
+        if [len(group) for group in groups] != [len(request.seeds) for request in self.requests]:
+            raise EngineError(f"{found.who} returned other numbers of samples than were asked for.")
+        return groups
+
+
+class Asker(Protocol):
+    async def ask(self, question: Question) -> Groups: ...
+
+
+_askers: dict[asyncio.AbstractEventLoop, Asker] = {}
+
+
+def use(asker: Asker | None) -> None:
+    """From now on questions of the running loop go to `asker`; None: they are asked here."""
+    loop = asyncio.get_running_loop()
+    _askers.pop(loop, None)
+    if asker is not None:
+        _askers[loop] = asker
+
+
+async def ask(question: Question) -> Groups:
+    """Per request its samples, in order. Raises EngineError. To be called in the loop of `rollout.http`."""
+    asker = _askers.get(asyncio.get_running_loop())
+    return await (question.answer() if asker is None else asker.ask(question))
