@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
 LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open files of the lock that it inherits
 KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # set in the environment of a process that keeps engines: its machine
+_OF_RANKS = ("runtime.roles", "runtime.torchrun.agent", "runtime.torchrun.launcher", "scheduler.run", "supervised.run")
 CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
 
 
@@ -103,6 +104,7 @@ class TrainJob:
 
         Raises ConfigError, ValueError and OSError for what a user can mend.
         """
+        is_forked = self._imports_once()
         trainer = self.config.trainer
         megatrons = [megatron for _, megatron, _ in megatron_sections(self.config)]
         set_up(os.environ, trainer, self.config.rollout, megatrons)
@@ -121,6 +123,7 @@ class TrainJob:
             return self._inline(self._open_run_dir())
         if trainer.runtime == "ray":
             return self._ray()
+        from rlhf_megatron.runtime.torchrun import forks
         from rlhf_megatron.runtime.torchrun import launcher as torchrun
 
         if not torchrun.is_under_torchrun():
@@ -131,9 +134,32 @@ class TrainJob:
             if self._is_complete():
                 return 0
             os.environ[CHECKED_ENV] = "1"
+            if is_forked:
+                forks.launch(self.arguments(), trainer.n_gpus_per_node, trainer.stop_grace_s)
             torchrun.launch_single_node(self.arguments(), trainer.n_gpus_per_node, stop_s=trainer.stop_grace_s)
         faults.install_planned(f"rank{os.environ['RANK']}")
         return self._host()
+
+    def _imports_once(self) -> bool:
+        """Whether this process has imported what its ranks need and becomes their agent (`runtime.torchrun.forks`).
+
+        Then all has been checked, in a fork. What is wrong is found here again, and told.
+        """
+        from rlhf_megatron.runtime.torchrun import forks
+
+        try:
+            trainer = load_run_config(self.path, self.overrides).config.trainer
+        except ConfigError:  # found before anything is imported
+            return False
+        is_alone = trainer.runtime == "torchrun" and trainer.nnodes == 1
+        if not is_alone or {CONTROLLER_ENV, KEEPER_ENV} & os.environ.keys() or not forks.can_fork(trainer.device):
+            return False
+        is_checked = CHECKED_ENV in os.environ
+        modules = [f"rlhf_megatron.{name}" for name in _OF_RANKS]
+        if not forks.check_and_import(lambda: is_checked or self.config, modules, trainer.n_gpus_per_node):
+            return False
+        os.environ[CHECKED_ENV] = "1"
+        return True
 
     def arguments(self) -> Sequence[str]:
         """Return the command line that asks for the same job."""

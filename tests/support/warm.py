@@ -74,6 +74,7 @@ def install() -> None:
     """From now on this process forks what it can. Its template is started when it is first needed."""
     global _template
     if sys.platform == "linux" and "RLHF_MEGATRON_COLD" not in os.environ:
+        os.environ["RLHF_MEGATRON_FORKS"] = "0"  # launchers do not fork by themselves
         _template = _Template(None)
         subprocess.Popen._execute_child = _execute_warm_child  # type: ignore[attr-defined]
 

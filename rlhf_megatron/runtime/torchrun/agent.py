@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 if __name__ == "__main__":  # what comes while torch is imported waits until `Ranks.take_signals`
@@ -53,8 +53,10 @@ OTHERS_ENDED_LIMIT_S = 30.0  # the same when another node has ended
 class Ranks:
     """The ranks of this machine, as far as signals go."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, pids: Callable[[], list[int]]) -> None:
+        """`pids`: of those that run."""
         self._limit_s = limit_s
+        self._pids = pids
         self._has_limit = False
 
     def take_signals(self) -> None:
@@ -77,7 +79,7 @@ class Ranks:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number not in SIGNALS:
             self._torchs_handler(number, frame)
-        pids = children_with("TORCHELASTIC_RUN_ID")
+        pids = self._pids()
         if not pids:  # not started yet, or all ended
             os._exit(startup_exit_code(number))
         _send(pids, number)
@@ -89,10 +91,10 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the ranks, from any thread."""
-        _send(children_with("TORCHELASTIC_RUN_ID"), signal.SIGKILL)
+        _send(self._pids(), signal.SIGKILL)
 
     def _kill_late(self) -> None:
-        pids = children_with("TORCHELASTIC_RUN_ID")
+        pids = self._pids()
         sys.stderr.write(f"the ranks {pids} have not ended within {self._limit_s:g} s of a signal; they are killed\n")
         _send(pids, signal.SIGKILL)
 
@@ -103,14 +105,17 @@ def _send(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when no rank failed."""
+def main(arguments: Sequence[str], running: Callable[[], list[int]] | None = None) -> int:
+    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when no rank failed.
+
+    `running`: the ranks' processes, where they do not begin with an interpreter."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if not _HAS_LOG_LEVEL:
         del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
-    ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)))
+    pids = running or (lambda: children_with("TORCHELASTIC_RUN_ID"))
+    ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)), pids)
     ranks.take_signals()
     if parent := os.environ.pop(AGENTS_PARENT_ENV, None):
         die_with_parent(signal.SIGTERM, int(parent))

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,6 +43,7 @@ from rlhf_megatron.runtime.processes import AGENT_ENV, die_with_parent, machine_
 from rlhf_megatron.runtime.rank import RankPlace, run_rank
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import CLEANUP_S, HOST_SLACK_S, SIGNALS, STOP_LIMIT_ENV, ControllerStop, HostStop
+from rlhf_megatron.runtime.torchrun import forks
 from rlhf_megatron.stop import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -63,21 +65,25 @@ def launch_single_node(
 ) -> NoReturn:
     """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
     environment = dict(os.environ)
-    environment[STOP_LIMIT_ENV] = str(stop_s + CLEANUP_S + 3 * HOST_SLACK_S)
+    environment[STOP_LIMIT_ENV] = stop_limit(stop_s)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    command = [
-        sys.executable,
-        "-m",
-        "rlhf_megatron.runtime.torchrun.agent",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-    ]
-    command += ["--nproc-per-node", str(num_processes), "-m", module, *arguments]
+    command = [sys.executable, "-m", "rlhf_megatron.runtime.torchrun.agent"]
+    command += agent_arguments(num_processes, module, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the agent takes them
     os.execve(sys.executable, command, environment)
+
+
+def agent_arguments(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """Return what the agent is told for `python -m module arguments` on the ranks of one machine."""
+    place = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    return [*place, "-m", module, *arguments]
+
+
+def stop_limit(stop_s: float) -> str:
+    """Return the value of STOP_LIMIT_ENV for an agent whose run may take `stop_s` to stop."""
+    return str(stop_s + CLEANUP_S + 3 * HOST_SLACK_S)
 
 
 def is_under_torchrun() -> bool:
@@ -246,7 +252,11 @@ def _start_controller(
     environment[_LISTENER_ENV] = str(listener.fileno())
     environment[_PARENT_ENV] = str(os.getpid())
     passed = [listener.fileno(), *descriptors]
-    process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=passed)
+    if forks.is_fork():
+        live = partial(forks.live_as_program, arguments, environment)
+        process: subprocess.Popen[bytes] = forks.Fork("controller", live, passed)
+    else:
+        process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=passed)
     port = listener.getsockname()[1]
     listener.close()
 
