@@ -46,13 +46,15 @@ class Axes:
     etp: int = 0  # 0: as tp
     is_gathered: bool = False  # tokens reach experts by all-gather, not all-to-all
     is_grouped: bool = False  # all experts of a rank are multiplied at once
+    overlaps_shared: bool = False  # shared experts run while tokens are on their way
     first_layers: int = 0  # of the first stage; 0: as many as the others have
     chunk_layers: tuple[int, ...] = ()  # of every model chunk
 
     @property
     def of_experts(self) -> bool:
         """Whether only a model with experts can have it."""
-        return self.ep > 1 or self.etp > 0 or self.is_gathered or self.is_grouped or self.recompute in ("moe", "latent")
+        is_there = self.ep > 1 or self.etp > 0 or self.is_gathered or self.is_grouped or self.overlaps_shared
+        return is_there or self.recompute in ("moe", "latent")
 
     @property
     def num_ranks(self) -> int:
@@ -70,6 +72,7 @@ class Axes:
         parts += [f"chunks{'_'.join(map(str, self.chunk_layers))}"] if self.chunk_layers else []
         parts += ["allgather"] if self.is_gathered else []
         parts += ["grouped"] if self.is_grouped else []
+        parts += ["shared_overlap"] if self.overlaps_shared else []
         if self.num_ranks == 1:
             parts.append("one_rank")
         parts += ["distributed" if self.distributed else "", "overlap" if self.overlap else ""]
@@ -95,6 +98,7 @@ class Axes:
             expert_tensor_parallel_size=self.etp or None,
             moe_token_dispatcher_type="allgather" if self.is_gathered else "alltoall",
             moe_grouped_gemm=self.is_grouped,
+            moe_shared_expert_overlap=self.overlaps_shared,
             num_layers_in_first_pipeline_stage=self.first_layers or None,
             pipeline_model_parallel_layout=f"E{'|'.join('t' * n for n in self.chunk_layers)}L"
             if self.chunk_layers
@@ -108,6 +112,8 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
     heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
     is_recomputable = not hf_config.get("mlp_bias") or "mlp" not in axes.megatron.recompute_modules
     if axes.recompute == "latent" and "kv_lora_rank" not in hf_config:
+        return False
+    if axes.overlaps_shared and not hf_config.get("n_shared_experts"):
         return False
     if num_experts(hf_config):
         needs_sequence = axes.tp > 1 and not axes.sequence_parallel
@@ -194,7 +200,10 @@ _EXPERTS = (
     Axes(ep=2, dp=2, distributed=True, overlap=True),
     Axes(ep=2, dp=2, distributed=True, on_host=True),
     Axes(ep=2, dp=2, recompute="full"),
+    Axes(ep=2, dp=2, overlaps_shared=True, recompute="moe"),
+    Axes(tp=2, sequence_parallel=True, ep=2, etp=1, overlaps_shared=True),
     Axes(dp=2, is_grouped=True, distributed=True, overlap=True),
+    Axes(ep=2, dp=2, is_grouped=True, impl=TE, distributed=True, overlap=True),
     Axes(etp=2, dp=2, is_grouped=True),
     Axes(tp=2, sequence_parallel=True, ep=2, etp=1, is_grouped=True, recompute="moe"),
     Axes(tp=2, sequence_parallel=True, is_gathered=True),

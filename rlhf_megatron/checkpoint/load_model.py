@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhf_megatron.models.table import Rule, check_tensor_parallel, split
 from rlhf_megatron.parallel.world import World
 
 _HEAD = "output_layer.weight"
+_GROUPED = re.compile(r"(?<=\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 WEIGHT_BUFFER = ".router.expert_bias"  # what a router adds to the scores by which it picks experts
 
 
@@ -103,12 +105,15 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def global_name(model: Any, name: str) -> str:
-    """Name of a parameter or module of this chunk, with its layer and expert counted over the whole model."""
+    """Name of a parameter or module of this chunk, with its layer and expert counted over the whole model. Matrices of
+    grouped experts (`experts.linear_fc1.weight7`) have the names of those that run one after the other.
+    """
     prefix = "decoder.layers."
     if not name.startswith(prefix):
         return name
     local, dot, rest = name[len(prefix) :].partition(".")
     module = model.decoder.layers[int(local)]
+    rest = _GROUPED.sub(r".local_experts.\3.\1.\2", rest)
     before, experts, number = rest.partition(".local_experts.")
     if experts:
         number, dot_of_expert, inside = number.partition(".")

@@ -17,10 +17,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from rlhf_megatron.models.attention import PackedAttention
-from rlhf_megatron.models.grouped_experts import GroupedExperts
+from rlhf_megatron.models.grouped_experts import ColumnGroupedLinear, GroupedExperts, RowGroupedLinear
 from rlhf_megatron.models.norm import RMSNorm, rms_norm
 from rlhf_megatron.models.table import Impl, Part
 from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_transformer_engine, try_import
@@ -84,11 +87,15 @@ def _layer_and_norm(impl: Impl, config: Any, num_experts: int | None, device: to
 
 
 def expert_layer_spec(impl: Impl, config: Any, device: torch.device, is_grouped: bool) -> Any:
-    """A layer with experts, one MLP after the other or `is_grouped`, and our attention and norms."""
+    """A layer with experts, one MLP after the other or `is_grouped`, and our attention and norms. Raises ValueError for
+    a Transformer Engine without grouped layers.
+    """
     layer, _ = _layer_and_norm(impl, config, config.num_moe_experts, device)
-    parts = layer.submodules.mlp.submodules
-    keywords = getattr(parts.experts, "keywords", None)  # of a functools.partial in megatron-core 0.19
-    linears = parts.experts.submodules if keywords is None else keywords["submodules"]
+    parts = _submodules(layer.submodules.mlp)
+    if is_grouped and impl == "transformer_engine":
+        parts.experts = _experts_under_its_names(device)
+        return layer
+    linears = _submodules(parts.experts)
     if linears.linear_fc2 is RowParallelLinear:
         linears.linear_fc2 = ExpertRowLinear
     if is_grouped and isinstance(parts.experts, functools.partial):  # megatron-core 0.19
@@ -96,6 +103,30 @@ def expert_layer_spec(impl: Impl, config: Any, device: torch.device, is_grouped:
     elif is_grouped:
         parts.experts.module = GroupedExperts
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Return the submodules of a part of a layer, which is a functools.partial in megatron-core 0.19."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def _experts_under_its_names(device: torch.device) -> Any:
+    linears: dict[str, Any] = {"linear_fc1": ColumnGroupedLinear, "linear_fc2": RowGroupedLinear}
+    if device.type == "cuda":
+        extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+        linears = {
+            "linear_fc1": extension.TEColumnParallelGroupedLinear,
+            "linear_fc2": extension.TERowParallelGroupedLinear,
+        }
+    if None in linears.values():
+        raise ValueError(
+            "moe_grouped_gemm (true) needs Transformer Engine 1.9 or newer with transformer_impl transformer_engine;"
+            " upgrade it, or use transformer_impl local."
+        )
+    kind = getattr(experts, "GroupedMLPSubmodules", None)  # megatron-core 0.19
+    if kind is not None:
+        return functools.partial(experts.TEGroupedMLP, submodules=kind(**linears))
+    return ModuleSpec(experts.TEGroupedMLP, submodules=MLPSubmodules(**linears))
 
 
 @functools.cache

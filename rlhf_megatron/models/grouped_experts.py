@@ -1,5 +1,7 @@
-"""The experts of a rank as two grouped products (`actor.megatron.moe_grouped_gemm`), with the parameters of
-megatron-core's experts, which run one after the other and are the reference.
+"""The experts of a rank as two grouped products (`actor.megatron.moe_grouped_gemm`).
+
+`GroupedExperts` has the parameters of megatron-core's experts, which run one after the other and are the reference.
+`TorchGroupedLinear` stands on a CPU for the grouped linear layers of Transformer Engine, under their names.
 
 Every expert's tokens are filled up to a multiple of 16, and to 16 at least: kernels on GPUs refuse other numbers in the
 gradient of the weights. Nothing here waits for the device.
@@ -12,10 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import grouped_mm
 
 ALIGNMENT = 16  # tokens; of bytes it is what grouped_mm asks of a row
@@ -30,15 +35,11 @@ class GroupedExperts(SequentialMLP):
         """[T, h], [E], [T] -> [T, h], and no bias. Tokens lie together by expert."""
         tokens_Th, device = permuted_local_hidden_states, permuted_local_hidden_states.device
         counts_E = tokens_per_expert.to(device, torch.int64, non_blocking=True)
-        places_T, ends_E = filled_groups(counts_E, len(tokens_Th))
-        rows = len(tokens_Th) + ALIGNMENT * self.num_local_experts
-        filled_Ph = tokens_Th.new_zeros(rows, tokens_Th.shape[1]).index_copy(0, places_T, tokens_Th)
-        gate_up = grouped_linear(filled_Ph, ends_E, self._weights("linear_fc1"))
+        groups = filled_groups(counts_E, len(tokens_Th))
+        gate_up = _product(tokens_Th, groups, self._weights("linear_fc1"))
         gate_up_bias = self._biases("linear_fc1", counts_E, len(tokens_Th))
-        product = self._activated(gate_up.index_select(0, places_T), gate_up_bias, permuted_probs)
-        filled = product.new_zeros(rows, product.shape[1]).index_copy(0, places_T, product)
-        down = grouped_linear(filled, ends_E, self._weights("linear_fc2"))
-        output = down.index_select(0, places_T)
+        product = self._activated(gate_up, gate_up_bias, permuted_probs)
+        output = _product(product, groups, self._weights("linear_fc2"))
         if (down_bias := self._biases("linear_fc2", counts_E, len(tokens_Th))) is not None:
             output = output + (down_bias * permuted_probs.unsqueeze(-1)).to(output.dtype)
         return output, None
@@ -58,9 +59,7 @@ class GroupedExperts(SequentialMLP):
         parameters."""
         if not self.config.add_bias_linear:
             return None
-        biases_Eo = torch.stack([getattr(expert, name).bias for expert in self.local_experts])
-        experts_E = torch.arange(len(biases_Eo), device=counts_E.device)
-        return biases_Eo.index_select(0, experts_E.repeat_interleave(counts_E, output_size=num_tokens))
+        return _of_tokens([getattr(expert, name).bias for expert in self.local_experts], counts_E, num_tokens)
 
     def _activated(self, gate_up: Tensor, bias: Tensor | None, probs_T: Tensor) -> Tensor:
         """Apply the activation as megatron's MLP does."""
@@ -80,6 +79,95 @@ class GroupedExperts(SequentialMLP):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         product: Tensor = config.activation_func(gate) * (up + config.glu_linear_offset)
         return (product * probs_T.unsqueeze(-1)).to(gate_up.dtype)
+
+
+class TorchGroupedLinear(torch.nn.Module):
+    """A linear layer of all experts of a rank: parameters `weight0`, `bias0`, `weight1`, ... Made and called as
+    megatron-core's TEGroupedMLP does with Transformer Engine's.
+    """
+
+    tp_axis: int  # of a weight [o, i], along which etp splits it
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        bias: bool,
+        skip_bias_add: bool,
+        pg_collection: Any,
+        **_of_transformer_engine: Any,
+    ) -> None:
+        super().__init__()
+        self.groups, self.num_gemms, self.is_bias_returned = pg_collection, num_gemms, skip_bias_add
+        shape = [output_size, input_size]
+        shape[self.tp_axis] //= dist.get_world_size(pg_collection.expt_tp)
+        for number in range(num_gemms):
+            self.register_parameter(f"weight{number}", Parameter(torch.zeros(shape, dtype=config.params_dtype)))
+            if bias:
+                self.register_parameter(f"bias{number}", Parameter(torch.zeros(shape[0], dtype=config.params_dtype)))
+
+    def forward(self, tokens_Ti: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """[T, i] -> [T, o], and the biases where the caller adds them."""
+        counts_E = torch.tensor(counts, device=tokens_Ti.device)
+        product = _product(tokens_Ti, filled_groups(counts_E, len(tokens_Ti)), self._of_experts("weight"))
+        biases = self._of_experts("bias")
+        if not biases or self.is_bias_returned:
+            return product, biases or None
+        return product + _of_tokens(biases, counts_E, len(tokens_Ti)), None
+
+    def _of_experts(self, name: str) -> list[Tensor]:
+        found = [getattr(self, f"{name}{number}", None) for number in range(self.num_gemms)]
+        return [parameter for parameter in found if parameter is not None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For megatron's checkpoints: one tensor for the experts of all ranks, as of experts one after the other."""
+        groups, axes = self.groups, {"weight": self.tp_axis, **({"bias": 0} if self.tp_axis == 0 else {})}
+        first, total = dist.get_rank(groups.ep) * self.num_gemms, dist.get_world_size(groups.ep) * self.num_gemms
+        state = {}
+        for number in range(self.num_gemms):
+            parts = {name: getattr(self, f"{name}{number}", None) for name in ("weight", "bias")}
+            entries = make_sharded_tensors_for_checkpoint(
+                {name: part for name, part in parts.items() if part is not None},
+                prefix,
+                axes,
+                (*sharded_offsets, (len(sharded_offsets), first + number, total)),
+                tp_group=groups.expt_tp,
+                dp_cp_group=(metadata or {})["dp_cp_group"],
+            )
+            for name, entry in entries.items():
+                entry.replica_id = (*entry.replica_id[:2], dist.get_rank(groups.expt_dp))
+                state[f"{name}{number}"] = entry
+        return state
+
+
+class ColumnGroupedLinear(TorchGroupedLinear):
+    """Gate and up of all experts."""
+
+    tp_axis = 0
+
+
+class RowGroupedLinear(TorchGroupedLinear):
+    """Down of all experts."""
+
+    tp_axis = 1
+
+
+def _product(tokens_Ti: Tensor, groups: tuple[Tensor, Tensor], weights: list[Tensor]) -> Tensor:
+    """[T, o]: each token times the weight of its expert. `groups`: of `filled_groups`."""
+    places_T, ends_E = groups
+    filled = tokens_Ti.new_zeros(len(tokens_Ti) + ALIGNMENT * len(weights), tokens_Ti.shape[1])
+    return grouped_linear(filled.index_copy(0, places_T, tokens_Ti), ends_E, weights).index_select(0, places_T)
+
+
+def _of_tokens(biases: list[Tensor], counts_E: Tensor, num_tokens: int) -> Tensor:
+    """[T, o]: the bias of each token's expert."""
+    experts_E = torch.arange(len(biases), device=counts_E.device)
+    return torch.stack(biases).index_select(0, experts_E.repeat_interleave(counts_E, output_size=num_tokens))
 
 
 def grouped_linear(tokens_Pi: Tensor, ends_E: Tensor, weights: list[Tensor]) -> Tensor:

@@ -13,13 +13,21 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from rlhf_megatron.config.rules.experts import of_biases, of_dense_model, of_experts
+from rlhf_megatron.config.rules.experts import of_biases, of_dense_model, of_experts, of_shared
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.fused import Choice, DeviceType, choose_compiled_activation, choose_gradient_fusion
 from rlhf_megatron.models.grouped_experts import ALIGNMENT
 from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.packages import has_gradient_extension, why_no_compiler
+from rlhf_megatron.parallel.packages import (
+    DEEP_EP,
+    INSTALL,
+    TRANSFORMER_ENGINE,
+    has_gradient_extension,
+    why_no_compiler,
+    why_no_deep_ep,
+    why_no_fused_permutation,
+)
 from rlhf_megatron.parallel.weight_grad import has_float32_product
 from rlhf_megatron.parallel.world import World
 
@@ -44,8 +52,10 @@ def make_transformer_config(
     _check_recompute(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
     experts = arguments.get("num_moe_experts", 0)
     _check_experts(arguments, world.layout, megatron)
-    if experts and megatron.moe_grouped_gemm:
+    is_grouped = bool(experts and megatron.moe_grouped_gemm)
+    if is_grouped and (impl == "local" or world.device.type != "cuda"):
         _check_grouped(arguments, world.layout, dtype)
+    _check_packages(megatron, dtype, world.device)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
     kind = MLATransformerConfig if plain.get("multi_latent_attention") else TransformerConfig
@@ -56,7 +66,7 @@ def make_transformer_config(
         **_pipeline_settings(world.layout),
         **_recompute_settings(megatron),
         **_forced_settings(),
-        **_fusions(megatron, impl, dtype, world.device),
+        **_fusions(megatron, impl, dtype, world.device, is_grouped and arguments["add_bias_linear"]),
     )
 
 
@@ -97,6 +107,9 @@ def _expert_settings(layout: Layout, megatron: MegatronConfig) -> dict[str, Any]
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_permute_fusion": megatron.moe_permute_fusion,
+        "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
     }
 
 
@@ -138,14 +151,17 @@ def gradient_fusion(setting: bool | None, impl: Impl, dtype: torch.dtype, device
     return choose_gradient_fusion(setting, kind, impl, name, has_gradient_extension(), has_float32_product())
 
 
-def _fusions(megatron: MegatronConfig, impl: Impl, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _fusions(
+    megatron: MegatronConfig, impl: Impl, dtype: torch.dtype, device: torch.device, has_grouped_biases: bool
+) -> dict[str, Any]:
+    """`has_grouped_biases`: of experts, which megatron-core's grouped ones do not take with fused dropout."""
     activation = choose_compiled_activation("cuda" if device.type == "cuda" else "cpu", why_no_compiler())
     return {
         "gradient_accumulation_fusion": (
             gradient_fusion(megatron.gradient_accumulation_fusion, impl, dtype, device).name != "off"
         ),
         "bias_activation_fusion": activation.name == "compiled",
-        "bias_dropout_fusion": activation.name == "compiled",
+        "bias_dropout_fusion": activation.name == "compiled" and not has_grouped_biases,
         # Ours takes the place of what these are for: attention, positions, norms.
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
@@ -190,8 +206,33 @@ def _check_experts(arguments: dict[str, Any], layout: Layout, megatron: Megatron
     found = of_experts(num_experts, width, layout.stage_size, settings) if num_experts else of_dense_model(settings)
     if num_experts and arguments["add_bias_linear"]:
         found = chain(found, of_biases(settings))
+    if num_experts:
+        found = chain(found, of_shared(settings, "moe_shared_expert_intermediate_size" in arguments))
     if problems := [text for text, _ in found]:
         raise ValueError(" ".join(problems))
+
+
+def _check_packages(megatron: MegatronConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for kernels that are not there, and for a type that they do not take."""
+    of_flex = ("moe_token_dispatcher_type (flex)", "DeepEP", why_no_deep_ep, INSTALL[DEEP_EP], "use alltoall")
+    of_permutation = (
+        "moe_permute_fusion (true)",
+        "Transformer Engine 2.1 or newer",
+        why_no_fused_permutation,
+        INSTALL[TRANSFORMER_ENGINE],
+        "set it to false",
+    )
+    is_flex = megatron.moe_token_dispatcher_type == "flex"
+    asked = [of_flex] * is_flex + [of_permutation] * megatron.moe_permute_fusion
+    for key, package, why_not, install, other in asked:
+        if device.type != "cuda":
+            raise ValueError(f"{key} needs {package}, which runs on CUDA only, and the device is {device}; {other}.")
+        if problem := why_not():
+            raise ValueError(f"{key} needs {package}, which cannot be used ({problem}); {install}, or {other}.")
+    if is_flex and dtype != torch.bfloat16:
+        raise ValueError(
+            f"moe_token_dispatcher_type (flex) sends bfloat16 only, and the model is {dtype}; use alltoall."
+        )
 
 
 def _check_grouped(arguments: dict[str, Any], layout: Layout, dtype: torch.dtype) -> None:

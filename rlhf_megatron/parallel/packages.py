@@ -18,6 +18,7 @@ from typing import Any
 
 TRANSFORMER_ENGINE = "transformer_engine"
 APEX = "apex"
+DEEP_EP = "deep_ep"
 GRADIENT_EXTENSION = "fused_weight_gradient_mlp_cuda"  # of Apex: adds a weight's gradient to a float32 buffer
 INSTALL = {
     TRANSFORMER_ENGINE: "pip install --no-build-isolation 'transformer-engine[pytorch]'",
@@ -31,6 +32,7 @@ INSTALL = {
         " ./flash-attention/hopper"
     ),
     "triton": "pip install --no-deps triton",
+    DEEP_EP: "git clone https://github.com/deepseek-ai/DeepEP && pip install --no-build-isolation ./DeepEP",
 }
 NOT_NVIDIAS = "it is not NVIDIA's Apex: PyPI has another project of this name, NVIDIA's is built from source"
 
@@ -93,6 +95,17 @@ def find_apex() -> Package:
 def has_gradient_extension() -> bool:
     """Whether Apex was built with the extension that megatron-core's layers add their weight gradients with."""
     return _has_module(GRADIENT_EXTENSION)
+
+
+def why_no_deep_ep() -> str:
+    """Say why tokens cannot reach experts in DeepEP's kernels; empty when they can."""
+    return find_package(DEEP_EP).why_not or try_import(DEEP_EP, "Buffer")[1]
+
+
+def why_no_fused_permutation() -> str:
+    """Say why Transformer Engine cannot sort tokens by expert; empty when it can."""
+    name = "transformer_engine.pytorch.permutation"
+    return find_transformer_engine().why_not or try_import(name, "moe_permute_with_probs")[1]
 
 
 def why_no_compiler() -> str:

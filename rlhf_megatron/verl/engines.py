@@ -129,9 +129,7 @@ def _layout(draft: Draft, section: str) -> None:
     for free in ("override_transformer_config", "override_ddp_config"):
         for name in known:
             source, key = f"{section}.{free}.{name}", f"{section}.{name}"
-            if name == "moe_token_dispatcher_type" and g.look(source) == "flex":
-                draft.put(key, "alltoall", (source,), "flex brings the same tokens to the same experts, through DeepEP")
-            elif g.get(source) is not None and not g.has(key):
+            if g.get(source) is not None and not g.has(key):
                 draft.put(key, g.get(source), (source,))
     _checkpointing(draft, section)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ def plan_memory(
 def _plan_stage(
     hf_config: Mapping[str, Any], megatron: MegatronConfig, layout: Layout, stage: int, dtype: torch.dtype, head: Head
 ) -> StageMemory:
+    # What runs on GPUs only holds no parameters, and this is a CPU.
+    megatron = replace(megatron, moe_token_dispatcher_type="alltoall", moe_permute_fusion=False)
     with _fake_world(layout, layout.rank(dp=0, pp=stage, tp=0)) as world:
         model = build_model(hf_config, world, dtype, megatron, head)
         plain = [parameter for chunk in model.chunks for parameter in chunk.parameters()]

@@ -74,7 +74,11 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "family, there, back",
     [
-        ("qwen3_moe", Axes(dp=2, ep=2, distributed=True), Axes(tp=2, sequence_parallel=True, etp=1, impl=TE)),
+        (
+            "qwen3_moe",
+            Axes(dp=2, ep=2, distributed=True),
+            Axes(tp=2, sequence_parallel=True, etp=1, impl=TE, is_grouped=True),
+        ),
         (
             "gpt_oss",
             Axes(tp=2, sequence_parallel=True, ep=2, etp=1),

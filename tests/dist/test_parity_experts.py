@@ -25,7 +25,7 @@ CELLS: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
     ("qwen3_moe_plain", Axes(pp=2, ep=2, dp=2, chunk_layers=(1, 3), distributed=True), "actor"),
     ("mixtral", Axes(cp=2, ep=2, recompute="moe"), "actor"),
-    ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
+    ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1, overlaps_shared=True), "actor"),
     ("deepseek_v3", Axes(tp=2, **SP, ep=2, etp=1, impl=TE, is_grouped=True), "actor"),
     ("gpt_oss", Axes(), "actor"),
     ("gpt_oss", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
@@ -36,6 +36,7 @@ LONG: list[tuple[str, Axes, Role]] = [
     ("gpt_oss", Axes(cp=2, tp=2, **SP, ep=4, etp=1, recompute="moe"), "actor"),
     ("gpt_oss", Axes(pp=2, first_layers=1, ep=2, dp=2, recompute="full"), "critic"),
     ("gpt_oss", Axes(ep=2, dp=2, is_grouped=True, distributed=True), "actor"),
+    ("gpt_oss", Axes(ep=2, dp=2, is_grouped=True, impl=TE, distributed=True, overlap=True), "actor"),
     ("qwen3_moe", Axes(pp=2, vpp=2, chunk_layers=(1, 1, 1, 1)), "actor"),
     ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1, dp=2, distributed=True, overlap=True), "critic"),

@@ -102,6 +102,26 @@ def check_training_step(device: torch.device, dtype: torch.dtype, **megatron: bo
     return figures
 
 
+def check_experts(device: torch.device, dtype: torch.dtype, impl: str = "local", **megatron: bool) -> Figures:
+    """Log-probs and gradient norm of a model with experts under these settings, against its experts one by one."""
+    is_te = impl != "local" or "moe_permute_fusion" in megatron
+    need("megatron", *(["transformer_engine"] if is_te and device.type == "cuda" else []))
+    if "moe_permute_fusion" in megatron and device.type != "cuda":
+        raise MissingPackageError("needs CUDA")
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    hf_config, batch, found = {**CONFIG, **experts, "norm_topk_prob": True}, make_batch(), []
+    for settings in ({}, megatron):
+        with one_rank_actor(device, dtype, hf_config, transformer_impl=impl, **settings) as (actor, _):
+            shard, plan = share(batch)
+            log_probs = restored(actor.log_probs(shard, plan, 1.0), plan, batch).log_probs
+            found.append((log_probs, actor.update(shard, plan, 1.0, "sft").grad_norm))
+    (expected, norm), (log_probs, found_norm) = found
+    figures = compare_log_probs(log_probs, expected, batch.response_mask, BOUNDS[dtype])
+    figures["grad_norm_error"] = abs(found_norm - norm) / norm
+    assert figures["grad_norm_error"] <= BOUNDS[dtype].grad_norm, figures
+    return figures
+
+
 def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
     """Values, loss and gradient norm of a critic against the plain model; then steps that learn."""
     need("megatron")
@@ -262,6 +282,9 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step": check_training_step,
     "training_step_optimizer_cpu_offload": partial(check_training_step, optimizer_cpu_offload=True),
+    "experts_grouped": partial(check_experts, moe_grouped_gemm=True),
+    "experts_grouped_by_transformer_engine": partial(check_experts, impl="transformer_engine", moe_grouped_gemm=True),
+    "experts_sorted_by_transformer_engine": partial(check_experts, moe_permute_fusion=True),
     "critic_step": check_critic_step,
     "attention": check_attention,
     "attention_with_sinks": partial(check_attention, has_sinks=True),

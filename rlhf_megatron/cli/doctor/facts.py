@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_megatron.parallel.packages import (
+    DEEP_EP,
     Package,
     find_apex,
     find_package,
@@ -162,6 +163,7 @@ FLASH = {
 _IMPORTS = {  # what is taken of a package
     "transformer_engine": "transformer_engine.pytorch:Linear,transformer_engine.pytorch.optimizers:FusedAdam",
     "apex": "amp_C:multi_tensor_adam,apex.optimizers:FusedAdam",
+    DEEP_EP: "deep_ep:Buffer",
 }
 Record = TypeVar("Record", TorchFacts, MegatronFacts)
 
@@ -228,6 +230,7 @@ def gather() -> Facts:
         found[module] = find_package(module, names)
     for module, names in (
         ("triton", ("triton", "pytorch-triton")),
+        (DEEP_EP, ("deep-ep", "deep_ep")),
         ("tensorboard", ("tensorboard",)),
         ("wandb", ("wandb",)),
         ("ray", ("ray",)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhf_megatron.cli.doctor.facts import FLASH, Facts
-from rlhf_megatron.config.schema import KernelsConfig
+from rlhf_megatron.config.schema import KernelsConfig, MegatronConfig
 from rlhf_megatron.models.fused import (
     Adam,
     Attention,
@@ -20,7 +20,7 @@ from rlhf_megatron.models.fused import (
 )
 from rlhf_megatron.parallel import mcore_fixes
 from rlhf_megatron.parallel.mcore_patch import check_undeclared_needs, check_version
-from rlhf_megatron.parallel.packages import INSTALL, NOT_NVIDIAS
+from rlhf_megatron.parallel.packages import DEEP_EP, INSTALL, NOT_NVIDIAS, Package
 
 State = Literal["live", "not live", "broken"]
 TE = "transformer_engine"
@@ -38,6 +38,7 @@ PACKAGE_NAMES = {
     "flash_attn_interface": "flash attention 3",
     "flash_attn": "flash-attn 2",
     "triton": "triton",
+    DEEP_EP: "DeepEP",
 }
 FUSION_NAMES = {TE: "by Transformer Engine", "apex": "by Apex's extension", "torch": "by torch's addmm into float32"}
 
@@ -67,6 +68,7 @@ class Wanted:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     loss_mode: str = "ppo_clip"
     is_deterministic: bool = False
+    experts: MegatronConfig | None = field(default_factory=MegatronConfig)  # None: the model has none
 
 
 def trainer_rows(facts: Facts, wanted: Wanted) -> list[Row]:
@@ -79,7 +81,7 @@ def trainer_rows(facts: Facts, wanted: Wanted) -> list[Row]:
         norm_row(facts, wanted),
         _activation_row(facts, wanted),
         Row("trainer", "rotary positions", "live", "by our attention, from tables made once a micro-batch"),
-        Row("trainer", "grouped GEMM of experts", "not live", "not used", "experts run one after the other"),
+        *expert_rows(facts, wanted),
         head_row(facts, wanted),
         _loss_row(facts, wanted),
         gradient_row(facts, wanted),
@@ -234,6 +236,59 @@ def _activation_row(facts: Facts, wanted: Wanted) -> Row:
         "bias, SwiGLU, dropout and residual compiled by torch.compile" if choice.name == "compiled" else "plain torch"
     )
     return _of_choice("activation fusion", choice, taken, choice.name == "compiled")
+
+
+def expert_rows(facts: Facts, wanted: Wanted) -> list[Row]:
+    """Say how experts multiply, and how tokens reach them; broken where a setting asks for what is not there."""
+    settings = wanted.experts
+    if settings is None:
+        return [Row("trainer", "experts", "not live", "not used", "the model has none")]
+    by_te = _impl(facts, wanted) == TE
+    products = "torch's grouped_mm, under Transformer Engine's names" if by_te else "torch's grouped_mm"
+    if by_te and wanted.device == "cuda":
+        products = "Transformer Engine's grouped layers"
+    one = "one expert after the other"
+    grouped = Row("trainer", "grouped GEMM of experts", "live", products)
+    if not settings.moe_grouped_gemm:
+        why, fix = "actor.megatron.moe_grouped_gemm is false", "actor.megatron.moe_grouped_gemm: true"
+        grouped = Row("trainer", "grouped GEMM of experts", "not live", one, why, fix)
+    is_flex, package = settings.moe_token_dispatcher_type == "flex", facts.packages[TE]
+    plain = f"torch.distributed, {settings.moe_token_dispatcher_type}"
+    permutation = package.why_not
+    if package.is_usable and not is_at_least(package, (2, 1)):
+        permutation = f"Transformer Engine is {package.version}, and 2.1 has it"
+    return [
+        grouped,
+        _asked_row("tokens to experts", is_flex, "DeepEP", plain, DEEP_EP, facts.packages[DEEP_EP].why_not, wanted),
+        _asked_row(
+            "sorting of tokens", settings.moe_permute_fusion, "Transformer Engine", "torch", TE, permutation, wanted
+        ),
+    ]
+
+
+SETTINGS = {
+    "tokens to experts": ("moe_token_dispatcher_type", "flex"),
+    "sorting of tokens": ("moe_permute_fusion", "true"),
+}
+"""Path -> the key of a layout that asks for its kernels, and the value that does."""
+
+
+def _asked_row(path: str, is_asked: bool, fast: str, plain: str, module: str, why_not: str, wanted: Wanted) -> Row:
+    """Tell of kernels that run where a setting asks for them."""
+    why_not = why_not if wanted.device == "cuda" else f"{fast} runs on CUDA only"
+    if is_asked and why_not:
+        return Row("trainer", path, "broken", "no rank would start", why_not, INSTALL[module])
+    if is_asked:
+        return Row("trainer", path, "live", fast)
+    return Row(
+        "trainer", path, "live", plain, why_not, "" if why_not else "actor.megatron.{}: {}".format(*SETTINGS[path])
+    )
+
+
+def is_at_least(package: Package, version: tuple[int, int]) -> bool:
+    """Whether a package's version is so high; one that nobody knows is."""
+    numbers = [int(part) for part in package.version.split(".")[:2] if part.isdigit()]
+    return len(numbers) < 2 or tuple(numbers) >= version
 
 
 def _deterministic_row(wanted: Wanted) -> Row:

@@ -17,8 +17,19 @@ from typing import Literal
 
 from rlhf_megatron.cli.doctor.facts import Facts, gather
 from rlhf_megatron.cli.doctor.host import around_rows, device_rows, engine_rows, host_rows
-from rlhf_megatron.cli.doctor.rows import TE, Row, Wanted, gradient_row, head_row, package_rows, trainer_rows
+from rlhf_megatron.cli.doctor.rows import (
+    SETTINGS,
+    TE,
+    Row,
+    Wanted,
+    expert_rows,
+    gradient_row,
+    head_row,
+    package_rows,
+    trainer_rows,
+)
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.schema import RunConfig
@@ -122,17 +133,19 @@ def of_this_machine(wanted: Wanted, facts: Facts) -> Wanted:
 def wanted_by(config: RunConfig, facts: Facts) -> Wanted:
     """Return the settings of the actor's models, which are those that a run has most of."""
     megatron = config.actor.megatron
-    head_dim, has_sinks = _attention_of(config.model.path)
+    head_dim, has_sinks, has_experts = _shape_of(config.model.path)
+    is_local = has_experts and megatron.transformer_impl == "auto"  # as models.backend has it
     return Wanted(
         device=device_of(config.trainer.device, facts),
         dtype=config.model.dtype,
         head_dim=head_dim,
         has_sinks=has_sinks,
-        transformer_impl=megatron.transformer_impl,
+        transformer_impl="local" if is_local else megatron.transformer_impl,
         gradient_fusion=megatron.gradient_accumulation_fusion,
         kernels=config.actor.kernels,
         loss_mode=config.actor.policy_loss.loss_mode,
         is_deterministic=config.trainer.deterministic,
+        experts=megatron if has_experts else None,
     )
 
 
@@ -148,15 +161,15 @@ def run_problems(config: RunConfig, facts: Facts) -> list[Problem]:
     ]
 
 
-def _attention_of(path: str) -> tuple[int, bool]:
-    """The width of heads, and whether they have sinks, out of config.json; what most models have where that cannot be
-    read, as before it was fetched."""
+def _shape_of(path: str) -> tuple[int, bool, bool]:
+    """The width of heads, whether they have sinks, and whether there are experts, out of config.json; what most models
+    have where that cannot be read, as before it was fetched."""
     try:
         model = json.loads((Path(path) / "config.json").read_text())
         head_dim = int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
-        return head_dim, model.get("model_type") == "gpt_oss"
+        return head_dim, model.get("model_type") == "gpt_oss", num_experts(model) > 0
     except (OSError, ValueError, KeyError, TypeError):
-        return Wanted(device="cpu").head_dim, False
+        return Wanted(device="cpu").head_dim, False, False
 
 
 def _of_layers(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -169,6 +182,10 @@ def _of_layers(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         row = gradient_row(facts, replace(wanted, transformer_impl=impl, gradient_fusion=fusion))
         if row.state == "broken":
             yield Problem(f"{section}.gradient_accumulation_fusion", "true", row.why, row.fix)
+        for row in expert_rows(facts, replace(wanted, transformer_impl=impl, experts=wanted.experts and megatron)):
+            if row.state == "broken":
+                key, value = SETTINGS[row.path]
+                yield Problem(f"{section}.{key}", value, row.why, f"{row.fix}, or leave it out")
 
 
 def _of_kernels(config: RunConfig, facts: Facts) -> Iterator[Problem]:

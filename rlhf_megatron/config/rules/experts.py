@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 
 EP, ETP, DISPATCHER = "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"
-GROUPED = "moe_grouped_gemm"
+GROUPED, PERMUTED, OVERLAP = "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap"
 BALANCE, COEFF = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 Z_COEFF, BIAS_RATE = "moe_z_loss_coeff", "moe_router_bias_update_rate"
 REPLAY = "actor.router_replay"
@@ -59,6 +59,16 @@ def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig
             f" {etp}) reaches over replicas, which have samples of their own; use alltoall.",
             (DISPATCHER, EP, ETP),
         )
+    if m.moe_token_dispatcher_type == "flex" and ep * etp == 1:
+        yield (
+            f"{DISPATCHER} (flex) needs experts that several ranks share out ({EP} x {ETP} is 1); use alltoall.",
+            (DISPATCHER, EP, ETP),
+        )
+    if m.moe_shared_expert_overlap and m.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"{OVERLAP} (true) needs {DISPATCHER} alltoall, not {m.moe_token_dispatcher_type}; set it to false.",
+            (OVERLAP, DISPATCHER),
+        )
     yield from _terms(m)
     if "mlp" in m.recompute_modules and m.recompute_granularity == "selective":
         yield (
@@ -76,6 +86,12 @@ def of_biases(m: MegatronConfig) -> Iterator[Found]:
             f" does not split; set it to 1, and share the experts out by {EP}.",
             (ETP, "tensor_model_parallel_size"),
         )
+
+
+def of_shared(m: MegatronConfig, has_shared: bool) -> Iterator[Found]:
+    """Yield what needs experts that every token meets."""
+    if m.moe_shared_expert_overlap and not has_shared:
+        yield f"{OVERLAP} (true) would be ignored: the model has no shared experts; set it to false.", (OVERLAP,)
 
 
 def of_replay(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -122,6 +138,8 @@ def of_dense_model(m: MegatronConfig) -> Iterator[Found]:
         ETP: m.expert_tensor_parallel_size is not None,
         DISPATCHER: m.moe_token_dispatcher_type != "alltoall",
         GROUPED: m.moe_grouped_gemm,
+        PERMUTED: m.moe_permute_fusion,
+        OVERLAP: m.moe_shared_expert_overlap,
         BALANCE: m.moe_router_load_balancing_type != "none",
         COEFF: m.moe_aux_loss_coeff != 0,
         Z_COEFF: m.moe_z_loss_coeff is not None,

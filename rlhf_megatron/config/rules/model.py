@@ -12,7 +12,15 @@ from typing import Any
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, rule, told, wrong
 from rlhf_megatron.config.rules.batches import divisors_of, longest_sample
-from rlhf_megatron.config.rules.experts import REPLAY, num_experts, of_biases, of_dense_model, of_experts, of_replay
+from rlhf_megatron.config.rules.experts import (
+    REPLAY,
+    num_experts,
+    of_biases,
+    of_dense_model,
+    of_experts,
+    of_replay,
+    of_shared,
+)
 from rlhf_megatron.config.rules.run import learning_sections, megatron_sections, reward_model_ranks
 from rlhf_megatron.config.rules.stages import MOST_LAYERS, num_chunks, parse_layout
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
@@ -281,7 +289,8 @@ def _experts(
         return  # other rules say it
     width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
     found = of_experts(num, width if isinstance(width, int) else 0, num_ranks // pp, m) if num else of_dense_model(m)
-    for text, keys in found:
+    shared = of_shared(m, "n_routed_experts" in hf_config and hf_config.get("n_shared_experts") != 0)
+    for text, keys in (*found, *(shared if num else ())):
         yield _problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
     if num and m.moe_router_bias_update_rate > 0 and "n_routed_experts" not in hf_config:
         yield _problem(

@@ -50,13 +50,22 @@ class MegatronConfig:
     expert_tensor_parallel_size: int | None = doc(
         "ranks that split each expert; null: tensor_model_parallel_size", None, COUNT
     )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = doc(
-        "how tokens reach the ranks of their experts: each to these, or all to all", "alltoall"
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = doc(
+        "how tokens reach the ranks of their experts: each to these, or all to all; flex: each to these, in DeepEP's"
+        " kernels",
+        "alltoall",
     )
     moe_grouped_gemm: bool = doc(
-        "multiply all experts of a rank at once (torch.nn.functional.grouped_mm), not one after the other; their weight"
-        " gradients go through autograd, whatever gradient_accumulation_fusion says",
+        "multiply all experts of a rank at once, not one after the other: in Transformer Engine's grouped layers, or"
+        " with transformer_impl local by torch.nn.functional.grouped_mm, whose weight gradients go through autograd,"
+        " whatever gradient_accumulation_fusion says",
         False,
+    )
+    moe_permute_fusion: bool = doc(
+        "sort tokens by expert, and back, in kernels of Transformer Engine 2.1 or newer; false: in torch's", False
+    )
+    moe_shared_expert_overlap: bool = doc(
+        "run shared experts, which every token meets, while tokens go to the others and come back", False
     )
     moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = doc(
         "load-balancing loss of routers: of each sample, or of the whole mini-batch, which costs one more forward pass",

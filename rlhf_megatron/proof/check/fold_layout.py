@@ -166,7 +166,7 @@ def _folded_pool(
 def _fold_experts(megatron: MegatronConfig, dp: int, true: MegatronConfig) -> MegatronConfig:
     """Choose the largest etp and ep that divide the ranks of a stage, or of a replica where tokens are gathered."""
     tp, true_ep = megatron.tensor_model_parallel_size, true.expert_model_parallel_size
-    ranks = tp * megatron.context_parallel_size * (dp if true.moe_token_dispatcher_type == "alltoall" else 1)
+    ranks = tp * megatron.context_parallel_size * (1 if true.moe_token_dispatcher_type == "allgather" else dp)
     etp = true.expert_tensor_parallel_size
     if etp is not None:
         fitting = [size for size in range(2, etp + 1) if etp % size == 0 and ranks % (size * min(true_ep, 2)) == 0]
@@ -175,9 +175,15 @@ def _fold_experts(megatron: MegatronConfig, dp: int, true: MegatronConfig) -> Me
     return replace(megatron, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
 
 
-def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[tuple[str, ...], bool | None, str]]:
+def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[tuple[str, ...], Any, str]]:
     """(settings, their value when off, what they need) of what a smaller layout cannot have."""
-    found: list[tuple[tuple[str, ...], bool | None, str]] = []
+    needs: dict[str, tuple[Any, Any, str]] = {  # key -> (on, off, what it needs)
+        "moe_token_dispatcher_type": ("flex", "alltoall", "a GPU"),
+        "moe_permute_fusion": (True, False, "a GPU"),
+    }
+    found: list[tuple[tuple[str, ...], Any, str]] = [
+        ((key,), off, needed) for key, (on, off, needed) in needs.items() if getattr(megatron, key) == on
+    ]
     if megatron.pipeline_model_parallel_size == 1:
         found.append((("virtual_pipeline_model_parallel_size",), None, "two pipeline stages"))
     if megatron.tensor_model_parallel_size == 1:

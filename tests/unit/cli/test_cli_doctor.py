@@ -202,6 +202,34 @@ def test_a_gpu_with_everything(facts: Facts) -> None:
     assert row(trainer_rows(broken, Wanted("cuda")), "layers").state == "broken"
 
 
+def test_paths_of_experts(facts: Facts, tmp_path: Path, run_file: Path) -> None:
+    """What multiplies, sends and sorts is told, and a run that asks for what is not there."""
+    model = {"hidden_size": 96, "num_attention_heads": 2, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    gpu = on_gpu(facts)
+    asks = ("actor.megatron.moe_token_dispatcher_type=flex", "actor.megatron.moe_permute_fusion=true")
+    config = run_config(
+        run_file, f"model.path={tmp_path}", "trainer.logger=[console]", "trainer.device=cuda",
+        "trainer.n_gpus_per_node=2", "actor.megatron.moe_grouped_gemm=true", *asks,
+    )  # fmt: skip
+    wanted = wanted_by(config, gpu)
+    assert wanted.transformer_impl == "local", "what auto is for experts"
+    rows = trainer_rows(gpu, wanted)
+    assert row(rows, "grouped GEMM of experts").taken == "torch's grouped_mm"
+    assert (row(rows, "tokens to experts").state, row(rows, "sorting of tokens").state) == ("broken", "broken")
+    found = {problem.setting: str(problem) for problem in run_problems(config, gpu)}
+    assert "(flex): deep_ep is not installed; git clone" in found["actor.megatron.moe_token_dispatcher_type"]
+    assert "(true): transformer_engine is not installed" in found["actor.megatron.moe_permute_fusion"]
+    old = with_package(with_package(gpu, "deep_ep"), "transformer_engine")  # 2.0
+    assert [problem.setting for problem in run_problems(config, old)] == ["actor.megatron.moe_permute_fusion"]
+    by_te = trainer_rows(old, replace(wanted, transformer_impl="transformer_engine"))
+    assert row(by_te, "grouped GEMM of experts").taken == "Transformer Engine's grouped layers"
+    assert row(by_te, "tokens to experts").taken == "DeepEP"
+    plain = trainer_rows(old, Wanted("cuda"))
+    assert row(plain, "tokens to experts").fix == "actor.megatron.moe_token_dispatcher_type: flex"
+    assert row(trainer_rows(gpu, Wanted("cuda", experts=None)), "experts").why == "the model has none"
+
+
 def run_config(path: Path, *overrides: str) -> RunConfig:
     return load_run_config(path, overrides, with_files=False).config
 

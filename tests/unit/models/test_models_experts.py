@@ -19,7 +19,7 @@ from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
 from benchmarks.parity.fused_experts import fused, unfused
 from benchmarks.parity.reference import make_model
 from benchmarks.parity.subjects import StateSource
-from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
+from rlhf_megatron.config.rules.experts import of_dense_model, of_experts, of_shared
 from rlhf_megatron.config.rules.stages import parse_layout
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.families.base import family_for, table_for
@@ -287,6 +287,14 @@ MOE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True, exper
         ),
         ({"expert_tensor_parallel_size": 8}, "(4 x 8 = 32) must divide the ranks of a pipeline stage (16 over"),
         ({"moe_token_dispatcher_type": "allgather"}, "allgather) needs as many tokens on all ranks"),
+        (
+            {"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1},
+            "moe_token_dispatcher_type (flex) needs experts that several ranks share out",
+        ),
+        (
+            {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "flex"},
+            "moe_shared_expert_overlap (true) needs moe_token_dispatcher_type alltoall, not flex",
+        ),
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, "use moe for these"),
         ({"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff (0.01) needs moe_router_load_balancing_type: seq_aux_loss"),
         (
@@ -299,6 +307,12 @@ def test_layouts_that_experts_cannot_have(change: dict[str, Any], message: str) 
     assert not list(of_experts(8, 32, 16, MOE))
     found = [text for text, _ in of_experts(8, 32, 16, dataclasses.replace(MOE, **change))]
     assert found and any(message in text for text in found), found
+
+
+def test_shared_experts_overlap_where_there_are_some() -> None:
+    settings = MegatronConfig(moe_shared_expert_overlap=True)
+    assert not list(of_shared(settings, has_shared=True))
+    assert "(true) would be ignored: the model has no shared experts" in next(of_shared(settings, has_shared=False))[0]
 
 
 def test_a_dense_model_reads_no_setting_of_experts() -> None:

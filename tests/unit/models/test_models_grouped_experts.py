@@ -1,11 +1,30 @@
-"""Experts as grouped products, against one product after the other."""
+"""Experts as grouped products, against one product after the other; their names, and kernels that are not there."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.parity.cases import EXPERT_FAMILIES
+from rlhf_megatron.checkpoint.dist_checkpoint import without_extra_state
+from rlhf_megatron.checkpoint.load_model import named_weights
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models import transformer_config
+from rlhf_megatron.models.build import build_model
+from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.grouped_experts import filled_groups, grouped_linear
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.world import World, create_world, destroy_world
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield create_world(Layout(1), torch.device("cpu"))
+    destroy_world()
 
 
 def test_groups_are_filled_up_to_sixteens() -> None:
@@ -31,3 +50,64 @@ def test_products_and_gradients_are_those_of_each_expert(counts: tuple[int, ...]
     for one, other, count in zip(of_found, of_expected, (1, *counts), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert count or not one.any(), "exactly zero where no token came"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, r"\(flex\) needs DeepEP, which runs on CUDA only, .*; use alltoall"),
+        ({"moe_permute_fusion": True}, r"\(true\) needs Transformer Engine 2.1 or newer, .* is cpu; set it to false"),
+    ],
+)
+def test_kernels_that_are_not_there_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    megatron = MegatronConfig(**change)
+    monkeypatch.setattr(transformer_config, "_check_experts", lambda *_: None)  # one rank shares nothing out
+    with pytest.raises(ValueError, match=message):
+        build_model(EXPERT_FAMILIES["qwen3_moe"], world, torch.float32, megatron)
+    with pytest.raises(ValueError, match=r"cannot be used \(\w+ is not installed\); .*(git clone|pip install)"):
+        transformer_config._check_packages(megatron, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_grouped_experts_have_transformer_engines_names(world: World, family: str) -> None:
+    """Tables, files and checkpoints know them under those of experts one after the other."""
+    megatron = MegatronConfig(transformer_impl="transformer_engine", moe_grouped_gemm=True)
+    chunk = build_model(EXPERT_FAMILIES[family], world, torch.float32, megatron).chunks[0]
+    names = {name for name, _ in chunk.named_parameters()}
+    assert {f"decoder.layers.3.mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(8)} <= names
+    assert not any("local_experts" in name for name in names)
+    table = table_for(EXPERT_FAMILIES[family], 1, "transformer_engine")
+    assert named_weights([chunk]).keys() == {rule.megatron_name for rule in table}
+    metadata = {"dp_cp_group": world.dp_cp_group}
+    other = build_model(EXPERT_FAMILIES[family], world, torch.float32, replace(megatron, moe_grouped_gemm=False))
+    found, expected = (
+        {entry.key for entry in without_extra_state(each.sharded_state_dict(metadata=metadata)).values()}
+        for each in (chunk, other.chunks[0])
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("family, impl", [("qwen3_moe", "local"), ("gpt_oss", "transformer_engine")])
+def test_grouped_experts_are_those_one_after_the_other(world: World, family: str, impl: Any) -> None:
+    """Outputs and all gradients, of experts with biases and without, some of which no token meets."""
+    torch.manual_seed(1)
+    counts, hidden, probs = torch.tensor([5, 0, 20, 3, 0, 2, 9, 1]), torch.randn(40, 64), torch.rand(40)
+    weights: dict[str, torch.Tensor] = {}
+    found = []
+    for is_grouped in (False, True):
+        megatron = MegatronConfig(transformer_impl=impl, moe_grouped_gemm=is_grouped)
+        chunk = build_model(EXPERT_FAMILIES[family], world, torch.float32, megatron).chunks[0]
+        parameters = {name: p for name, p in named_weights([chunk]).items() if ".3.mlp.experts." in name}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights.setdefault(name, torch.randn_like(parameter)))
+        inputs = [hidden.clone().requires_grad_(), probs.clone().requires_grad_()]
+        output, _ = chunk.decoder.layers[3].mlp.experts(inputs[0], counts, inputs[1])
+        output.square().mean().backward()
+        grads = {name: torch.zeros(()) if p.grad is None else p.grad for name, p in parameters.items()}
+        found.append([output.detach(), *(each.grad for each in inputs), *(grads[name] for name in sorted(grads))])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None
+        assert (one - other).norm() <= 2e-6 * one.norm()

@@ -190,6 +190,15 @@ def test_experts_fold() -> None:
         assert not validate_model(run, tiny)
     wide = replace(true, expert_tensor_parallel_size=None, expert_model_parallel_size=2)
     assert [str(layout) for layout in fold(wide, 512, 4)][:1] == ["tp2 sequence pp2 dp1"]
+    on_gpus = replace(
+        true,
+        moe_token_dispatcher_type="flex",
+        moe_permute_fusion=True,
+    )
+    for layout in fold(on_gpus, 512, 8):
+        folded = layout.actor.megatron
+        assert (folded.moe_token_dispatcher_type, folded.moe_permute_fusion) == ("alltoall", False)
+        assert "moe_token_dispatcher_type off, for want of a GPU" in layout.differences
     gathered = replace(true, moe_token_dispatcher_type="allgather", expert_model_parallel_size=4)
     assert all(layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8))
 
