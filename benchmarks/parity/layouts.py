@@ -40,6 +40,7 @@ class Axes:
     distributed: bool = False  # distributed optimizer
     overlap: bool = False  # of the gradient reduction; with `distributed` also of the parameter gather
     on_host: bool = False  # the optimizer's state
+    in_few_bits: bool = False  # the same; not in LAYOUTS, since moments are rounded
     recompute: str | None = None  # a key of RECOMPUTE
     impl: Impl = "local"
     ep: int = 1
@@ -77,6 +78,7 @@ class Axes:
             parts.append("one_rank")
         parts += ["distributed" if self.distributed else "", "overlap" if self.overlap else ""]
         parts += ["on_host"] if self.on_host else []
+        parts += ["in_few_bits"] if self.in_few_bits else []
         parts += [f"recompute_{self.recompute}" if self.recompute else "", self.impl if self.impl != "local" else ""]
         return "_".join(part for part in parts if part)
 
@@ -92,6 +94,9 @@ class Axes:
             use_distributed_optimizer=self.distributed,
             overlap_grad_reduce=self.overlap,
             optimizer_cpu_offload=self.on_host,
+            use_precision_aware_optimizer=self.in_few_bits,
+            exp_avg_dtype="bfloat16" if self.in_few_bits else "float32",
+            exp_avg_sq_dtype="bfloat16" if self.in_few_bits else "float32",
             overlap_param_gather=self.overlap and self.distributed,
             transformer_impl=self.impl,
             expert_model_parallel_size=self.ep,

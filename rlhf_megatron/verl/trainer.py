@@ -228,9 +228,10 @@ def optim(draft: Draft, role: str) -> None:
         g.ignore(kind)
     else:
         draft.leave(kind, "the optimizer is AdamW", learns=True)
-    offload = f"{section}.override_optimizer_config.optimizer_cpu_offload"
-    if role == "actor" and g.flag(offload):
-        draft.put("actor.megatron.optimizer_cpu_offload", True, (offload,))
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        source = f"{section}.override_optimizer_config.{name}"
+        if role == "actor" and g.flag(source):
+            draft.put(f"actor.megatron.{name}", True, (source,))
     _schedule(draft, role, section)
 
 

@@ -20,6 +20,7 @@ from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.families.base import HFConfig, family_for, table_for
 from rlhf_megatron.models.table import Head, Impl
 from rlhf_megatron.parallel.layout import Layout, layout_of
+from rlhf_megatron.workers.kept_state import Kept
 
 FITS = 0.75  # of a device's memory: the rest is for NCCL, fragments, collectives and what engines keep
 _FLOAT32 = 4
@@ -146,7 +147,7 @@ def state_bytes(
 ) -> int:
     """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed optimizer's evenly, and
     none where they stand in host memory."""
-    of_optimizer = 0 if megatron.optimizer_cpu_offload else (2 if model.dtype == torch.float32 else 3) * _FLOAT32
+    of_optimizer = 0 if megatron.optimizer_cpu_offload else sum(Kept.of(megatron).num_bytes(model.dtype))
     counts = (sizes or Sizes.of(model)).of_stage(layout, stage)
     total = 0
     for count, copies in zip(counts, (layout.edp, layout.dp * layout.cp), strict=True):

@@ -32,6 +32,7 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.backend import RowsFunction, RowsResult
 from rlhf_megatron.workers.data_parallel import gradient_tensors, parameter_tensors, sync_parameters, wrap
 from rlhf_megatron.workers.findings import ReplicaReport
+from rlhf_megatron.workers.kept_state import Kept
 from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.offload import TrainerPart
 from rlhf_megatron.workers.optimizer import Optimizer, reset
@@ -61,7 +62,7 @@ class MegatronBackend:
         self.hf_config = hf_config
         self.world = world
         self.dtype = dtype
-        self.is_optimizer_on_host = megatron.optimizer_cpu_offload
+        self.kept_state = Kept.of(megatron)
         self.model = build_model(hf_config, world, dtype, megatron, head)
         self.table: Sequence[Rule] = table_for(hf_config, world.layout.tp, self.model.impl, head)
         load_on_rank(self.model.chunks, self.table, weights, world)
@@ -158,7 +159,7 @@ class MegatronBackend:
         if is_model_kept:
             self.optimizer = reset(self.optimizer, chunks, optim, num_steps, self.dtype, self.world)
         else:
-            self.optimizer = Optimizer(chunks, optim, num_steps, self.dtype, self.world, self.is_optimizer_on_host)
+            self.optimizer = Optimizer(chunks, optim, num_steps, self.dtype, self.world, self.kept_state)
 
     def sync(self) -> None:
         if self.chunks is not self.model.chunks:

@@ -18,8 +18,7 @@ from rlhf_megatron.models.table import Head
 from rlhf_megatron.parallel.layout import Layout, layout_of
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.workers.data_parallel import wrap
-
-FLOAT32_BYTES = 4
+from rlhf_megatron.workers.kept_state import Kept
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class StageMemory:
     num_parameters: int  # elements on one rank, a tied copy and padded vocabulary included
     parameters: int  # in model.dtype; padding of the distributed optimizer's buffers included
     gradients: int  # float32 buffers; padding included
-    main_parameters: tuple[int, ...]  # float32 copies of bfloat16 parameters
-    moments: tuple[int, ...]  # Adam's two, float32
+    main_parameters: tuple[int, ...]  # float32 copies of bfloat16 parameters, or what these have beyond them
+    moments: tuple[int, ...]  # Adam's two
     reference: int  # parameters of a frozen reference model in the same layout, in model.dtype
     is_optimizer_on_host: bool = False  # main parameters and moments stand in host memory
 
@@ -86,15 +85,15 @@ def _plan_stage(
             owned = tuple(
                 count + shards[shard * layout.tp // per_copy] for shard, count in enumerate(_owned(dense, num_shards))
             )
-        has_copies = dtype != torch.float32
+        main, moments = Kept.of(megatron).num_bytes(dtype)
         return StageMemory(
             stage=stage,
             num_ranks=layout.tp * layout.cp * layout.dp,
             num_parameters=sum(parameter.numel() for parameter in plain),
             parameters=sum(_num_bytes(buffer.param_data) for buffer in buffers) if is_sharded else reference,
             gradients=sum(_num_bytes(buffer.grad_data) for buffer in buffers),
-            main_parameters=tuple(count * FLOAT32_BYTES * has_copies for count in owned),
-            moments=tuple(2 * count * FLOAT32_BYTES for count in owned),
+            main_parameters=tuple(count * main for count in owned),
+            moments=tuple(count * moments for count in owned),
             reference=reference,
             is_optimizer_on_host=megatron.optimizer_cpu_offload,
         )

@@ -17,8 +17,9 @@ from rlhf_megatron.models.fused import Adam
 from rlhf_megatron.parallel.packages import APEX, INSTALL, TRANSFORMER_ENGINE, Package, find_apex
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.backend import StepResult
+from rlhf_megatron.workers.kept_state import MAIN, MOMENTS, Kept
 from rlhf_megatron.workers.nonfinite import FINITE, agreed_verdict, local_verdict, norm_of
-from rlhf_megatron.workers.optimizer_state import MAIN, MOMENTS, load_state, sharded_state
+from rlhf_megatron.workers.optimizer_state import load_state, sharded_state
 from rlhf_megatron.workers.streamed_adam import stream_states
 
 
@@ -26,8 +27,8 @@ class Optimizer:
     """Megatron's optimizer and its learning-rate and weight-decay schedules.
 
     Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their weights already.
-    `num_steps`: optimizer steps of the run, the length of schedules that name none. `is_on_host`: moments and float32
-    parameters stand in host memory between steps.
+    `num_steps`: optimizer steps of the run, the length of schedules that name none. `kept`: where moments and float32
+    parameters stand between steps, and as what; None: in float32 on the device.
 
     Raises ValueError when the schedules of `optim` cannot be met, and for an Apex that cannot make a step.
     """
@@ -39,17 +40,17 @@ class Optimizer:
         num_steps: int,
         dtype: torch.dtype,
         world: World,
-        is_on_host: bool = False,
+        kept: Kept | None = None,
     ) -> None:
         self.chunks = chunks
         self.world = world
-        self.is_on_host = is_on_host
+        self.kept = kept or Kept()
         refuse_broken_adam(adam_of_megatron(), find_apex())
         self.megatron = _build(chunks, optim, dtype, world)
         self.scheduler = make_schedules(self.megatron, optim, num_steps)
         for part in self.megatron.chained_optimizers:
-            if is_on_host:
-                stream_states(part, world.device)
+            if not self.kept.is_plain:
+                stream_states(part, world.device, self.kept)
             else:
                 _prepare(part.optimizer)
 
@@ -88,14 +89,18 @@ class Optimizer:
         """Return what it holds on the device beside model parameters and gradients: moments, step counts, float32
         main parameters.
         """
-        if self.is_on_host:
+        if self.kept.is_on_host:
             return []
         states = [state for part in self.megatron.chained_optimizers for state in part.optimizer.state.values()]
         tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        if not self.kept.is_plain:  # has the main parameters, and counts steps in host memory
+            return [tensor for tensor in tensors if tensor.dim()]
         return [*tensors, *self.main_parameters()]
 
     def main_parameters(self) -> list[torch.Tensor]:
-        """The float32 copies of parameters in half precision, or this rank's shards of them; none in float32."""
+        """The float32 copies of parameters in half precision, or this rank's shards of them, as they are kept; none in
+        float32.
+        """
         names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
         parts = [
             (part, chain(*chain(*(getattr(part, name, []) for name in names))))
@@ -128,7 +133,7 @@ def reset(
 ) -> Optimizer:
     """A fresh optimizer that keeps the float32 main parameters of `old`, which are finer than the model's."""
     kept = old.main_parameters()
-    new = Optimizer(chunks, optim, num_steps, dtype, world, old.is_on_host)
+    new = Optimizer(chunks, optim, num_steps, dtype, world, old.kept)
     for target, source in zip(new.main_parameters(), kept, strict=True):
         target.data.copy_(source)
     return new

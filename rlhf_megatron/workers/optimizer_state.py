@@ -20,8 +20,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MAIN = "fp32_param"
+from rlhf_megatron.workers.kept_state import MAIN, MOMENTS, restored, store
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,26 @@ class Held:
 
     def tensors(self) -> dict[str, Tensor]:
         """Name in a checkpoint -> this rank's part of it. Float32 parameters are in the checkpoint as the model's."""
+        return {name: restored(kept, self.part) for name, kept in self.kept().items()}
+
+    def kept(self) -> dict[str, Tensor]:
+        """The same tensors as they are kept between steps."""
         names = [*MOMENTS, *([] if self.model.dtype == torch.float32 else [MAIN])]
         empty = torch.empty(0, device=self.model.device)
         if self.main is None:
             return dict.fromkeys(names, empty)
         parts = self.state if MAIN in self.state else {**self.state, MAIN: self.main}
         return {name: parts[name] for name in names}
+
+    @property
+    def part(self) -> Tensor:
+        """The part of the model's parameter that this rank steps on."""
+        model = self.model.detach()
+        return model if self.span is None else model.view(-1)[self.span]
+
+    def load(self, name: str, value: Tensor) -> None:
+        """Put what a checkpoint has under a name of `tensors` into place; the parameter is loaded already."""
+        store(self.kept()[name], value, self.part)
 
 
 def held_parameters(optimizer: Any) -> Iterator[Held]:
@@ -80,9 +93,9 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
 def load_state(optimizer: Any, loaded: dict[int, dict[str, Tensor]], num_steps: int) -> None:
     """Undo `sharded_state`. `num_steps`: optimizer steps behind this state."""
     for number, held in enumerate(held_parameters(optimizer)):
-        for name, part in held.tensors().items():
+        for name in held.kept():
             full = loaded[number][name]
-            part.copy_(full if held.span is None else full.flatten()[held.span])
+            held.load(name, full if held.span is None else full.flatten()[held.span])
         if "step" in held.state:  # torch's AdamW
             held.state["step"].fill_(num_steps)
     for part in optimizer.chained_optimizers:

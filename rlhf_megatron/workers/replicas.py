@@ -157,7 +157,7 @@ def _state_tensors(
     whole: dict[str, Tensor] = {}
     shards: dict[str, Tensor] = {}
     for held in held_parameters(optimizer.megatron):
-        for kind, tensor in held.tensors().items():
+        for kind, tensor in held.kept().items():
             (whole if held.span is None else shards)[f"{names[id(held.model)]} {kind}"] = tensor
     return whole, shards
 

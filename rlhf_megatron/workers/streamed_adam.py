@@ -1,7 +1,9 @@
-"""AdamW whose moments and float32 parameters stand in host memory (`actor.megatron.optimizer_cpu_offload`).
+"""AdamW whose moments and float32 parameters stand in host memory (`actor.megatron.optimizer_cpu_offload`), or in
+fewer bits (`use_precision_aware_optimizer`), or both.
 
-In a step they pass through the device in pieces, two at a time: one is computed on while another one is copied.
-megatron-core's HybridDeviceOptimizer computes on the host instead, which cannot be run, nor compared, without CUDA.
+In a step they pass in pieces through float32 on the device, two at a time: one is computed on while another one is
+copied. megatron-core's HybridDeviceOptimizer computes on the host instead, and for fewer bits it needs Transformer
+Engine's FusedAdam: neither can be run, nor compared, without CUDA.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlhf_megatron.parallel.device import CopyQueue, page_lock, page_unlock
-from rlhf_megatron.workers.optimizer_state import MAIN, MOMENTS
+from rlhf_megatron.workers.kept_state import MAIN, MOMENTS, Kept, restored, store
 
 PIECE = 16 << 20  # elements: a piece and its moments are 192 MiB, of which there are two on the device
 
 
-def stream_states(part: Any, device: torch.device) -> None:
+def stream_states(part: Any, device: torch.device, kept: Kept) -> None:
     """Put a StreamedAdam in place of the Adam of `part`, one of megatron's optimizers that has made no step yet."""
     names = ("shard_float16_groups", "shard_fp32_from_float16_groups")
     if not isinstance(part, DistributedOptimizer):
         names = ("float16_groups", "fp32_from_float16_groups")
     models, mains = (list(chain(*getattr(part, name, ()))) for name in names)
-    part.optimizer = StreamedAdam(part.optimizer.param_groups, dict(zip(mains, models, strict=True)), device)
+    part.optimizer = StreamedAdam(part.optimizer.param_groups, dict(zip(mains, models, strict=True)), device, kept)
     part._copy_main_params_to_model_params = _is_done  # in the step itself, piece by piece
 
 
@@ -41,23 +43,23 @@ class StreamedAdam:
     """
 
     def __init__(
-        self, param_groups: list[dict[str, Any]], models: Mapping[Tensor, Tensor], device: torch.device
+        self, param_groups: list[dict[str, Any]], models: Mapping[Tensor, Tensor], device: torch.device, kept: Kept
     ) -> None:
         self.param_groups = param_groups
         self._models = models
         self._device = device
         mains: list[Tensor] = [main for group in param_groups for main in group["params"]]
-        kinds = {main: [*MOMENTS, MAIN] if main in models else list(MOMENTS) for main in mains}
-        room = torch.zeros(sum(main.numel() * len(kinds[main]) for main in mains))
-        if page_lock(room, device):
-            weakref.finalize(self, page_unlock, room)
-        parts = iter(room.split([main.numel() for main in mains for _ in kinds[main]]))
-        self.state: dict[Tensor, dict[str, Tensor]] = {
-            main: {"step": torch.zeros(()), **{kind: next(parts).view(main.shape) for kind in kinds[main]}}
-            for main in mains
-        }
-        for main in models:
-            self.state[main][MAIN].copy_(main.detach())
+        self.state: dict[Tensor, dict[str, Tensor]] = {main: {"step": torch.zeros(())} for main in mains}
+        for kind, dtype in kept.dtypes().items():
+            having = [main for main in mains if kind != MAIN or main in models]
+            sizes = [main.numel() for main in having]
+            room = torch.zeros(sum(sizes), dtype=dtype, device="cpu" if kept.is_on_host else device)
+            if kept.is_on_host and page_lock(room, device):
+                weakref.finalize(self, page_unlock, room)
+            for main, part in zip(having, room.split(sizes), strict=True):
+                self.state[main][kind] = part.view(main.shape)
+        for main, model in models.items():
+            store(self.state[main][MAIN], main.detach(), model)
             main.untyped_storage().resize_(0)
 
     @torch.no_grad()
@@ -68,9 +70,10 @@ class StreamedAdam:
         rooms = [torch.empty(3, size, device=self._device) for _ in range(2)]
 
         def bring(number: int) -> Any:
+            piece = pieces[number]
             with queue.after_computation():
-                for here, host in zip(rooms[number % 2], pieces[number].hosts, strict=False):
-                    here[: len(host)].copy_(host, non_blocking=True)
+                for here, kept in zip(rooms[number % 2], piece.kept, strict=False):
+                    here[: len(kept)].copy_(restored(kept, piece.model), non_blocking=True)
                 return queue.mark()
 
         marks = [bring(0)] if pieces else []
@@ -82,8 +85,8 @@ class StreamedAdam:
             here = [room[: len(piece.grad)] for room in rooms[number % 2]]
             piece.update(here)
             with queue.after_computation():
-                for host, new in zip(piece.hosts, here, strict=False):
-                    host.copy_(new, non_blocking=True)
+                for kept, new in zip(piece.kept, here, strict=False):
+                    store(kept, new, piece.model)
         queue.synchronize()
 
     def _pieces(self) -> Iterator[_Piece]:
@@ -94,8 +97,8 @@ class StreamedAdam:
                 state = self.state[main]
                 state["step"] += 1
                 model = self._models.get(main, main).detach().view(-1)
-                hosts = [state[kind].view(-1) for kind in (*MOMENTS, MAIN) if kind in state]
-                whole = [main.grad.view(-1), model, *hosts]
+                kept = [state[kind].view(-1) for kind in (*MOMENTS, MAIN) if kind in state]
+                whole = [main.grad.view(-1), model, *kept]
                 for grad, target, *of_state in zip(*(tensor.split(PIECE) for tensor in whole), strict=True):
                     yield _Piece(grad, target, of_state, group, float(state["step"]))
 
@@ -106,14 +109,14 @@ class _Piece:
 
     grad: Tensor
     model: Tensor  # what the forward pass reads
-    hosts: list[Tensor]  # the moments, and the float32 parameter where `model` is in half precision
+    kept: list[Tensor]  # the moments, and the float32 parameter where `model` is in half precision
     group: Mapping[str, Any]
     num_steps: float  # this one included
 
     def update(self, here: list[Tensor]) -> None:
-        """`here`: `hosts` on the device, changed in place like `model`."""
+        """`here`: `kept` in float32 on the device, changed in place like `model`."""
         first, second, main = here
-        is_copied = len(self.hosts) == 3
+        is_copied = len(self.kept) == 3
         beta1, beta2 = self.group["betas"]
         adamw(
             [main if is_copied else self.model],

@@ -43,6 +43,8 @@ def test_bytes_counted_by_hand(plans: dict[str, list[dict[str, Any]]]) -> None:
     assert (stage["main_parameters"], stage["moments"]) == ([4 * count] * 2, [8 * count] * 2)
     (shared,) = plans["qwen3 bfloat16 dp2_distributed_overlap"]
     assert sum(shared["moments"]) == 8 * count, "the shards of the two replicas are the whole, without padding"
+    (short,) = plans["qwen3 bfloat16 dp2_distributed_in_few_bits"]
+    assert (sum(short["main_parameters"]), sum(short["moments"])) == (2 * count, 4 * count)
     assert shared["parameters"] > 2 * count and shared["parameters"] % 256 == 0
     first, last = plans["tied qwen3 bfloat16 pp2 critic"]
     assert first["num_parameters"] == 2 * layer + 21 * 24

@@ -114,20 +114,26 @@ def weights_of(results: list[RankResult], layout: dict[str, Any]) -> dict[str, T
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"),
+    ("dtype", "layout", "setting"),
     [
-        (torch.float32, {"tp": 2, "megatron": {}}),
-        (torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}),
+        (torch.float32, {"tp": 2, "megatron": {}}, "optimizer_cpu_offload"),
+        (torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, "optimizer_cpu_offload"),
+        (torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, "use_precision_aware_optimizer"),
     ],
-    ids=["float32, plain", "bf16, overlapped"],
+    ids=["float32, plain", "bf16, overlapped", "bf16, remainders"],
 )
-def test_an_optimizer_whose_state_stands_in_host_memory_makes_the_same_steps(
-    dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype, layout: dict[str, Any]
+def test_an_optimizer_that_keeps_its_state_otherwise_makes_the_same_steps(
+    dist_pool: DistPool,
+    state: dict[str, Tensor],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    layout: dict[str, Any],
+    setting: str,
 ) -> None:
-    """Bit for bit, and its checkpoint goes on with the state on the device."""
+    """In host memory, or in fewer bits: bit for bit, and its checkpoint goes on with the state as it mostly is."""
     common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
     common |= {"dtype": dtype, "directory": tmp_path / "checkpoint"}
-    on_host = {**layout, "megatron": {**layout["megatron"], "optimizer_cpu_offload": True}}
+    on_host = {**layout, "megatron": {**layout["megatron"], setting: True}}
     streamed = weights_of(dist_pool.run(train, num_steps=3, save_after=2, **on_host, **common), layout)
     for resumed in (on_host, layout):
         found = weights_of(dist_pool.run(train, num_steps=1, is_loading=True, **resumed, **common), layout)

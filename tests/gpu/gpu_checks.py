@@ -282,6 +282,7 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step": check_training_step,
     "training_step_optimizer_cpu_offload": partial(check_training_step, optimizer_cpu_offload=True),
+    "training_step_in_few_bits": partial(check_training_step, use_precision_aware_optimizer=True),
     "experts_grouped": partial(check_experts, moe_grouped_gemm=True),
     "experts_grouped_by_transformer_engine": partial(check_experts, impl="transformer_engine", moe_grouped_gemm=True),
     "experts_sorted_by_transformer_engine": partial(check_experts, moe_permute_fusion=True),

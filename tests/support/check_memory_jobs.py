@@ -46,6 +46,7 @@ class Case:
 CASES = (
     Case("qwen3", "bfloat16", Axes(dp=2)),
     Case("qwen3", "bfloat16", Axes(dp=2, distributed=True, overlap=True), bucket_size=3000),
+    Case("qwen3", "bfloat16", Axes(dp=2, distributed=True, in_few_bits=True)),
     Case("three kv heads", "float32", Axes(dp=2, distributed=True)),
     Case("llama", "bfloat16", Axes(cp=2, distributed=True)),
     Case("qwen3", "bfloat16", Axes(tp=2, sequence_parallel=True, impl="transformer_engine")),  # 21 tokens: padded to 22
@@ -73,14 +74,15 @@ def held(world: World, case: Case) -> dict[str, int]:
     model_storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     adams = [part.optimizer for part in trained.optimizer.megatron.chained_optimizers]
     trained = [parameter for adam in adams for group in adam.param_groups for parameter in group["params"]]
-    moments = [s[name] for adam in adams for s in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = [state for adam in adams for state in adam.state.values()]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    mains = [state["fp32_param"] for state in states if "fp32_param" in state]
+    mains += [p for p in trained if p.untyped_storage().data_ptr() not in model_storages and not mains]
     return {
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(parameter.main_grad for parameter in parameters),
-        "main_parameters": sum(
-            p.numel() * p.element_size() for p in trained if p.untyped_storage().data_ptr() not in model_storages
-        ),
+        "main_parameters": sum(p.numel() * p.element_size() for p in mains),
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in moments),
     }
 

@@ -35,6 +35,7 @@ def layouts(loaded: Loaded) -> Findings:
     for section, megatron, _ in megatron_sections(loaded.config):
         for check in (_axes, _overlap, _recompute):
             yield from check(section, megatron)
+        yield from _precision(section, megatron, loaded.config.model.dtype)
 
 
 def _axes(section: str, m: MegatronConfig) -> Findings:
@@ -101,6 +102,23 @@ def _overlap(section: str, m: MegatronConfig) -> Findings:
             f" overlap_grad_reduce, which cuts parameters into buckets; set {names} to true, or it to false.",
             (key, *missing),
         )
+
+
+def _precision(section: str, m: MegatronConfig, dtype: str) -> Findings:
+    """Check what an optimizer keeps in fewer bits."""
+    key, names = f"{section}.use_precision_aware_optimizer", ("exp_avg_dtype", "exp_avg_sq_dtype")
+    short = [name for name in names if getattr(m, name) != "float32"]
+    yield wrong(
+        short and not m.use_precision_aware_optimizer,
+        f"{section}.{' and '.join(short)} (bfloat16) would be ignored without {key}; set it to true.",
+        (key, *(f"{section}.{name}" for name in short)),
+    )
+    yield wrong(
+        m.use_precision_aware_optimizer and dtype == "float32" and not short,
+        f"{key} (true) would be ignored: a float32 model has no main parameters beside its own; set exp_avg_dtype or"
+        " exp_avg_sq_dtype to bfloat16, or it to false.",
+        (key, "model.dtype", *(f"{section}.{name}" for name in names)),
+    )
 
 
 def _recompute(section: str, m: MegatronConfig) -> Findings:

@@ -92,6 +92,13 @@ class MegatronConfig:
     optimizer_cpu_offload: bool = doc(
         "keep moments and float32 parameters in host memory; a step brings them to the device piece by piece", False
     )
+    use_precision_aware_optimizer: bool = doc(
+        "keep 16 bits of a float32 parameter beside the bfloat16 one, and moments in exp_avg_dtype and"
+        " exp_avg_sq_dtype; steps are in float32",
+        False,
+    )
+    exp_avg_dtype: Literal["float32", "bfloat16"] = doc("type of the first moment between steps", "float32")
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = doc("type of the second moment between steps", "float32")
     overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
     overlap_param_gather: bool = doc("gather updated parameters while the next forward pass runs", False)
     recompute_granularity: Literal["full", "selective", "none"] | None = doc(

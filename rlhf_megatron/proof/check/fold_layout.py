@@ -180,6 +180,9 @@ def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[tuple[str, ...]
     needs: dict[str, tuple[Any, Any, str]] = {  # key -> (on, off, what it needs)
         "moe_token_dispatcher_type": ("flex", "alltoall", "a GPU"),
         "moe_permute_fusion": (True, False, "a GPU"),
+        "use_precision_aware_optimizer": (True, False, "bfloat16 weights"),
+        "exp_avg_dtype": ("bfloat16", "float32", "a wider bar"),
+        "exp_avg_sq_dtype": ("bfloat16", "float32", "a wider bar"),
     }
     found: list[tuple[tuple[str, ...], Any, str]] = [
         ((key,), off, needed) for key, (on, off, needed) in needs.items() if getattr(megatron, key) == on

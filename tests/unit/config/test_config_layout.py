@@ -39,6 +39,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective"}
 BUDGET, REFERENCE = "actor.ppo_max_token_len_per_gpu", "reference.max_token_len_per_gpu"
 OPTIMIZER = {"use_distributed_optimizer": "true"}
+SHORT = {"use_precision_aware_optimizer": "true"}
 ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather": "true"}
 
 
@@ -59,6 +60,9 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
         ({"overlap_param_gather": "true"}, "actor.megatron.overlap_param_gather (true) needs use_distributed_optimizer, whose shards it gathers, and overlap_grad_reduce, which cuts parameters into buckets; set use_distributed_optimizer and overlap_grad_reduce to true, or it to false.", ALL_OVERLAP),
         (OPTIMIZER | {"overlap_param_gather": "true"}, "set overlap_grad_reduce to true, or it to false.", OPTIMIZER | {"overlap_grad_reduce": "true"}),
         ({"overlap_grad_reduce": "true", "overlap_param_gather": "true"}, "set use_distributed_optimizer to true, or it to false.", {"overlap_grad_reduce": "true"}),
+        # What the optimizer keeps in fewer bits.
+        ({"exp_avg_dtype": "bfloat16"}, "actor.megatron.exp_avg_dtype (bfloat16) would be ignored without actor.megatron.use_precision_aware_optimizer; set it to true.", SHORT | {"exp_avg_dtype": "bfloat16"}),
+        (SHORT | {"model.dtype": "float32"}, "actor.megatron.use_precision_aware_optimizer (true) would be ignored: a float32 model has no main parameters beside its own; set exp_avg_dtype or exp_avg_sq_dtype to bfloat16", SHORT | {"exp_avg_sq_dtype": "bfloat16", "model.dtype": "float32"}),
         # Recomputation.
         ({"recompute_granularity": "full"}, "actor.megatron.recompute_granularity (full) needs recompute_method and recompute_num_layers; use recompute_method: uniform and recompute_num_layers: 1", FULL),
         ({"recompute_granularity": "full", "recompute_method": "block"}, "actor.megatron.recompute_granularity (full) needs recompute_num_layers; use", FULL | {"recompute_method": "block"}),

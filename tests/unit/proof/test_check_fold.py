@@ -194,10 +194,13 @@ def test_experts_fold() -> None:
         true,
         moe_token_dispatcher_type="flex",
         moe_permute_fusion=True,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="bfloat16",
     )
     for layout in fold(on_gpus, 512, 8):
         folded = layout.actor.megatron
         assert (folded.moe_token_dispatcher_type, folded.moe_permute_fusion) == ("alltoall", False)
+        assert (folded.use_precision_aware_optimizer, folded.exp_avg_dtype) == (False, "float32")
         assert "moe_token_dispatcher_type off, for want of a GPU" in layout.differences
     gathered = replace(true, moe_token_dispatcher_type="allgather", expert_model_parallel_size=4)
     assert all(layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8))

@@ -17,7 +17,7 @@ from rlhf_megatron.verl.translate import translate
 
 OPTIM = """lr lr_warmup_steps lr_warmup_steps_ratio lr_decay_style min_lr weight_decay betas optimizer clip_grad
  override_optimizer_config.optimizer_cpu_offload override_optimizer_config.optimizer_offload_fraction
- override_optimizer_config.overlap_cpu_optimizer_d2h_h2d"""
+ override_optimizer_config.overlap_cpu_optimizer_d2h_h2d override_optimizer_config.use_precision_aware_optimizer"""
 MEGATRON = """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
  context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
  use_distributed_optimizer param_offload grad_offload optimizer_offload use_mbridge vanilla_mbridge

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.workers import streamed_adam
+from rlhf_megatron.workers.kept_state import MAIN, MOMENTS, Kept, restored, store
 from rlhf_megatron.workers.memory_plan import StageMemory
-from rlhf_megatron.workers.optimizer_state import MAIN, MOMENTS
 from rlhf_megatron.workers.streamed_adam import StreamedAdam
 
 SETTINGS = {"betas": (0.8, 0.95), "eps": 1e-6}
@@ -24,8 +25,18 @@ def groups_of(parameters: list[Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-def test_pieces_of_parameters_make_the_steps_of_whole_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dtype, kept",
+    [
+        (torch.float32, Kept(is_on_host=True)),
+        (torch.bfloat16, Kept(is_on_host=True)),
+        (torch.bfloat16, Kept(main=torch.int16)),
+    ],
+    ids=["float32", "bf16", "remainders of 16 bits"],
+)
+def test_pieces_of_parameters_make_the_steps_of_whole_ones(
+    dtype: torch.dtype, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit: the schedule moves a learning rate, and one parameter has no gradient in the second step."""
     monkeypatch.setattr(streamed_adam, "PIECE", 64)
     torch.manual_seed(1)
@@ -36,7 +47,7 @@ def test_pieces_of_parameters_make_the_steps_of_whole_ones(dtype: torch.dtype, m
         models = [main.data for main in mains]
     adamw = torch.optim.AdamW(groups_of(plain), fused=True)
     copies = dict(zip(mains, models, strict=True)) if dtype == torch.bfloat16 else {}
-    streamed = StreamedAdam(groups_of(mains), copies, torch.device("cpu"))
+    streamed = StreamedAdam(groups_of(mains), copies, torch.device("cpu"), kept)
     for step in range(3):
         for group, other in zip(adamw.param_groups, streamed.param_groups, strict=True):
             group["lr"] = other["lr"] = 0.02 / (step + 1)
@@ -51,8 +62,48 @@ def test_pieces_of_parameters_make_the_steps_of_whole_ones(dtype: torch.dtype, m
         assert all(torch.equal(state[kind], adamw.state[one][kind]) for kind in MOMENTS)
         assert state["step"] == adamw.state[one]["step"]
         if dtype == torch.bfloat16:
-            assert torch.equal(state[MAIN], one.detach())
+            assert state[MAIN].dtype == kept.main and torch.equal(restored(state[MAIN], model), one.detach())
             assert main.untyped_storage().nbytes() == 0, "its bytes on the device are given back"
+
+
+def test_sixteen_bits_are_what_a_bfloat16_number_lacks() -> None:
+    """1 + 3/256 and 1 + 1/256 stand in the middle of two bfloat16 numbers, of which the even one is above and below."""
+    ends = [0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1 + 3 / 256, -1 - 3 / 256]
+    main = torch.cat([torch.tensor(ends), torch.randn(999, generator=torch.Generator().manual_seed(1))])
+    kept = torch.empty(len(main), dtype=torch.int16)
+    store(kept, main, main.bfloat16())
+    assert torch.equal(restored(kept, main.bfloat16()).view(torch.int32), main.view(torch.int32))
+    tie = torch.tensor([1 + 1 / 256, -1 - 1 / 256])
+    store(kept[:2], tie, tie.bfloat16())
+    assert torch.equal(restored(kept[:2], tie.bfloat16()), torch.nextafter(tie, torch.zeros(2)))
+
+
+def test_moments_of_sixteen_bits_are_rounded_between_steps() -> None:
+    """The second step starts from the rounded moments of the first, and is otherwise torch's."""
+    model, kept = torch.ones(64).bfloat16(), Kept(exp_avg=torch.bfloat16, exp_avg_sq=torch.bfloat16, main=torch.int16)
+    plain, main = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+    adamw = torch.optim.AdamW([{"params": [plain], "lr": 0.02, "weight_decay": 0.1, **SETTINGS}], fused=True)
+    group = {"params": [main], "lr": 0.02, "weight_decay": 0.1, **SETTINGS}
+    streamed = StreamedAdam([group], {main: model}, torch.device("cpu"), kept)
+    for seed in range(2):
+        plain.grad = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        main.grad = plain.grad.clone()
+        adamw.step()
+        streamed.step()
+        state = streamed.state[main]
+        for name in MOMENTS:
+            adamw.state[plain][name].copy_(adamw.state[plain][name].bfloat16())
+            assert state[name].dtype == torch.bfloat16 and torch.equal(state[name].float(), adamw.state[plain][name])
+        assert torch.equal(restored(state[MAIN], model), plain.detach())
+        assert torch.equal(model, plain.detach().bfloat16())
+
+
+def test_bytes_of_a_parameter() -> None:
+    """Main parameter and moments: 12 by default, 6 at the least; a float32 model is its own main parameter."""
+    short = MegatronConfig(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    assert Kept.of(MegatronConfig()).num_bytes(torch.bfloat16) == (4, 8) and Kept.of(MegatronConfig()).is_plain
+    assert Kept.of(short).num_bytes(torch.bfloat16) == (2, 4)
+    assert Kept.of(short).num_bytes(torch.float32) == (0, 4)
 
 
 def test_state_in_host_memory_is_not_counted_on_the_device() -> None:
