@@ -96,13 +96,14 @@ def test_ranks_that_call_different_things_are_told_what_each_called(built: Path,
 
 
 def test_ranks_lend_their_own_device_memory_to_the_ranks_of_an_engine(built: Path, tmp_path: Path) -> None:
-    """tp2 to tp2, five syncs and one over NCCL: those with a mistake fail, none keeps memory, the others stand."""
+    """tp2 to tp2, six syncs and one over NCCL: those with a mistake fail, none keeps memory, the others stand."""
     found = told(start(built, "shards", "all", str(tmp_path)))
     assert found["devices"] == 2
     words = {
         "stale": "tensors do not stand in it as they were sent",
         "missing": "but the memory given has bytes 0 to",
         "offset": "but the memory given has bytes 0 to",
+        "dead": "engine0 (http://127.0.0.1:",
     }
     for ranks in found["syncs"]:
         (kind,) = {rank["kind"] for rank in ranks}
@@ -117,4 +118,5 @@ def test_ranks_lend_their_own_device_memory_to_the_ranks_of_an_engine(built: Pat
             assert {name: f"{value % 2**64:016x}" for name, value in total.items()} == first["standing"]
             assert first["bytes_moved"] == first["bytes_needed"] >= first["num_bytes"] + second["num_bytes"]
             assert 0.7 < first["num_bytes"] / second["num_bytes"] < 1.4
-    assert [ranks[0]["kind"] for ranks in found["syncs"]] == ["right", "stale", "missing", "offset", "right", "links"]
+    kinds = [ranks[0]["kind"] for ranks in found["syncs"]]
+    assert kinds == ["right", "stale", "missing", "offset", "dead", "right", "links"]

@@ -64,7 +64,7 @@ CONFIG = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-SYNCS = ("right", "stale", "missing", "offset", "right", "links")  # the last one over NCCL
+SYNCS = ("right", "stale", "missing", "offset", "dead", "right", "links")  # the last one over NCCL
 
 
 def engine(rank: int, directory: Path) -> None:
@@ -132,7 +132,7 @@ def trainer(rank: int, directory: Path, url: str) -> None:
             whole = rule.to_megatron(*source.hf_tensors(rule))
             export.append((rule, split(rule.split, whole, SIZE)[rank].to(device)))
         before = torch.cuda.memory_allocated(device)
-        with planted(kind, rank):
+        with planted(kind, rank, directory):
             how = {"version": version, "engines": [address], "transfer_dir": transfer, "bucket_bytes": 2048}
             groups, transport = Groups(), "process_group" if kind == "links" else "tensor"
             report = deliver_weights(export, place, groups, dtype="bfloat16", transport=transport, **how)
@@ -151,8 +151,9 @@ def trainer(rank: int, directory: Path, url: str) -> None:
 class planted:
     """A mistake, for the length of a block."""
 
-    def __init__(self, kind: str, rank: int) -> None:
+    def __init__(self, kind: str, rank: int, directory: Path) -> None:
         self.kind, self.rank = kind, rank
+        self.is_dead = directory / "is_dead"
         self.real = shard_sender.share, shard_sender._Sending._lent
 
     def __enter__(self) -> None:
@@ -165,6 +166,8 @@ class planted:
                 return share(kept[-1])
 
             shard_sender.share = share_other
+        if self.kind == "dead":
+            self.is_dead.touch()
         if self.kind in ("missing", "offset"):
 
             def lent_wrongly(sending: Any, found: Any) -> list[list[list[Segment]]]:
@@ -178,6 +181,7 @@ class planted:
             shard_sender._Sending._lent = lent_wrongly  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
+        self.is_dead.unlink(missing_ok=True)
         shard_sender.share, shard_sender._Sending._lent = self.real  # type: ignore[method-assign]
 
 
@@ -194,6 +198,9 @@ def everything(directory: Path) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             payloads = body["serialized_named_tensors"]
             order = json.loads(bytes(dict(pickle.loads(base64.b64decode(payloads[0])))["order"].tolist()))
+            if "memory" in order and (directory / "is_dead").exists():
+                self.connection.close()  # it has died before it opens the memory
+                return
             with lock:
                 devices.update(one["memory"]["device"] for of_rank in order.get("memory", ()) for one in of_rank)
                 for process, payload in zip(ranks, payloads, strict=True):

@@ -6,7 +6,7 @@ The requests of a generate call are cut into pieces by the configuration alone, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -119,6 +119,9 @@ class Balancer(Protocol):
         `serving`: at least one. `version`: of the weights that they serve. Raises EngineError where it will never go.
         """
 
+    def abort(self, names: Collection[str]) -> None:
+        """End the calls of these names that have reached no engine yet; without names all of them."""
+
     def blames_itself(self, error: EngineError) -> bool:
         """Whether a failed piece says nothing about the engines."""
 
@@ -142,6 +145,9 @@ class LeastOutstanding:
         else:
             is_full = load.pieces(member, False) >= CHUNKS_IN_FLIGHT
         return None if is_full else Sent(chunk, member.name, member.engine.generate_async, member, member.engine)
+
+    def abort(self, names: Collection[str]) -> None:
+        pass
 
     def blames_itself(self, error: EngineError) -> bool:
         return False

@@ -271,7 +271,10 @@ class Generation:
 
     def _end(self, calls: Iterable[Call]) -> list[Future[None]]:
         """Make engines end these: all that they do, where nobody else asks them for anything."""
-        names: dict[Member, list[str]] = {}
+        calls, names = list(calls), dict[Member, list[str]]()
+        of_router = [call.name for call in calls if call.sent.member is None]
+        if of_router:  # before the engines, so that none comes to them afterwards
+            self._means.balancer.abort(of_router if self._is_named else ())
         for call in calls:
             member = call.sent.member
             if member is None:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ import msgspec
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.routes import remove_routes
 from rlhf_megatron.rollout.engine import (
+    UNSYNCED,
     EngineAddress,
     EngineError,
     EngineTimeoutError,
@@ -125,6 +126,10 @@ class RouterClient:
         """Returns before it is gone."""
         self._change("DELETE", f"/workers/{worker_id}", None)
 
+    def abort(self, names: Collection[str]) -> None:
+        """End the calls of these names that wait for a connection; without names all of them."""
+        self._gate.abort([sample for name in names for sample in sample_names(name)])
+
     def health(self, timeout_s: float) -> None:
         self._admin.get("/liveness", timeout_s)
 
@@ -164,7 +169,9 @@ class RouterClient:
     ) -> GeneratedSample:
         deadline = time.monotonic() + timeout_s
         try:
-            async with self._gate.passing(timeout_s):
+            async with self._gate.passing(timeout_s, name) as is_running:
+                if not is_running:
+                    return GeneratedSample((), (), "abort", UNSYNCED if version is None else version)
                 left = max(0.0, deadline - time.monotonic())
                 how = (version, name, own_prefix(), key)
                 return (await ask(RouterQuestion(self.address, (request,), timeout_s, left, *how)))[0][0]
@@ -241,6 +248,10 @@ class SGLangRouter:
         if num_running and num_running + chunk.num_samples > most:
             return None
         return Sent(chunk, "router", partial(self._client.generate_async, version=version), None, None)
+
+    def abort(self, names: Collection[str]) -> None:
+        if self._client is not None:
+            self._client.abort(names)
 
     def blames_itself(self, error: EngineError) -> bool:
         return isinstance(error, RouterError)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.models.table import Rule, Span
-from rlhf_megatron.parallel.device import decline, shareable_id
+from rlhf_megatron.parallel.device import shareable_id
 from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Buffers, Lent, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -32,7 +32,7 @@ from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.rollout.transports.disk import FileBuffers
 from rlhf_megatron.rollout.transports.links import LinkTransport
 from rlhf_megatron.rollout.transports.process_group import MAX_AT_ONCE, Groups
-from rlhf_megatron.rollout.transports.tensor import SharedFiles, SharedMemoryBuffers, attach_buffers
+from rlhf_megatron.rollout.transports.tensor import SharedFiles, SharedMemoryBuffers, attach_buffers, decline_all
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Delivery:
         if lent:
             for transport in self._transports:
                 if transport.name in self.failures:
-                    _decline(lent[self._readers(transport)])
+                    decline_all(lent[self._readers(transport)])  # it opens no more memory
         for start in range(0, len(self._transports), self._at_once):
             some = self._transports[start : start + self._at_once]
             for traffic in self._each(deliver, f"while it was given {manifest}", some):
@@ -183,13 +183,6 @@ class Delivery:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True)
-
-
-def _decline(lent: Lent) -> None:
-    """An engine that has failed opens no more memory: give it back for it."""
-    for segments in lent:
-        for segment in segments:
-            decline(segment.memory)
 
 
 def deliver_weights(

@@ -3,19 +3,20 @@ memory, which they open; an engine without the run's loader gets the bytes insid
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import share
+from rlhf_megatron.parallel.device import decline, share
 from rlhf_megatron.resharding.buffers import Buffers, Deliver, Lent, Segment, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import Engine, EngineAddress
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, EngineTimeoutError
 from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
 from rlhf_megatron.rollout.transports.base import (
@@ -132,7 +133,9 @@ class LocalTensorTransport(FileTransport):
         return super().deliver(manifest, bucket) if bucket.device.type == "cpu" else self.lend(manifest, bucket, [()])
 
     def lend(self, manifest: BucketManifest, bucket: Tensor, others: Lent) -> Traffic:
-        self._client.open_weights(manifest, [Segment(0, share(bucket)), *others[0]])
+        segments = [Segment(0, share(bucket)), *others[0]]
+        with given_back([segments]):
+            self._client.open_weights(manifest, segments)
         return Traffic(manifest.tensor_bytes, manifest.tensor_bytes)
 
 
@@ -162,10 +165,34 @@ class SGLangTensorTransport(Transport):
         return self.lend(manifest, bucket, [()] * self.num_readers)
 
     def lend(self, manifest: BucketManifest, bucket: Tensor, others: Lent) -> Traffic:
-        def lend() -> Lent:
-            return [[Segment(0, share(bucket)), *segments] for segments in others]
+        lent: list[list[Segment]] = []
 
-        return traffic_of(self._verbs.load(manifest, lend, is_lent_once=any(others)))
+        def lend() -> Lent:
+            lent[:] = [[Segment(0, share(bucket)), *segments] for segments in others]
+            return lent
+
+        with given_back(lent):
+            return traffic_of(self._verbs.load(manifest, lend, is_lent_once=any(others)))
+
+
+@contextlib.contextmanager
+def given_back(lent: Lent) -> Iterator[None]:
+    """Around a request: an engine that fails it opens nothing of it any more, and may have died before it did. One that
+    is only late may yet."""
+    try:
+        yield
+    except EngineTimeoutError:
+        raise
+    except EngineError:
+        decline_all(lent)
+        raise
+
+
+def decline_all(lent: Lent) -> None:
+    """Take all of that for closed. Twice does no harm."""
+    for segments in lent:
+        for segment in segments:
+            decline(segment.memory)
 
 
 def _map_new_file(path: Path, num_bytes: int) -> Tensor:

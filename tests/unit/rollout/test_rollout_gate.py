@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from rollout_tools import request
 
 from rlhf_megatron.rollout import http
+from rlhf_megatron.rollout.engine import EngineAddress
+from rlhf_megatron.rollout.fleet.balancer import Chunk, LeastOutstanding, Load, Sent
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.supervisor import Member
 from rlhf_megatron.rollout.gate import Gate
 from rlhf_megatron.rollout.http import Connections, run, start
+from rlhf_megatron.rollout.router.balancer import RouterClient
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
 
 
 async def call(gate: Gate, name: str = "", hold: asyncio.Event | None = None, timeout_s: float = 30.0) -> bool:
@@ -93,6 +103,52 @@ def test_a_pause_that_begins_as_a_call_waits_for_its_connection_holds_it(one_con
     assert first.result(30) and third.result(30) and not second.done()
     gate.open()
     assert second.result(30)
+
+
+class ByRouter(LeastOutstanding):
+    """Gives a piece to any engine, as sglang-router does."""
+
+    def __init__(self, client: RouterClient) -> None:
+        self.client, self.abort = client, client.abort
+
+    def place(self, chunk: Chunk, serving: Sequence[Member], load: Load, version: int | None) -> Sent:
+        return Sent(chunk, "router", partial(self.client.generate_async, version=version), None, None)
+
+
+def test_a_group_that_is_dropped_as_it_waits_for_a_connection_is_never_sent_to_the_router(
+    one_connection: None, tmp_path: Path
+) -> None:
+    came: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            came.append(self.path)
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        address = EngineAddress("engine0", "sglang", f"http://127.0.0.1:{server.server_port}", "key")
+        client, gate = RouterClient(address), Gate()
+        hold = run(made(asyncio.Event), 30.0)
+        assert isinstance(hold, asyncio.Event)
+        first = start(call(gate, hold=hold))
+        fleet = EngineFleet([SGLangEngine(address, tmp_path)], 30.0, 0, balancer=ByRouter(client))
+        with fleet.open_session() as session:
+            session.submit(1, [request((1, 2), (3, 4), 5)])
+            assert session.poll() == []
+            until(lambda: len(client._gate._waiting) == 2)
+            session.abort([1])
+            assert not client._gate._waiting, "when the abort has returned"
+            http._loop(http.os.getpid()).call_soon_threadsafe(hold.set)  # type: ignore[attr-defined]
+            assert first.result(30) and session.poll() == [] and session.num_running == 0
+        until(lambda: client._gate._num_inside == 0 and not client._running)
+        until(lambda: "/abort_request" in came)  # engines are told as well
+        client.close()
+        server.shutdown()
+    assert "/generate" not in came
 
 
 def until(is_so: Callable[[], bool]) -> None:
