@@ -11,7 +11,9 @@
 # NODE_RANK       number of this machine, 0 .. NNODES - 1 (0); the controller runs on 0. Each machine starts its engines, and
 #                 the run says which. From NNODES on a machine has engines alone: rollout.engine_machines names it
 # ENGINE_NODES    machines that have engines alone (0); tells machine 0 to listen to them where NNODES is 1
-# MASTER_ADDR     address of machine 0 on a private network, as the others reach it; only there does the controller listen
+# MASTER_ADDR     address of machine 0 on a private network, as the others reach it; only there does the controller listen.
+#                 With MAX_RESTARTS several, separated by commas: machine 0 has one, and a spare that is started with NODE_RANK=0
+#                 after machine 0 was lost has another
 # MASTER_PORT     free port of machine 0 for torch's rendezvous (29500); not used on one machine
 # NPROC_PER_NODE  ranks on each machine (its GPUs, or 1); NNODES x NPROC_PER_NODE must be the configuration's
 #                 trainer.nnodes x trainer.n_gpus_per_node: all ranks of the job. A critic with a pool of its own has the
@@ -45,6 +47,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NPROC_PER_NODE ? $(nproc
 supervisor=()
 if ((${MAX_RESTARTS:-0} > 0)) && [[ ${JOB:-train} != doctor ]]; then
     supervisor=("$PYTHON" -m rlhf_megatron.cli.restarts "$MAX_RESTARTS")
+elif [[ ${MASTER_ADDR:-} == *,* ]]; then
+    echo "MASTER_ADDR ($MASTER_ADDR) may name several addresses only with MAX_RESTARTS; name one." >&2
+    exit 2
 fi
 
 if ((NODE_RANK >= NNODES)); then
@@ -56,7 +61,8 @@ elif ((NNODES == 1 && ${ENGINE_NODES:-0} == 0)); then
     rendezvous=(--standalone --local-addr 127.0.0.1)
 else
     : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK 0}"
-    rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
+    rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi
 # rlhf_megatron.runtime.torchrun.agent is torch.distributed.run with the run's own exit code and without its log lines.
 exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron.runtime.torchrun.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 RUN_LOCK = "run.lock"  # of the run directory, held by every process of an attempt
 FINAL = {0, USAGE_ERROR, NONFINITE_EXIT_CODE, STOPPED_EXIT_CODE, *(128 + number for number in PASSED_ON)}
 MAX_IDLE_ATTEMPTS = 2
+CONNECT_S, LOOK_AGAIN_S = 3.0, 1.0
 LEAVE_S = 30.0  # for what an attempt has left to end: its controller, where the agent was killed
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _RECORD = re.compile(r"step_(\d+)\.(groups|scored|train)")
@@ -114,9 +116,37 @@ class Attempts:
     def run(self, command: Sequence[str]) -> int:
         """Run the command once and return its exit code, 128 + n if signal n has ended it."""
         environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
+        given = os.environ.get("MASTER_ADDR", "")
+        if "," in given:
+            found = self._node_0(given.split(","), "--node-rank 0 " in f"{' '.join(command)} ")
+            if not found:
+                return STOPPED_EXIT_CODE if self.is_told_to_stop else USAGE_ERROR
+            environment["MASTER_ADDR"] = found
+            command = [found if word == given else word for word in command]
         self._process = subprocess.Popen(command, env=environment)
         code = self._process.wait()
         return 128 - code if code < 0 else code
+
+    def _node_0(self, addresses: Sequence[str], is_here: bool) -> str:
+        """Return the one of several addresses that node 0 of this attempt has; a spare may have taken its place.
+
+        `is_here`: this machine is node 0, else it waits until one answers. Empty: none is this machine's, or it was
+        told to stop.
+        """
+        port = int(os.environ["MASTER_PORT"])
+        while not self.is_told_to_stop:
+            for address in addresses:
+                with contextlib.suppress(OSError):
+                    if is_here:
+                        socket.create_server((address, 0)).close()
+                    else:
+                        socket.create_connection((address, port), timeout=CONNECT_S).close()
+                    return address
+            if is_here:
+                sys.stderr.write(f"MASTER_ADDR ({','.join(addresses)}) has no address of this node 0; add it\n")
+                return ""
+            time.sleep(LOOK_AGAIN_S)
+        return ""
 
     def _pass_on(self, number: int, frame: object) -> None:
         self.is_told_to_stop = True

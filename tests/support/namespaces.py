@@ -32,7 +32,7 @@ for ((n = 0; n < num; n++)); do
     inside $n ip address add "10.77.0.$((n + 1))/24" dev towards
     inside $n ip link set towards up && inside $n ip link set lo up
 done
-export MASTER_ADDR=10.77.0.1 MASTER_PORT=29500
+export MASTER_ADDR=${MASTER_ADDR:-10.77.0.1} MASTER_PORT=29500
 pids=()
 begin() { NODE_RANK=$2 inside $1 "${@:3}" >"console$1" 2>&1 & pids+=($!); }
 for ((n = 0; n < num - SPARES; n++)); do
@@ -76,9 +76,10 @@ class Machines(Nodes):
         `variables`: of launch/torchrun.sh."""
         words: Sequence[str] = [str(TORCHRUN), str(config), *overrides(settings)]
         marker = os.urandom(16).hex()
-        nnodes = settings["trainer.nnodes"]
+        nnodes, each = settings["trainer.nnodes"], settings["trainer.n_gpus_per_node"]
         alone = num_machines - num_spares - nnodes
-        own = {"NNODES": str(nnodes), "ENGINE_NODES": str(alone), "SPARES": str(num_spares), "NPROC_PER_NODE": "1"}
+        own = {"NNODES": str(nnodes), "ENGINE_NODES": str(alone), "SPARES": str(num_spares)}
+        own["NPROC_PER_NODE"] = str(each)
         script = subprocess.Popen(
             [
                 "unshare",

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -141,3 +142,30 @@ def test_the_next_attempt_waits_for_what_the_last_has_left(start: Start, tmp_pat
         assert time.monotonic() < deadline and num_attempts <= 1
         time.sleep(0.05)
     assert process.wait(120) == 0 and len(attempts(tmp_path)) == 2
+
+
+RUN_ONCE = """
+import sys
+from rlhf_megatron.cli.restarts import Attempts
+sys.exit(Attempts().run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "addresses", "found"),
+    [
+        (0, "203.0.113.1,127.0.0.3", "127.0.0.3"),  # its own
+        (1, "127.0.0.2,127.0.0.3", "127.0.0.3"),  # that which answers
+        (0, "127.0.0.2", "127.0.0.2"),
+        (0, "203.0.113.1,203.0.113.2", "MASTER_ADDR (203.0.113.1,203.0.113.2) has no address of this node 0; add it"),
+    ],
+)
+def test_an_attempt_is_told_where_node_0_is_now(node: int, addresses: str, found: str) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as server:
+        agent = [sys.executable, "-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv[-1])"]
+        words = [*agent, "--node-rank", str(node), "--master-addr", addresses]
+        given = {"MASTER_ADDR": addresses, "MASTER_PORT": str(server.getsockname()[1]), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", RUN_ONCE, *words]
+        done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=120)
+    is_found = done.returncode == 0
+    assert (done.stdout if is_found else done.stderr).strip() == (f"{found} {found}" if is_found else found)
