@@ -65,31 +65,40 @@ def make_transfer_dir(parent: str | Path | None, num_bytes: int) -> TransferDir:
 
 
 def make_transfer_dir_at(path: Path) -> TransferDir | None:
-    """The same directory on another machine than the controller's; None: it is there, since both see one file system.
-    Raises OSError."""
+    """The same directory on another machine than the controller's; None: somebody who lives has made it, as where both
+    see one file system. Raises OSError."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        return None
+        lock = _free_lock(path)
+        return None if lock is None else TransferDir(path, lock)
     return TransferDir(path, _take_lock(path))
+
+
+def _free_lock(path: Path) -> int | None:
+    """Take the lock of a directory whose owner has ended; None: it lives, or makes or removes it just now."""
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
 
 
 def remove_abandoned(parent: Path) -> None:
     """Remove transfer directories of this user whose owner is gone."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
-            if path.stat().st_uid != os.getuid():
-                continue
-            descriptor = os.open(path / _LOCK, os.O_RDWR)
+            lock = _free_lock(path) if path.stat().st_uid == os.getuid() else None
         except OSError:
-            continue  # being made or removed by another process
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            continue  # it is not for this process, or was removed
+        if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(descriptor)
+            os.close(lock)
 
 
 def _take_lock(path: Path) -> int:

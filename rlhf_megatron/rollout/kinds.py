@@ -186,7 +186,7 @@ class SGLangKind(EngineKind):
             sglang.env,
             deterministic=trainer.deterministic,
             num_engines=setup.rollout.num_engines,
-            machine=setup.machine(is_placed=trainer.runtime == "ray" or trainer.nnodes > 1),
+            machine=setup.machine(setup.is_placed),
         )
         if setup.rollout.weight_transport == "process_group" and not on_cpu(found.arguments.values, sglang.env):
             check_communicators(sglang.python, sglang.env)

@@ -1,11 +1,14 @@
 """Sockets of the control channel and to engines: how many a process may have, and that they notice a machine which
-vanished. Without aiohttp, which few ranks need."""
+vanished; the interface that leads to an address. Without aiohttp, which few ranks need."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import resource
 import socket
+import struct
 
 OPEN_FILES = 65536  # wanted: a connection a group in flight, and one a rank
 VANISHED_S = 15  # without a sign from the peer's kernel; then its machine counts as lost
@@ -17,6 +20,8 @@ _OPTIONS = (
     ("TCP_KEEPCNT", 2),
     ("TCP_USER_TIMEOUT", VANISHED_S * 1000),  # bytes that are on the way keep questions from being sent
 )
+
+_SIOCGIFADDR = 0x8915
 
 
 def allow_open_files() -> int:
@@ -42,3 +47,22 @@ def notice_vanished(sock: socket.socket) -> None:
 def is_vanished(error: OSError) -> bool:
     """Whether such a socket has failed since the peer's machine gives no sign."""
     return error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface through which this machine reaches `address`; None where that cannot be told (IPv6)."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own: str = probe.getsockname()[0]
+            if own.startswith("127."):
+                return "lo"
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    request = struct.pack("256s", name.encode())
+                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+                    if socket.inet_ntoa(found) == own:
+                        return name
+    except OSError:  # the rendezvous will say what is wrong with the address
+        return None
+    return None

@@ -19,14 +19,13 @@ from typing import Any, Protocol
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
-from rlhf_megatron.rollout.fleet.process import Launch, Process, Progress, Seat, keep_log
+from rlhf_megatron.rollout.fleet.process import TAIL_LINES, Launch, Process, Progress, Seat, keep_log
 
 logger = logging.getLogger(__name__)
 
 CALL_S = 5.0  # of a question to a keeper, which answers at once where it lives
 STOP_S = 30.0  # for a server to end, with its grace period and the kernel's
 _POLL_S = 0.1
-_TAIL_LINES = 20
 
 
 class ProcessLostError(RuntimeError):
@@ -83,9 +82,9 @@ class ServerKeeper:
         self._launch: Launch | None = None
         self._report = Report()
 
-    def begin(self, launch: Launch, find_seat: Callable[[], Seat], is_again: bool, timeout_s: float) -> None:
+    def begin(self, launch: Launch, find_seat: Callable[[], Seat], is_again: bool, timeout_s: float) -> str:
         """Start the server, and wait in a thread until it is healthy; `report` says what came of it. `find_seat` may
-        raise EngineError. `is_again`: the log of the former one is kept under a number."""
+        raise EngineError. `is_again`: the log of the former one is kept under a number. Returns `Launch.meets_at`."""
         assert self._launch is None, "a keeper starts one server"
         if is_again:
             keep_log(launch.log)
@@ -94,13 +93,14 @@ class ServerKeeper:
             launch.start()
         except EngineError as error:
             self._report = Report(error=str(error))
-            return
+            return ""
         except OSError as error:
             self._report = Report(error=f"{launch.name} could not be started: {error}")
-            return
+            return ""
         self._launch = launch
         deadline = time.monotonic() + timeout_s
         threading.Thread(target=self._wait, args=(launch, deadline), name="server-start", daemon=True).start()
+        return launch.meets_at()
 
     def report(self) -> Report:
         process, found = self.process, self._report
@@ -177,6 +177,13 @@ class KeptProcess:
             except Exception as error:
                 raise EngineError(f"{self.name} could not be started: {type(error).__name__}: {error}") from error
 
+    def meets_at(self, timeout_s: float) -> str:
+        """Return what `ServerKeeper.begin` did. Raises EngineError."""
+        try:
+            return str(self._begun.result(timeout_s))
+        except (ProcessLostError, LateAnswerError) as error:
+            raise EngineError(f"{self.name} could not be started: {error}") from error
+
     def look(self) -> Report | None:
         """Ask the keeper; None where it is not there yet, is gone, or does not answer in time."""
         if self._lost or self._is_ended:
@@ -197,7 +204,7 @@ class KeptProcess:
         """How its keeper ended; empty while it has not been found so."""
         return self._lost
 
-    def tail(self, num_lines: int = _TAIL_LINES) -> str:
+    def tail(self, num_lines: int = TAIL_LINES) -> str:
         self.look()
         lines = self._last.tail.splitlines()
         if self._lost:
@@ -250,12 +257,24 @@ class LaunchElsewhere:
     def transfer_dir(self) -> Path:
         return self.launch.transfer_dir
 
+    @property
+    def meeting(self) -> str:
+        return self.launch.meeting
+
+    @meeting.setter
+    def meeting(self, place: str) -> None:
+        self.launch.meeting = place
+
+    def meets_at(self) -> str:
+        return ""
+
 
 @dataclass
 class KeptLaunch(LaunchElsewhere):
     """Starts a server by a keeper."""
 
     begin: Callable[[bool], tuple[Remote, Answer]]  # again? -> a new keeper, and its call `begin`
+    start_s: float  # for its keeper to begin
     machine: int = 0  # see EngineAddress
     process: KeptProcess | None = None
     num_starts: int = field(default=0)
@@ -270,6 +289,11 @@ class KeptLaunch(LaunchElsewhere):
         except (ProcessLostError, LateAnswerError) as error:
             raise EngineError(f"{self.name} could not be started: {error}") from error
         self.num_starts += 1
+
+    def meets_at(self) -> str:
+        """Waits until its keeper has begun. Raises EngineError."""
+        assert self.process is not None, "it comes after start"
+        return self.process.meets_at(self.start_s)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         """Until the server is healthy. Raises EngineError."""

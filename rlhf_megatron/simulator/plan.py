@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.rules.parts import reads
+from rlhf_megatron.config.rules.parts import num_ranks, reads
 from rlhf_megatron.config.rules.run import actor_ranks, has_critic, model_parallel_size, needs_reference
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig
 from rlhf_megatron.simulator.durations import ARGUMENTS, Durations, Workload
@@ -95,10 +95,7 @@ class Setting:
     def gpus_per_engine(self) -> int:
         if self.durations.engine.gpus is not None:
             return self.durations.engine.gpus
-        rollout = self.config.rollout
-        if not reads(rollout, "rollout.sglang"):
-            return 1
-        return _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1)
+        return num_ranks(self.config.rollout)
 
     @property
     def slots(self) -> int:

@@ -24,7 +24,7 @@ from end_to_end_tools import (
 from launch_tools import TIMEOUT_S, TORCHRUN, Nodes, environment, start_nodes
 from places import ROOT, SUPPORT
 
-from rlhf_megatron.runtime.torchrun.nodes import interface_towards
+from rlhf_megatron.rollout.sockets import interface_towards
 
 pytestmark = pytest.mark.dist
 TWO_NODES = DP2 | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}

@@ -18,8 +18,10 @@ from places import ROOT
 
 pytest.importorskip("ray")
 
-from end_to_end_tools import MARKER, overrides, processes_with, write_config
+from end_to_end_tools import DP2, MARKER, overrides, processes_with, train, write_config
 from listening import is_loopback, listening
+from ray_tools import running_cluster
+from test_launch_nodes import numbers
 
 from benchmarks import launchers
 from rlhf_megatron.runtime.processes import Child, children_of, state_of
@@ -196,6 +198,23 @@ def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: t
     assert run.wait() in (1, STOPPED_EXIT_CODE), run.console()
     assert wait_for_ends(children, 10.0) == []  # without Ray's own minute
     run.assert_gone()
+
+
+def test_engines_take_turns_with_the_ranks_of_their_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Weights through memory of each machine: the numbers of one machine, bit for bit."""
+    settings = DP2 | SHORT | {"trainer.deterministic": True, "rollout.num_engines": 2, "rollout.colocated": True}
+    alone = train(write_config(tmp_path_factory.mktemp("alone")), settings)
+    assert alone.exit_code == 0, alone.console
+    spread = {"trainer.runtime": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1, "ray.placement": "spread"}
+    with running_cluster(num_machines=2) as environment:
+        two = train(write_config(tmp_path_factory.mktemp("two")), settings | spread, env=environment)
+    assert two.exit_code == 0, two.console
+    assert "engines by machine: machine 0: engine0; machine 1: engine1" in two.console
+    found, expected = (
+        [{key: row[key] for key in row if not key.startswith("memory/")} for row in numbers(run)]
+        for run in (two, alone)
+    )
+    assert found == expected
 
 
 def test_a_record_trains_to_the_same_bits_under_every_launcher(tmp_path: Path) -> None:

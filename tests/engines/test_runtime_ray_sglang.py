@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 from end_to_end_tools import train, write_config
 from ray_leftovers import left_over, short_directory
-from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, TWO_RANKS, needs_sglang, sglang_python
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.dist, pytest.mark.long, pytest.mark.sglang, needs_sglang]
 
 
-@pytest.mark.parametrize("transport", ["tensor", "process_group"])
-def test_weights_reach_it_and_it_ends_with_the_run(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "arguments"),
+    [("tensor", {}), ("process_group", {}), ("process_group", {"nnodes": 2, "tp_size": 2})],
+    ids=["tensor", "process_group", "two_parts"],
+)
+def test_weights_reach_it_and_it_ends_with_the_run(transport: str, arguments: dict[str, int], tmp_path: Path) -> None:
     settings = {
         "trainer.runtime": "ray",
         "trainer.n_gpus_per_node": 1,
@@ -23,8 +27,8 @@ def test_weights_reach_it_and_it_ends_with_the_run(transport: str, tmp_path: Pat
         "rollout.engine": "sglang",
         "rollout.weight_transport": transport,
         "rollout.sglang.python": str(sglang_python()),
-        "rollout.sglang.args": {**CPU_ARGUMENTS, "context_length": 64},
-        "rollout.sglang.env": CPU_ENV,
+        "rollout.sglang.args": {**CPU_ARGUMENTS, "context_length": 64, **arguments},
+        "rollout.sglang.env": CPU_ENV | TWO_RANKS,
     }
     with short_directory() as temporary:
         run = train(write_config(tmp_path), settings, env={"TMPDIR": str(temporary)})

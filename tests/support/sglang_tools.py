@@ -28,6 +28,7 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT / "tools" / "sglang_cpu"),
 }
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # else it wants a NUMA node for each
 
 
 def sglang_python() -> Path:

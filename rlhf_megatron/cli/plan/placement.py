@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from rlhf_megatron.cli.plan.sync import engines_of
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.rules.machines import machines_of_engines
+from rlhf_megatron.config.rules.machines import machines_of_parts, part_names
+from rlhf_megatron.config.rules.parts import num_parts
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.runtime.pool import PoolSpec, pool_of_rank, pools_of
 
@@ -47,19 +48,18 @@ def machines_of(config: RunConfig, gpus: int) -> list[Machine]:
     trainer, rollout = config.trainer, config.rollout
     each = trainer.n_gpus_per_node
     machines = [Machine(range(i * each, (i + 1) * each), each) for i in range(trainer.nnodes)]
-    size = engines_of(config).layout.tp
-    for index in range(0 if rollout.endpoints or config.job != "train" else rollout.num_engines):
+    size = engines_of(config).layout.tp // num_parts(rollout)
+    for index, name in enumerate(() if rollout.endpoints or config.job != "train" else part_names(rollout)):
         if _is_anywhere(config):
             if not any(machine.taken + size <= gpus for machine in machines):
                 machines.append(Machine(range(0), 0))
             place = next((m for m in machines if m.taken + size <= gpus), machines[-1])
         else:
-            is_rays = trainer.runtime == "ray" and rollout.colocated
-            number = index % trainer.nnodes if is_rays else machines_of_engines(config)[index]
+            number = machines_of_parts(config)[index]
             machines += [Machine(range(0), 0) for _ in range(len(machines), number + 1)]
             place = machines[number]
         first = size * len(place.engines) % each if rollout.colocated else place.taken
-        place.engines.append(f"engine{index} on {_span('GPU', range(first, first + size))}")
+        place.engines.append(f"{name} on {_span('GPU', range(first, first + size))}")
         place.taken += 0 if rollout.colocated else size
     return machines
 
@@ -103,7 +103,7 @@ def weights(config: RunConfig) -> Iterator[str]:
         "disk": f"files in {rollout.transfer_dir or 'the run directory'}, which all machines must see",
     }
     senders = [layout.rank(0, stage, 0) for stage in range(layout.pp)]
-    if rollout.weight_transport == "tensor" and len(used := set(machines_of_engines(config))) > 1:
+    if rollout.weight_transport == "tensor" and len(used := set(machines_of_parts(config))) > 1:
         each, size = config.trainer.n_gpus_per_node, layout.copy_size
         senders = [-(-machine * each // size) * size for machine in sorted(used)]
     places = ", ".join(f"{rank} (machine {rank // config.trainer.n_gpus_per_node})" for rank in senders)

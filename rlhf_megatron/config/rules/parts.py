@@ -14,6 +14,7 @@ from rlhf_megatron.config.typed import look_up, params_from_mapping
 from rlhf_megatron.plugins import not_loaded
 from rlhf_megatron.registry import Entry, parts_of
 
+TP_NAMES = ("tp-size", "tensor-parallel-size", "tp")  # SGLang's
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.policy_loss.loss_mode"
 OF_ESTIMATORS = {
     *("rewards", "group_ids", "token_rewards", "reward_parts", "greedy_rewards", "values"),
@@ -126,6 +127,24 @@ def reads(rollout: RolloutConfig, setting: str) -> bool:
     """Whether the run's engine has a setting that not every engine has."""
     entry = entry_of("engine", rollout.engine)
     return entry is not None and setting in entry.build.settings
+
+
+def server_number(arguments: Mapping[str, Any], *names: str) -> int:
+    """Return a whole number from the arguments of a server, by any of its names with dashes; 1: there is none, or
+    something else, which the server's own check tells."""
+    given = {name.replace("_", "-"): value for name, value in arguments.items()}
+    value = next((given[name] for name in names if given.get(name) is not None), 1)
+    return int(str(value)) if str(value).isdecimal() and int(str(value)) else 1
+
+
+def num_ranks(rollout: RolloutConfig) -> int:
+    """Return the number of ranks of an engine."""
+    return server_number(rollout.sglang.args, *TP_NAMES) if reads(rollout, "rollout.sglang") else 1
+
+
+def num_parts(rollout: RolloutConfig) -> int:
+    """Return the number of machines that an engine of the run spans: of its parts."""
+    return server_number(rollout.sglang.args, "nnodes") if reads(rollout, "rollout.sglang") else 1
 
 
 def schedule_of(section: ScheduleConfig) -> Any:

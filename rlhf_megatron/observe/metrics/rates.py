@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.rules.engines import num_engines
 from rlhf_megatron.config.rules.experts import num_experts
+from rlhf_megatron.config.rules.parts import num_ranks
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch
@@ -142,7 +143,7 @@ def workload_of(config: RunConfig) -> Workload:
     """Raises ValueError for a bad layout."""
     actor, critic, rollout = config.actor, config.critic, config.rollout
     has_own_devices = config.job == "train" and not rollout.colocated
-    engine_ranks = 0 if not has_own_devices else num_engines(config) * int(str(rollout.sglang.args.get("tp-size", 1)))
+    engine_ranks = num_engines(config) * num_ranks(rollout) if has_own_devices else 0
     return Workload(
         num_devices=world_size(config) + engine_ranks,
         num_actor_ranks=actor_ranks(config),

@@ -250,7 +250,7 @@ def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SG
     if config.rollout.colocated and not on_cpu(of_user, served.env):
         own[CPU_BACKUP] = True
     settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
-    ports, meeting = Ports(), MeetingPlace()
+    ports, meeting_place = Ports(), MeetingPlace()
     return [
         SGLangLaunch(
             name=f"reward{index}",
@@ -261,7 +261,7 @@ def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SG
             interfaces=loopback(served.env, os.environ, is_one_machine=True),
             transfer_dir=folder,
             ports=ports,
-            meeting=meeting,
+            meeting_place=meeting_place,
             key=key,
             is_engine=False,
             keeps_port=True,

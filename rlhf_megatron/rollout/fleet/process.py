@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
 _POLL_S = 0.05
-_TAIL_LINES = 20
+TAIL_LINES = 20
 _ENDING_LINES = 3
 HIDDEN = "********"
 LOOPBACK = "127.0.0.1"
@@ -125,7 +125,7 @@ class ServerProcess:
         """The exit code; None while it runs."""
         return self._process.poll()
 
-    def tail(self, num_lines: int = _TAIL_LINES) -> str:
+    def tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines of its log."""
         return "\n".join(self.text().splitlines()[-num_lines:])
 
@@ -184,13 +184,16 @@ class Process(Protocol):
     """A server, on this machine (`ServerProcess`) or another."""
 
     name: str
-    log: Path  # on its machine
+
+    @property
+    def log(self) -> Path:
+        """Its log, on its machine."""
 
     @property
     def pid(self) -> int: ...
     @property
     def exit_code(self) -> int | None: ...
-    def tail(self, num_lines: int = _TAIL_LINES) -> str: ...
+    def tail(self, num_lines: int = TAIL_LINES) -> str: ...
     def send_signal(self, number: int) -> None: ...
     def request_stop(self) -> None: ...
     def stop(self) -> None: ...
@@ -237,8 +240,13 @@ class Launch(Protocol):
     def process(self) -> Process | None:
         """The process; None before `start`."""
 
+    meeting: str  # of a part of a server that spans machines: what the first part said that it `meets_at`
+
     def take(self, seat: Seat) -> None:
         """Take a seat, before `start`. Raises EngineError where the server cannot run there."""
+
+    def meets_at(self) -> str:
+        """Return, after `start`, HOST:PORT where other parts of this server find it; "": it has none."""
 
     def start(self) -> None:
         """A new process with a new token, and a new port."""

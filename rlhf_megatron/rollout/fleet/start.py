@@ -67,11 +67,15 @@ class EngineSetup:
             return 2 * sum(prod(hf.shape) for rule in table for hf in rule.hf) * DTYPE_BYTES[self.dtype]
         return 2 * self.num_senders * self.rollout.update_weights_bucket_megabytes * MIB
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether the launcher says where servers run, and gives them their devices there."""
+        return self.trainer.runtime == "ray" or self.trainer.nnodes > 1 or bool(self.rollout.engine_machines)
+
     def machine(self, is_placed: bool = False) -> Machine:
-        """This machine's GPUs: the trainer's ranks take the first of them. `is_placed`: somebody else says where
-        servers run, and gives them their devices there."""
+        """This machine's GPUs: the trainer's ranks take the first of them. `is_placed`: see there."""
         if is_placed:
-            return Machine(is_shared=self.rollout.colocated)
+            return Machine(is_shared=self.rollout.colocated, has_others=True)
         num_trainer = 0 if self.trainer.device == "cpu" else self.trainer.n_gpus_per_node
         return Machine(num_devices(), num_trainer, self.rollout.colocated)
 

@@ -95,6 +95,7 @@ class _LocalLaunch:
     host: str = LOOPBACK
     process: ServerProcess | None = None
     token: str = ""
+    meeting: str = ""
 
     @property
     def log(self) -> Path:
@@ -107,6 +108,9 @@ class _LocalLaunch:
                 f" ({self.transfer_dir}) is not; set rollout.transfer_dir to a directory that all machines see."
             )
         self.host, self.env = seat.address, {**self.env, **seat.env}
+
+    def meets_at(self) -> str:
+        return ""
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

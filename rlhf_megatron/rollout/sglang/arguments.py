@@ -26,10 +26,8 @@ OWN_ARGUMENTS = {  # what the run itself must know or set, and what to do instea
     "custom-weight-loader": "weight syncs go through the run's own",
     "weight-version": "it is the policy version",
     "nccl-port": "the ranks of a server meet in a file",
-    "dist-init-addr": "the ranks of a server meet in a file",
-    "nnodes": "a server of the run stands on one machine; start a larger one by hand and name it in rollout.endpoints",
-    "node-rank": "a server of the run stands on one machine; start a larger one by hand and name it in"
-    " rollout.endpoints",
+    "dist-init-addr": "the ranks of a server meet in a file, or at the first of the machines that nnodes says it spans",
+    "node-rank": "nnodes says how many machines a server spans, and the run counts them",
     "ssl-certfile": "servers are asked over http on 127.0.0.1",
     "ssl-keyfile": "servers are asked over http on 127.0.0.1",
     "grpc-mode": "servers are asked over http",

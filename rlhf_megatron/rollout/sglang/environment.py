@@ -48,6 +48,7 @@ class Machine:
 
     num_visible: int = 0  # to this process; 0: none, or only the servers' environment knows of them
     num_trainer: int = 0  # of those, the first: one a rank of the trainer
+    has_others: bool = False  # somebody says where servers run, and they may span machines
     is_shared: bool = False  # rollout.colocated: trainer and servers take turns
 
 
@@ -71,10 +72,16 @@ def place(
     if num_visible == 0:
         return nothing
     start = 0 if given is not None or machine.is_shared else machine.num_trainer
-    span = _whole(arguments, "tp-size") * _whole(arguments, "gpu-id-step")
+    span = gpus_per_part(arguments)
     if start + num_engines * span > num_visible:
         raise ValueError(_too_few(span, num_engines, num_visible, start, given))
     return [{BASE: start + index * span} for index in range(num_engines)]
+
+
+def gpus_per_part(arguments: Mapping[str, object]) -> int:
+    """Return the GPUs of one server on one machine."""
+    ranks = _whole(arguments, "tp-size") // _whole(arguments, "nnodes")
+    return ranks * _whole(arguments, "gpu-id-step")
 
 
 def _whole(arguments: Mapping[str, object], name: str) -> int:
@@ -200,6 +207,11 @@ def check_sglang(
     of_user = checked(arguments, known, version)
     for name, value, why, fix in unfit(of_user.values):
         raise ValueError(f"rollout.sglang.args.{name} ({value!r}) cannot be: {why}; {fix}.")
+    if (count := _whole(of_user.values, "nnodes")) > 1 and not machine.has_others:
+        raise ValueError(
+            f"rollout.sglang.args.nnodes ({count}) needs several machines, which only the engines of a run under"
+            " torchrun or Ray have; remove it, or start such a server by hand and name it in rollout.endpoints."
+        )
     added: dict[str, object] = {}
     if deterministic:
         added |= deterministic_arguments(of_user.values, env)

@@ -20,10 +20,12 @@ from urllib.parse import urlsplit
 import yaml
 
 from rlhf_megatron.checkpoint.quantised import FP8_BLOCK
+from rlhf_megatron.config.rules.machines import part_name
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import (
     LOOPBACK,
     EngineServers,
+    Launch,
     Place,
     Progress,
     Seat,
@@ -33,11 +35,13 @@ from rlhf_megatron.rollout.fleet.process import (
     write_private,
     write_token,
 )
+from rlhf_megatron.rollout.fleet.spanning import SpanningLaunch
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
+from rlhf_megatron.rollout.sockets import interface_towards
 
 _ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
 _ERRORS_SHOWN = 3
@@ -183,25 +187,29 @@ def start_sglang_engines(
             " a group differ, but a run does not repeat."
         )
     settings = settings_of(installed, model_path, dtype, quantization)
-    ports, meeting = Ports(), MeetingPlace()
-    launches = [
-        place(
-            SGLangLaunch(
-                name=f"engine{index}",
-                folder=folder,
-                installed=installed,
-                settings={**settings, **devices},
-                env={**installed.env, TRANSFER_DIR: str(transfer_dir)},
-                interfaces=loopback(env, os.environ, is_one_machine),
-                transfer_dir=transfer_dir,
-                ports=ports,
-                meeting=meeting,
-                key=key,
-                quantization=quantization,
+    ports, meeting_place = Ports(), MeetingPlace()
+    launches: list[Launch] = []
+    for index, devices in enumerate(installed.devices):
+        parts = [
+            place(
+                SGLangLaunch(
+                    name=part_name(index, part),
+                    folder=folder,
+                    installed=installed,
+                    settings={**settings, **devices},
+                    env={**installed.env, TRANSFER_DIR: str(transfer_dir)},
+                    interfaces=loopback(env, os.environ, is_one_machine),
+                    transfer_dir=transfer_dir,
+                    ports=ports,
+                    meeting_place=meeting_place,
+                    key=key,
+                    part=part,
+                    quantization=quantization,
+                )
             )
-        )
-        for index, devices in enumerate(installed.devices)
-    ]
+            for part in range(int(str(installed.arguments.values.get("nnodes", 1))))
+        ]
+        launches.append(parts[0] if len(parts) == 1 else SpanningLaunch(parts))
     return EngineServers(launches, startup_timeout_s, progress)
 
 
@@ -237,7 +245,8 @@ def search_path(env: Mapping[str, str]) -> str:
 
 @dataclass
 class SGLangLaunch:
-    """A server. `is_engine`: it generates, and takes weights. `keeps_port`: others know its address for good."""
+    """A server, or the part of one on one machine. `is_engine`: it generates, and takes weights. `keeps_port`: others
+    know its address for good."""
 
     name: str
     folder: Path
@@ -247,8 +256,10 @@ class SGLangLaunch:
     interfaces: dict[str, str]  # environment of a server that only this machine reaches
     transfer_dir: Path
     ports: Ports
-    meeting: MeetingPlace
+    meeting_place: MeetingPlace
     key: str | None
+    part: int = 0  # of a server that spans machines
+    meeting: str = ""
     is_engine: bool = True
     keeps_port: bool = False
     quantization: str | None = None
@@ -262,6 +273,10 @@ class SGLangLaunch:
     def log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
+    @property
+    def num_parts(self) -> int:
+        return int(str(self.installed.arguments.values.get("nnodes", 1)))
+
     def take(self, seat: Seat) -> None:
         self.env |= seat.env
         if seat.address == LOOPBACK:
@@ -273,22 +288,43 @@ class SGLangLaunch:
                 " directory that all machines see."
             )
         self.interfaces = {}
+        if interface := interface_towards(seat.address):
+            self.interfaces["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
         self.host = self.settings["host"] = seat.address
+
+    def meets_at(self) -> str:
+        return self.meeting
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         token = self.key or write_token(self.folder / f"{self.name}.token")
         port = self.port or self.ports.take()
-        settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
+        settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token, **self._of_part()}
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
-        own = {**self.meeting.env(self.name, port), **self.interfaces}
+        own = {**self._ways_to_meet(port), **self.interfaces}
         env = {**own, **self.env, "PYTHONPATH": search_path(self.env)}
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))
-        url = f"http://{self.host}:{port}"
+        url = f"http://{LOOPBACK if self.part else self.host}:{port}"
         self.address = EngineAddress(self.name, "sglang", url, token, tp_size, quantization=self.quantization)
         command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
         self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], self.log, env, token)
+
+    def _of_part(self) -> dict[str, object]:
+        """Return the arguments of a part of a server that spans machines. The first listens for the others."""
+        if self.num_parts == 1:
+            return {}
+        if self.part == 0:
+            self.meeting = f"{self.host}:{self.ports.take()}"
+        own = {"node-rank": self.part, "dist-init-addr": self.meeting}
+        return own | ({"host": LOOPBACK} if self.part else {})
+
+    def _ways_to_meet(self, port: int) -> dict[str, str]:
+        """Return the environment of its ranks, who would take the address of the route to the internet for messages."""
+        if self.num_parts == 1:
+            return self.meeting_place.env(self.name, port)
+        host, _, number = self.meeting.rpartition(":")
+        return {"MASTER_ADDR": host, "MASTER_PORT": number, "SGLANG_HOST_IP": self.host}
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         """Waits until it answers and says that it can do what is needed. Takes another port where one was lost."""
@@ -307,13 +343,14 @@ class SGLangLaunch:
             except EngineError as error:
                 text = self._said()
                 is_lost = _BIND_FAILED.search(text) or (self.process.exit_code is not None and _PORT_LOST.search(text))
-                if attempt == PORT_ATTEMPTS or not is_lost or self.port is not None:
+                is_known = self.port is not None or self.num_parts > 1  # to others
+                if attempt == PORT_ATTEMPTS or not is_lost or is_known:
                     raise EngineError(f"{error}{own_error(text)}") from error
             logger.warning("%s lost its port to another process; it is started again with another", self.name)
             self.process.stop()
             self.process.hide_token()
             self.start()
-        if self.is_engine:
+        if self.is_engine and self.part == 0:
             SGLangEngine(self.address, self.transfer_dir).probe()
         self.port = urlsplit(self.address.url).port if self.keeps_port else None
         return self.address
@@ -325,7 +362,8 @@ class SGLangLaunch:
         client = HttpClient(self.address)
         try:
             client.get("/health", POLL_TIMEOUT_S)
-            client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
+            if self.part == 0:  # another one answers for its health alone
+                client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
         except EngineError:
             return False
         return True

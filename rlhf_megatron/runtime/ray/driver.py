@@ -31,6 +31,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.bound_store import BoundStore
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.fleet.process import Place
+from rlhf_megatron.rollout.sockets import interface_towards
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.controller import Deadlines, control
 from rlhf_megatron.runtime.failures import HostError, HostLostError
@@ -43,13 +44,12 @@ from rlhf_megatron.runtime.ray.places import (
     Bundle,
     cpus_of_own_cluster,
     engine_bundles,
-    gpus_per_engine,
+    gpus_of_part,
     must_share_machine,
     rank_bundles,
 )
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import SIGNALS, ControllerStop, HostStop
-from rlhf_megatron.runtime.torchrun.nodes import interface_towards
 from rlhf_megatron.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -173,13 +173,13 @@ def _end_process(exit_code: int) -> None:
 @dataclass(frozen=True)
 class _Devices:
     has_gpus: bool  # ranks have one each
-    of_engine: int  # GPUs of an engine; 0 on a CPU
+    of_engine: int  # GPUs of an engine on one machine; 0 on a CPU
 
 
 def _devices(job: RayJob, cluster: Cluster) -> _Devices:
     kind = job.config.trainer.device
     has_gpus = kind == "cuda" or (kind == "auto" and cluster.has_gpus)
-    return _Devices(has_gpus, gpus_per_engine(job.config.rollout) if has_gpus and job.has_engines else 0)
+    return _Devices(has_gpus, gpus_of_part(job.config.rollout) if has_gpus and job.has_engines else 0)
 
 
 def _bundles(job: RayJob, devices: _Devices, driver_address: str) -> list[Bundle]:

@@ -11,12 +11,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from rlhf_megatron.config.rules.parts import num_parts
 from rlhf_megatron.config.schema import RolloutConfig
+from rlhf_megatron.resharding.transfer_dir import TransferDir, make_transfer_dir_at
 from rlhf_megatron.rollout.fleet.process import Launch
+from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.runtime.keepers import Answer, KeptLaunch, Remote, ServerKeeper
 from rlhf_megatron.runtime.processes import machine_id
 from rlhf_megatron.runtime.ray.cluster import Cluster, Whereabouts, whereabouts
-from rlhf_megatron.runtime.ray.places import Seating, bundle_of_engine, must_share_machine, seat_of
+from rlhf_megatron.runtime.ray.places import Seating, bundle_of_part, must_share_machine, seat_of
 
 
 class SeatedKeeper(ServerKeeper):
@@ -25,12 +28,22 @@ class SeatedKeeper(ServerKeeper):
     def __init__(self, directory: str) -> None:
         """`directory`: the driver's, from which relative paths of the settings count, where this machine has it."""
         super().__init__()
+        self._transfer: TransferDir | None = None  # made here
         with contextlib.suppress(OSError):
             os.chdir(directory)
 
-    def begin_here(self, launch: Launch, seating: Seating, is_again: bool, timeout_s: float) -> None:
-        """Begin, as `begin` does, on this machine."""
-        self.begin(launch, partial(seat_of, whereabouts(), seating), is_again, timeout_s)
+    def begin_here(
+        self, launch: Launch, seating: Seating, is_again: bool, timeout_s: float, makes_transfer_dir: bool
+    ) -> str:
+        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its memory alone."""
+        if makes_transfer_dir:
+            self._transfer = make_transfer_dir_at(launch.transfer_dir)
+        return self.begin(launch, partial(seat_of, whereabouts(), seating), is_again, timeout_s)
+
+    def stop(self) -> None:
+        super().stop()
+        if self._transfer is not None:
+            self._transfer.close()
 
 
 class RayEngines:
@@ -46,9 +59,8 @@ class RayEngines:
         ranks: Callable[[], Sequence[Whereabouts]],
         environment: Mapping[str, str],
     ) -> None:
-        """`num_cpus`, `num_gpus`: of an engine; 0 GPUs on a CPU. `ranks`: where those of the trainer run, in order; it
-        waits until they do.
-        `environment`: of the actors, and so of the servers."""
+        """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `ranks`: where those of the trainer
+        run, in order; it waits until they do. `environment`: of the actors, and so of the servers."""
         self._cluster = cluster
         self._rollout = rollout
         self._num_machines = num_machines
@@ -71,16 +83,19 @@ class RayEngines:
                 must_share_machine(rollout),
                 self._num_gpus if is_shared else 0,
                 index // self._num_machines * self._num_gpus,
+                num_parts(rollout) > 1,
             )
             keeper = self._cluster.start(
                 launch.name,
                 SeatedKeeper,
                 (os.getcwd(),),
-                bundle=bundle_of_engine(self._num_machines, is_shared, index),
+                bundle=bundle_of_part(self._num_machines, is_shared, index),
                 num_cpus=self._num_cpus,
                 num_gpus=0 if is_shared else self._num_gpus,
                 environment=self._environment,
             )
-            return keeper, keeper.submit("begin_here", launch, seating, is_again, rollout.startup_timeout_s)
+            makes = is_shared and rollout.weight_transport == "tensor" and not engine_kind(rollout.engine).is_elsewhere
+            return keeper, keeper.submit("begin_here", launch, seating, is_again, rollout.startup_timeout_s, makes)
 
-        return KeptLaunch(launch, begin)
+        machine = index % self._num_machines if is_shared else 0
+        return KeptLaunch(launch, begin, rollout.startup_timeout_s, machine)

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlhf_megatron.config.rules.machines import part_names
 from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.schema import RayConfig, RolloutConfig, TrainerConfig
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Seat
-from rlhf_megatron.rollout.sglang.environment import VISIBLE, check_sglang, on_cpu
+from rlhf_megatron.rollout.sglang.environment import VISIBLE, Machine, check_sglang, gpus_per_part, on_cpu
 
 CPU, GPU = "CPU", "GPU"  # Ray's names
 
@@ -47,8 +48,8 @@ def rank_bundles(trainer: TrainerConfig, ray: RayConfig, rollout: RolloutConfig,
     """One a machine (trainer.nnodes), for its share of the ranks; bundle i has ranks i x n_gpus_per_node and on."""
     each, num_machines = trainer.n_gpus_per_node, trainer.nnodes
     shares = [range(machine * each, (machine + 1) * each) for machine in range(num_machines)]
-    num_engines = rollout.num_engines if rollout.colocated else 0  # dealt out to the machines
-    engines = [len(range(machine, num_engines, num_machines)) for machine in range(num_machines)]
+    num_parts = len(part_names(rollout)) if rollout.colocated else 0  # dealt out to the machines
+    engines = [len(range(machine, num_parts, num_machines)) for machine in range(num_machines)]
     return tuple(
         Bundle(
             f"ranks {share[0]}-{share[-1]}" if len(share) > 1 else f"rank {share[0]}",
@@ -60,13 +61,13 @@ def rank_bundles(trainer: TrainerConfig, ray: RayConfig, rollout: RolloutConfig,
 
 
 def engine_bundles(
-    rollout: RolloutConfig, ray: RayConfig, uses_gpus: bool, gpus_per_engine: int = 1
+    rollout: RolloutConfig, ray: RayConfig, uses_gpus: bool, gpus_per_part: int = 1
 ) -> tuple[Bundle, ...]:
-    """One an engine that the run starts beside the ranks: () where engines are colocated or attached to."""
+    """One a part of the engines that the run starts beside the ranks: () where engines are colocated or attached to."""
     if rollout.colocated or rollout.endpoints:
         return ()
-    num_gpus = gpus_per_engine if uses_gpus else 0
-    return tuple(Bundle(f"engine{index}", ray.num_cpus_per_engine, num_gpus) for index in range(rollout.num_engines))
+    num_gpus = gpus_per_part if uses_gpus else 0
+    return tuple(Bundle(name, ray.num_cpus_per_engine, num_gpus) for name in part_names(rollout))
 
 
 def cpus_of_own_cluster(bundles: Sequence[Bundle], num_cores: int) -> int:
@@ -135,28 +136,34 @@ class Seating:
     must_share_machine: bool  # weights come through memory of the driver's machine
     num_shared: int = 0  # devices that it takes turns with; 0: it has its own, or none
     first_shared: int = 0  # of the ranks' devices on its machine
+    spans_machines: bool = False  # other parts of it must reach it
 
 
-def gpus_per_engine(rollout: RolloutConfig) -> int:
-    """GPUs that Ray is asked for; 0: its server runs on a CPU. Raises ValueError as `check_sglang`."""
+def gpus_of_part(rollout: RolloutConfig) -> int:
+    """GPUs of an engine on one machine; 0: its server runs on a CPU. Raises ValueError as `check_sglang`."""
     if not reads(rollout, "rollout.sglang"):
         return 1
     sglang = rollout.sglang
-    arguments = check_sglang(sglang.python, sglang.args, sglang.env).arguments.values if sglang.args else {}
+    arguments: Mapping[str, object] = {}
+    if sglang.args:
+        elsewhere = Machine(has_others=True)
+        arguments = check_sglang(sglang.python, sglang.args, sglang.env, machine=elsewhere).arguments.values
     if on_cpu(arguments, sglang.env):
         return 0
-    return int(str(arguments.get("tp-size", 1))) * int(str(arguments.get("gpu-id-step", 1)))
+    return gpus_per_part(arguments)
 
 
 def must_share_machine(rollout: RolloutConfig) -> bool:
-    """Whether engines can only work on the driver's machine: weights reach them through its memory."""
+    """Whether engines can only work on the driver's machine: weights reach them through its memory. Those that take
+    turns with ranks get them through that of their own machine."""
     kind = entry_of("engine", rollout.engine)
-    return kind is None or not kind.build.is_elsewhere or rollout.weight_transport == "tensor"
+    is_elsewhere = kind is not None and kind.build.is_elsewhere and rollout.weight_transport != "tensor"
+    return not is_elsewhere and not rollout.colocated
 
 
-def bundle_of_engine(num_machines: int, is_colocated: bool, index: int) -> int:
+def bundle_of_part(num_machines: int, is_colocated: bool, index: int) -> int:
     """Number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which colocated
-    engines take in turns, then one an engine."""
+    engines take in turns, then one a part of an engine."""
     return index % num_machines if is_colocated else num_machines + index
 
 
@@ -172,9 +179,9 @@ def seat_of(own: Spot, seating: Seating) -> Seat:
             " reach: rollout.engine local and rollout.weight_transport tensor go through the driver's memory; use"
             " sglang with process_group or disk, or make room on the driver's machine."
         )
-    is_alone = seating.must_share_machine or all(
-        machine == own.machine for machine in (seating.driver_machine, *(rank.machine for rank in seating.ranks))
-    )
+    others = (seating.driver_machine, *(rank.machine for rank in seating.ranks))
+    is_alone = not seating.spans_machines and all(machine == own.machine for machine in others)
+    is_alone = is_alone or seating.must_share_machine
     of_ranks = [device for rank in seating.ranks if rank.machine == own.machine for device in rank.devices]
     devices = visible_devices(seating, own.devices, of_ranks)
     return Seat(LOOPBACK if is_alone else own.address, {VISIBLE: ",".join(devices)} if devices else {})

@@ -37,10 +37,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  #
 from torch.distributed.run import parse_args, run  # noqa: E402
 
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir  # noqa: E402
+from rlhf_megatron.rollout.sockets import interface_towards  # noqa: E402
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
 from rlhf_megatron.runtime.processes import AGENT_ENV, AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
 from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
-from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, interface_towards, told  # noqa: E402
+from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, told  # noqa: E402
 from rlhf_megatron.runtime.torchrun.stores import bind_stores  # noqa: E402
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, startup_exit_code  # noqa: E402
 

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.rules.machines import machines_of_engines
+from rlhf_megatron.config.rules.machines import machines_of_parts
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.device import visible_devices
 from rlhf_megatron.parallel.layout import Layout
@@ -52,7 +52,7 @@ from rlhf_megatron.runtime.keepers import (
 from rlhf_megatron.runtime.messages import BUILD, Call, Reply
 from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
 from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, on_signals, redirect_output
-from rlhf_megatron.runtime.ray.places import gpus_per_engine
+from rlhf_megatron.runtime.ray.places import gpus_of_part
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.service import Service
 from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
@@ -81,22 +81,22 @@ class KeeperPool(PoolSpec):
 
 def keeper_pool(config: RunConfig) -> KeeperPool | None:
     """Return the pool of keepers; None where all engines are on the controller's machine."""
-    machines = tuple(sorted(set(machines_of_engines(config)) - {0})) if config.job == "train" else ()
+    machines = tuple(sorted(set(machines_of_parts(config)) - {0})) if config.job == "train" else ()
     if not machines:
         return None
     return KeeperPool(ENGINES, Layout(len(machines)), pools_of(config)[-1].end, machines)
 
 
 def seat_on(config: RunConfig, machine: int, place: int, address: str) -> Seat:
-    """The seat of the engine with that place among those of `machine`: the first free devices there, and those of its
-    ranks, whose memory it opens. Raises EngineError where there are too few."""
+    """The seat of the part of an engine with that place among those of `machine`: the first free devices there, and
+    those of its ranks, whose memory it opens. Raises EngineError where there are too few."""
     rollout, user = config.rollout, config.rollout.sglang
     names = {name.replace("_", "-") for name in user.args}
     if config.trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in user.env:
         return Seat(address)
     visible = visible_devices()
     of_ranks = visible[: config.trainer.n_gpus_per_node] if machine < config.trainer.nnodes else []
-    size = gpus_per_engine(rollout)
+    size = gpus_of_part(rollout)
     first = place * size + (0 if rollout.colocated else len(of_ranks))
     own = visible[first : first + size]
     if len(own) < size:
@@ -119,7 +119,7 @@ class MachineEngines:
         self._config = config
         self._group = group
         self._address = LOOPBACK if config.rollout.weight_transport == "tensor" else group.own_address
-        self._machines = machines_of_engines(config)
+        self._machines = machines_of_parts(config)
         self._keepers = keeper_pool(config)
         self._num_placed = 0
         self._lock = threading.Lock()
@@ -136,9 +136,9 @@ class MachineEngines:
         remote = _Kept(self, machine, launch.name)
 
         def begin(is_again: bool) -> tuple[_Kept, Answer]:
-            return remote, remote.submit("begin", index, launch.transfer_dir, is_again)
+            return remote, remote.submit("begin", index, launch.transfer_dir, is_again, launch.meeting)
 
-        return KeptLaunch(launch, begin, machine=machine)
+        return KeptLaunch(launch, begin, self._config.rollout.startup_timeout_s, machine)
 
     def submit(self, machine: int, name: str, method: str, arguments: Sequence[Any]) -> Future[list[Any]]:
         """All keepers get the call; the one of the machine obeys."""
@@ -325,17 +325,19 @@ class MachineKeeper:
         if self._transfer is not None:
             self._transfer.close()
 
-    def _begin(self, name: str, index: int, transfer_dir: Path, is_again: bool) -> None:
+    def _begin(self, name: str, index: int, transfer_dir: Path, is_again: bool, meeting: str) -> str:
         rollout = self._config.rollout
         if not engine_kind(rollout.engine).is_elsewhere and rollout.weight_transport == "tensor":
             # Weights come through memory of this machine alone, and so does what the engine says of them.
             self._transfer = self._transfer or make_transfer_dir_at(transfer_dir)
         if not self._launches:
             EngineSetup.of(self._config).start(self._run_dir, transfer_dir, None, self._recorded)
-        place = machines_of_engines(self._config)[:index].count(self._machine)
+        place = machines_of_parts(self._config)[:index].count(self._machine)
         seat = partial(seat_on, self._config, self._machine, place, self._address)
         keeper = self._keepers[name] = ServerKeeper()
-        keeper.begin(copy.copy(self._launches[name]), seat, is_again, rollout.startup_timeout_s)
+        launch = copy.copy(self._launches[name])
+        launch.meeting = meeting
+        return keeper.begin(launch, seat, is_again, rollout.startup_timeout_s)
 
     def _recorded(self, launch: Launch) -> Launch:
         self._launches[launch.name] = launch

@@ -8,10 +8,8 @@ fails leaves a word in node 0's store, and all look there; that the store itself
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -28,26 +26,6 @@ LIMIT_S = 40.0  # for the agent to end after it was told to
 VANISHED_LIMIT_S = 5.0  # the same where node 0 has vanished: nobody there has anything to say
 _CONNECT_S = 600.0
 _ENDED = "rlhf_megatron/ended"  # key in the store: "<node> <exit code>"
-_SIOCGIFADDR = 0x8915
-
-
-def interface_towards(address: str) -> str | None:
-    """The network interface through which this machine reaches `address`; None where that cannot be told (IPv6)."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
-            own: str = probe.getsockname()[0]
-            if own.startswith("127."):
-                return "lo"
-            for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):  # an interface without an address
-                    request = struct.pack("256s", name.encode())
-                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-                    if socket.inet_ntoa(found) == own:
-                        return name
-    except OSError:  # the rendezvous will say what is wrong with the address
-        return None
-    return None
 
 
 def told(reason: str) -> str:

@@ -18,7 +18,15 @@ from rlhf_megatron.cli.doctor.cluster_rows import GIB, RankReport, cluster_rows
 from rlhf_megatron.cli.doctor.node import RankFacts, answering, ask, left_in, not_seen
 from rlhf_megatron.cli.doctor.rows import Row
 
-ALIKE = {"device": "NVIDIA H200, 139 GiB", "torch": "2.13.0+cu130", "NCCL_DEBUG": "WARN"}
+ALIKE = {
+    "device": "NVIDIA H200, 139 GiB",
+    "torch": "2.13.0+cu130",
+    "NCCL": "2.29.7",
+    "driver": "580.65",
+    "InfiniBand": "mlx5_0",
+    "NCCL_DEBUG": "WARN",
+}
+NO_DEBUG = {name: value for name, value in ALIKE.items() if name != "NCCL_DEBUG"}
 
 
 def reports(**of_last: Any) -> list[RankReport]:
@@ -45,7 +53,7 @@ def row(path: str, num_ranks: int = 6, **of_last: Any) -> Row:
 def test_nodes_that_are_alike() -> None:
     rows = {row.path: row for row in cluster_rows(reports(), "/runs", 6)}
     assert {row.state for row in rows.values()} == {"live"}
-    assert rows["alike on all"].taken == "device NVIDIA H200, 139 GiB; torch 2.13.0+cu130; NCCL_DEBUG WARN"
+    assert rows["alike on all"].taken.startswith("device NVIDIA H200, 139 GiB; torch 2.13.0+cu130; NCCL 2.29.7; driver")
     assert rows["ranks"].taken == "6 on 3 node(s)"
     assert rows["all-reduce, all ranks"].taken == "90.0 GB/s bus bandwidth"
     assert rows["message to the next node"].taken == "45.0 GB/s in the median of 3 nodes"
@@ -55,7 +63,16 @@ def test_nodes_that_are_alike() -> None:
     ("path", "state", "words", "of_last"),
     [
         ("torch", "broken", "differs: 2.12.1 on node 2 (gpu-c)", {"alike": {**ALIKE, "torch": "2.12.1"}}),
-        ("NCCL_DEBUG", "not live", "differs: none on node 2 (gpu-c)", {"alike": {"torch": ALIKE["torch"]}}),
+        ("device", "broken", "differs: NVIDIA H100, 80 GiB on", {"alike": {**ALIKE, "device": "NVIDIA H100, 80 GiB"}}),
+        ("driver", "broken", "differs: 570.86 on node 2 (gpu-c)", {"alike": {**ALIKE, "driver": "570.86"}}),
+        ("NCCL", "broken", "differs: 2.28.3 on node 2 (gpu-c)", {"alike": {**ALIKE, "NCCL": "2.28.3"}}),
+        ("InfiniBand", "not live", "differs: none on node 2 (gpu-c)", {"alike": {**ALIKE, "InfiniBand": "none"}}),
+        (
+            "NCCL_DEBUG",
+            "not live",
+            "differs: none on node 2 (gpu-c)",
+            {"alike": NO_DEBUG},
+        ),
         ("devices", "broken", "ranks 0, 4 have the same one", {"device_id": "id0"}),
         ("devices", "broken", "node 2 (gpu-c)", {"why_no_device": "torch finds no CUDA device"}),
         ("memory", "broken", "20 GiB in use on device 0 of node 2", {"used_bytes": 20 * GIB}),
@@ -64,6 +81,7 @@ def test_nodes_that_are_alike() -> None:
         ("shared folder", "broken", "node 2 (gpu-c) does not see what other nodes write", {"unseen": [0, 1]}),
         ("shared folder", "broken", "Read-only file system", {"folder_why_not": "Read-only file system"}),
         ("all-reduce in a node", "not live", "slower from node 2 (gpu-c): 50.0 GB/s", {"in_node": 50e9}),
+        ("message to the next node", "not live", "slower from node 2 (gpu-c): 1.0 GB/s", {"to_next": 1e9}),
         ("collectives", "broken", "unhandled system error", {"speed_why_not": "unhandled system error"}),
     ],
 )

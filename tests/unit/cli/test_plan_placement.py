@@ -67,6 +67,14 @@ def test_torchrun_deals_engines_to_machines_which_must_have_room(capsys: pytest.
     assert code == 0 and lines[10:12] == ["machine 8   engine0 on GPUs 0-7", "machine 9   engine1 on GPUs 0-7"]
 
 
+def test_engines_over_two_machines_of_twelve(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the head of the file says for torchrun, with engines twice as large."""
+    apart = ("trainer.runtime=torchrun", "rollout.num_engines=2", "rollout.engine_machines=[8,9,10,11]")
+    code, lines = placed(capsys, *apart, "rollout.sglang.args={tp_size: 16, nnodes: 2}")
+    parts = ["engine0", "engine0-part1", "engine1", "engine1-part1"]
+    assert code == 0 and lines[10:14] == [f"machine {8 + i:<3} {part} on GPUs 0-7" for i, part in enumerate(parts)]
+
+
 def test_ray_keeps_engines_that_read_memory_with_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
     tensor = (
         "rollout.weight_transport=tensor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,26 @@ def test_settings_that_a_page_prints_pass_all_rules(name: str, text: str, tmp_pa
 
 def test_pages_print_settings() -> None:
     assert len(YAML) > 15
+
+
+STARTS = re.compile(r"(?:train|torchrun\.sh|sbatch|check) (configs/[\w/]+\.yaml)((?: +[^\s#`]+)*)")
+COMMANDS = [
+    (document.name, config, tuple(word for word in shlex.split(words) if "=" in word))
+    for document in DOCUMENTS
+    for config, words in STARTS.findall(document.read_text().replace("\\\n", " "))
+]
+
+
+def test_runs_that_pages_start_pass_all_rules() -> None:
+    """With a shipped configuration."""
+    assert len(COMMANDS) > 10
+    refused = {}
+    for name, config, overrides in COMMANDS:
+        try:
+            load_run_config(ROOT / config, overrides, with_files=False)
+        except ConfigError as error:
+            refused[name, config, *overrides] = error.problems
+    assert not refused
 
 
 def test_quoted_messages_are_in_the_sources() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_megatron.resharding.buffers import Buffers, Deliver, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir, make_transfer_dir_at
 from rlhf_megatron.rollout.transports.disk import FileBuffers
 from rlhf_megatron.rollout.transports.tensor import SharedFiles, SharedMemoryBuffers, attach_buffers
 
@@ -123,6 +123,9 @@ def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> Non
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
+    adopted = make_transfer_dir_at(abandoned)  # the next keeper of the same run
+    assert adopted is not None and make_transfer_dir_at(abandoned) is None
+    os.close(adopted._lock)  # it is killed as well
     make_transfer_dir(tmp_path, 1).close()
     assert not abandoned.exists()
 

@@ -10,7 +10,7 @@ import torch
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.machines import machines_of_engines, told
+from rlhf_megatron.config.rules.machines import machines_of_parts, told
 from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -18,12 +18,16 @@ from rlhf_megatron.parallel import device
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.local.process import devices_of
+from rlhf_megatron.rollout.sglang.environment import gpus_per_part
 from rlhf_megatron.rollout.transports.delivery import served_by_copies
 from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_on
 
 TWO = ["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]
 FOUR_ENGINES = [*TWO, "rollout.num_engines=4"]
 DISK = "rollout.weight_transport=disk"
+RAY_SPLIT = ["trainer.n_gpus_per_node=1"]  # one tensor parallel group over both machines
+SPANS = ["rollout.engine=sglang", "rollout.sglang.args={nnodes: 2, tp_size: 4}", DISK]
+FOUR_MACHINES = ["trainer.nnodes=4", "actor.megatron.pipeline_model_parallel_size=1"]
 
 
 @pytest.fixture
@@ -45,15 +49,23 @@ def load(tmp_path: Path) -> Callable[[list[str]], Loaded]:
         # Of two machines of 3 ranks at tp 2, each has a copy whole and half of another.
         ([*TWO, "trainer.n_gpus_per_node=3", "rollout.num_engines=2"], [0, 1]),
         (["trainer.runtime=ray", *FOUR_ENGINES], [0, 0, 0, 0]),
+        (["trainer.runtime=ray", *FOUR_ENGINES, "rollout.colocated=true"], [0, 1, 0, 1]),
+        ([*FOUR_MACHINES, *SPANS, "rollout.num_engines=2"], [0, 1, 2, 3]),
+        ([*FOUR_MACHINES, *SPANS, "rollout.num_engines=3", "rollout.engine_machines=[4,5]"], [4, 5] * 3),
     ],
 )
 def test_engines_are_dealt_to_machines_that_weights_reach(load, overrides: list[str], machines: list[int]) -> None:
-    assert machines_of_engines(load(overrides).config) == machines
+    assert machines_of_parts(load(overrides).config) == machines
 
 
 def test_the_rule_is_told(load) -> None:
     assert told(load(FOUR_ENGINES).config) == "machine 0: engine0, engine2; machine 1: engine1, engine3"
     assert told(load([]).config) == ""
+    ray = ["trainer.runtime=ray", *FOUR_ENGINES]
+    assert told(load(ray).config) == "all on the driver's"
+    assert told(load([*ray, "rollout.engine=sglang", DISK]).config) == "where Ray finds room"
+    spans = load([*FOUR_MACHINES, *SPANS, "rollout.num_engines=2"]).config
+    assert told(spans) == ("machine 0: engine0; machine 1: engine0-part1; machine 2: engine1; machine 3: engine1-part1")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +73,23 @@ def test_the_rule_is_told(load) -> None:
     [
         (["rollout.engine_machines=[1,1]"], "rollout.engine_machines ([1, 1]) must name each machine once"),
         (["rollout.engine_machines=[2]"], "(tensor) does not reach engines on machines [2] of 2 with ranks"),
+        (
+            ["rollout.colocated=true", "trainer.runtime=ray"],
+            "(true) needs an engine on each machine with ranks, 0 to 1, and no other, but rollout.num_engines (1) are",
+        ),
+        (
+            [*RAY_SPLIT, "rollout.num_engines=2", "rollout.colocated=true", "trainer.runtime=ray"],
+            "(tensor) does not reach engines on machines [0, 1] of 2 with ranks (trainer.nnodes): no whole copy",
+        ),
         (["rollout.colocated=true"], "(true) needs an engine on each machine with ranks, 0 to 1, and no other, but"),
+        (
+            [*SPANS, "rollout.weight_transport=tensor"],
+            "(tensor) goes through memory of one machine, which an engine on 2 (rollout.sglang.args.nnodes) does not",
+        ),
+        ([*SPANS, "rollout.engine_machines=[1]"], "nnodes (2) needs so many machines for one engine, but engines can"),
+        ([*SPANS, "rollout.sglang.args.tp_size=3"], "nnodes (2) must divide the ranks of an engine (tp_size 3)"),
+        ([*SPANS, "rollout.sglang.args.nnodes=0"], "nnodes (0) must be a number of machines, 1 or more"),
+        ([*SPANS, "rollout.sglang.args.node_rank=1"], "node_rank is set by the run: nnodes says how many machines"),
     ],
 )
 def test_what_cannot_be_is_refused(load, overrides: list[str], words: str) -> None:
@@ -91,6 +119,7 @@ def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytes
     assert devices(1, 1) == "7,0,1,2,3,4,5"
     assert devices(2, 1) == "1", "no ranks are there"
     assert devices(1, 1, "rollout.colocated=true") == "1,0,2,3,4,5"
+    assert gpus_per_part({"tp-size": 16, "nnodes": 2}) == 8
     with pytest.raises(EngineError, match="engine 2 of machine 1 needs devices 8 to 8, but 8 are visible there"):
         devices(1, 2)
 

@@ -43,7 +43,7 @@ def test_a_machine_has_its_ranks_in_one_bundle_and_each_engine_one_of_its_own() 
         Bundle("ranks 4-7", 8.0, 4),
     )
     assert of_ranks(TWO_OF_FOUR, False)[1].resources == {"CPU": 8.0}
-    assert of_engines(TWO_OF_FOUR, True, gpus_per_engine=2) == tuple(
+    assert of_engines(TWO_OF_FOUR, True, gpus_per_part=2) == tuple(
         Bundle(f"engine{index}", 3.0, 2) for index in range(3)
     )
     assert (

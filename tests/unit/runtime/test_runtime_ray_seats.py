@@ -1,6 +1,6 @@
 """Where an engine under Ray listens and what devices it sees: on given machines, without Ray."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from end_to_end_tools import QUICKSTART
@@ -8,7 +8,7 @@ from end_to_end_tools import QUICKSTART
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.runtime.ray.places import Seating, bundle_of_engine, gpus_per_engine, must_share_machine, seat_of
+from rlhf_megatron.runtime.ray.places import Seating, bundle_of_part, gpus_of_part, must_share_machine, seat_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ def test_a_server_listens_to_its_machine_only_where_nobody_else_is_to_reach_it(
     own, of_run, must_share, address
 ) -> None:
     assert seat_of(own, seating(of_run, must_share)).address == address
+
+
+def test_a_server_that_spans_machines_listens_to_them() -> None:
+    spans = replace(seating(ranks("0", "1")), spans_machines=True)
+    assert seat_of(At("10.0.0.1", "a"), spans).address == "10.0.0.1", "all else is on the driver's machine"
 
 
 def test_weights_through_memory_need_the_drivers_machine() -> None:
@@ -97,11 +102,11 @@ def test_devices_are_for_ray_to_give(key: str) -> None:
 
 def test_bundles_of_engines_follow_those_of_the_machines() -> None:
     apart = load_run_config(QUICKSTART, ["trainer.runtime=ray", "rollout.num_engines=3"]).config
-    assert [bundle_of_engine(apart.trainer.nnodes, apart.rollout.colocated, index) for index in range(3)] == [1, 2, 3]
+    assert [bundle_of_part(apart.trainer.nnodes, apart.rollout.colocated, index) for index in range(3)] == [1, 2, 3]
     together = load_run_config(
         QUICKSTART, ["trainer.runtime=ray", "rollout.num_engines=3", "rollout.colocated=true"]
     ).config
-    assert [bundle_of_engine(1, together.rollout.colocated, index) for index in range(3)] == [
+    assert [bundle_of_part(1, together.rollout.colocated, index) for index in range(3)] == [
         0,
         0,
         0,
@@ -110,9 +115,11 @@ def test_bundles_of_engines_follow_those_of_the_machines() -> None:
 
 def test_gpus_and_machine_of_an_engine() -> None:
     local = load_run_config(QUICKSTART, ["trainer.runtime=ray"]).config
-    assert gpus_per_engine(local.rollout) == 1 and must_share_machine(local.rollout)
+    assert gpus_of_part(local.rollout) == 1 and must_share_machine(local.rollout)
+    turns = load_run_config(QUICKSTART, ["trainer.runtime=ray", "rollout.colocated=true"]).config
+    assert not must_share_machine(turns.rollout), "memory of its own machine"
     stock = ["trainer.runtime=ray", "rollout.engine=sglang"]
     for transport, expected in (("tensor", True), ("process_group", False), ("disk", False)):
         config = load_run_config(QUICKSTART, [*stock, f"rollout.weight_transport={transport}"]).config
         assert must_share_machine(config.rollout) is expected
-        assert gpus_per_engine(config.rollout) == 1, "without arguments nobody asks which there are"
+        assert gpus_of_part(config.rollout) == 1, "without arguments nobody asks which there are"
