@@ -328,8 +328,6 @@ def engines(draft: Draft) -> None:
         draft.put(f"{ARGS}.disable_cuda_graph", True, ("rollout.enforce_eager",))
     for argument in g.below("rollout.engine_kwargs.sglang"):
         draft.take(f"rollout.engine_kwargs.sglang.{argument}", f"{ARGS}.{argument}")
-    if g.get("rollout.quantization") == "fp8":
-        draft.take("rollout.quantization", note="blocks of 128 x 128 with s = amax / 448, quantised by the trainer")
     name = "update_weights_bucket_megabytes"
     draft.take(f"rollout.checkpoint_engine.{name}", f"rollout.{name}")
 

@@ -362,3 +362,12 @@ def test_a_sandbox_server_becomes_the_reward_code(tmp_path: Path) -> None:
     }
     assert learning(result) == []
     loads(result, tmp_path / "run.yaml")
+
+
+def test_fp8_rollouts_are_those_of_the_engine() -> None:
+    key = "actor_rollout_ref.rollout.quantization"
+    assert (
+        values(translated(BASE, f"{key}=fp8", "actor_rollout_ref.rollout.name=vllm"))["rollout.quantization"] == "fp8"
+    )
+    other = translated(BASE, f"{key}=torchao")
+    assert any("rollout.quantization (torchao) must be fp8" in str(problem) for problem in other.problems)
