@@ -18,8 +18,9 @@ from rlhf_megatron.resharding.shards import EngineLayout, taken_by
 
 
 def quantised_rule(rule: Rule, dtype: str) -> Rule:
-    """A rule of the same Megatron tensor, whose `hf` are the matrices, in FP8 where `is_in_fp8` says so, and their
-    scales behind them. What is quantised is the weight in `dtype`, the engine's. `to_megatron` is not of it."""
+    """Returns a rule of the same Megatron tensor, whose `hf` are the matrices, in FP8 where `is_in_fp8` says so, and
+    their scales behind them. What is quantised is the weight in `dtype`, the engine's. It has no way back: its
+    `to_megatron` still takes plain matrices."""
     is_fp8 = [is_in_fp8(hf.name) for hf in rule.hf]
     if not any(is_fp8):
         return rule
@@ -40,7 +41,7 @@ def _scale_of(hf: HFTensor) -> HFTensor:
 
 
 def engine_table(table: Sequence[Rule], dtype: str, quantization: str | None) -> tuple[Rule, ...]:
-    """The table of what engines of such a `rollout.quantization` are sent."""
+    """Returns the table of what engines are sent under that `rollout.quantization`."""
     return tuple(table) if quantization is None else tuple(quantised_rule(rule, dtype) for rule in table)
 
 

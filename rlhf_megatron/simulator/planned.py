@@ -49,7 +49,7 @@ _SIGMA = 0.8
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens of one, at the median."""
+    """Holds the tokens of a sample of median length."""
 
     prompt: int
     response: int
@@ -60,8 +60,8 @@ class Sample:
 
 
 def planned_durations(config: RunConfig, gpu: str, median: int | None) -> Durations:
-    """Of a run on GPUs of that name (`proof.plan.gpus`). `median`: of the responses' lengths; None: a quarter of
-    `data.max_response_length`. Raises ConfigError, ValueError."""
+    """Plans them for a run on GPUs of that name (`proof.plan.gpus`). `median`: of the responses' lengths; None: a
+    quarter of `data.max_response_length`. Raises ConfigError, ValueError."""
     if config.rollout.engine != "sglang":
         raise ConfigError(
             [f"--gpu ({gpu}) plans engines of sglang; rollout.engine is {config.rollout.engine}."], ARGUMENTS
@@ -105,7 +105,7 @@ def planned_durations(config: RunConfig, gpu: str, median: int | None) -> Durati
 
 
 def _flops(hf_config: Mapping[str, Any], tokens: int, passes: int, head_size: int | None = None) -> float:
-    """A token of a sample of so many."""
+    """Returns those of a token in a sample of so many."""
     found = model_flops(hf_config, torch.tensor([tokens]), tokens, passes, head_size)
     if found is None:
         raise ValueError(f"products of model_type {hf_config.get('model_type')!r} are not known; give --durations.")
@@ -115,7 +115,7 @@ def _flops(hf_config: Mapping[str, Any], tokens: int, passes: int, head_size: in
 def _decode(
     decoded: _Decoded, network: Network, forward_s: float, sample: Sample, slots: int
 ) -> tuple[tuple[int, float], ...]:
-    """(responses, seconds a token): what a GPU reads of weights and cache, or its products where they take longer."""
+    """Returns (responses, seconds a token): a GPU reads weights and cache, or computes where that takes longer."""
     bytes_s = MEMORY * 2 * network.memory  # reading alone
     context = sample.prompt + sample.response // 2
     counts = [*(1 << n for n in range(slots.bit_length()) if 1 << n < slots), slots]
@@ -124,7 +124,7 @@ def _decode(
 
 @dataclass(frozen=True)
 class _Decoded:
-    """A model in an engine."""
+    """Tells what an engine reads of a model."""
 
     hf_config: Mapping[str, Any]
     table: tuple[Rule, ...]
@@ -133,7 +133,7 @@ class _Decoded:
     engine: EngineLayout
 
     def num_bytes(self, count: int, context: int) -> float:
-        """What one GPU reads for a token of each of `count` responses: of experts those that are met, drawn evenly."""
+        """Returns what one GPU reads for a token of each of `count` responses: of experts those met, drawn evenly."""
         experts = self._experts / self.engine.tp
         chosen = int(self.hf_config.get("num_experts_per_tok") or 0) / max(1, num_experts(self.hf_config))
         met = 1 - (1 - chosen) ** count
@@ -168,7 +168,7 @@ def _trainer(
 
 
 def _turns_s(config: RunConfig, hf_config: Mapping[str, Any], layout: Layout) -> float:
-    """A step's way of the trainer's states to the machine's memory and back; engines' weights come by the sync."""
+    """The trainer's states go to the machine's memory and come back; engines' weights come by the sync."""
     model = Trained(hf_config, getattr(torch, config.model.dtype), 1)
     sizes = Sizes.of(model)
     states = max(state_bytes(model, config.actor.megatron, layout, stage, sizes) for stage in range(layout.pp))

@@ -216,7 +216,7 @@ def is_quantised(layer: nn.Module) -> bool:
 
 
 def _keeps_blocks(layer: nn.Module) -> bool:
-    """It holds FP8 in blocks, as they come."""
+    """Tells whether it holds FP8 in blocks, as they come."""
     method = getattr(layer, "quant_method", None)
     is_given = getattr(getattr(method, "quant_config", None), "is_checkpoint_fp8_serialized", False)
     return bool(is_given and getattr(method, "block_quant", False))
