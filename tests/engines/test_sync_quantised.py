@@ -142,7 +142,7 @@ def test_stock_sglang_at_tp2(tmp_path: Path, transport: WeightTransport) -> None
             dtype="bfloat16",
             quantization="fp8",
             arguments={**CPU_ARGUMENTS, "context_length": 256, "tp_size": 2},
-            env=CPU_ENV,
+            env={**CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
             startup_timeout_s=STARTUP_S,
         ) as servers,
         syncing(group, servers, transfer, "bfloat16", transport) as sync,
