@@ -151,4 +151,4 @@ def test_stock_sglang_at_tp2(tmp_path: Path, transport: WeightTransport) -> None
             change_weights(group, seed)
             metrics = sync()
             assert 0 < metrics["sync/bytes_moved"] <= 1.05 * metrics["sync/bytes_needed"]
-            check(sync, weights_of(group), model, torch.bfloat16, bar=0.08)
+            check(sync, weights_of(group), model, torch.bfloat16, bar=0.05)
