@@ -79,6 +79,7 @@ def check(sync: WeightSync, weights: dict[str, Tensor], model: Path, dtype: torc
             numbers[name] = from_fp8(*to_fp8(own), FP8_BLOCK, dtype)
     assert engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in expected.items()}
     apart, plain_apart = (largest_difference(sync, model, given) for given in (numbers, weights))
+    print(f"log-probs: {apart:.3g} from those of the numbers that stand, {plain_apart:.3g} from those of plain weights")
     assert apart <= bar < 0.5 * plain_apart, (apart, plain_apart)
 
 
