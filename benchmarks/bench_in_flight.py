@@ -1,11 +1,13 @@
 """What a group in flight costs the controller: threads, memory and CPU time, over real HTTP to servers that stand for
 engines.
 
-    python -m benchmarks.bench_in_flight [--groups 20000] [--engines 64] [--samples 8] [--soft-limit 1024]
+    python -m benchmarks.bench_in_flight [--groups 20000] [--engines 64] [--samples 8] [--soft-limit 1024] [--drivers N]
+    python -m benchmarks.bench_in_flight --tokens    # long answers of SGLang through drivers: what a token costs
 
-The servers speak the bundled engine's part in processes of their own. They answer nobody before all groups that the
-process may have connections for have come to them; so all are on their way at one moment, which is what is measured.
-The session, the clients and the parsing are the run's own. The process begins with `--soft-limit` files.
+The servers speak the bundled engine's part, or stock SGLang's (`--tokens`), in processes of their own. They answer
+nobody before all groups that may have connections have come to them; so all are on their way at one moment, which is
+what is measured. The session, the clients, the drivers and the parsing are the run's own. The process begins with
+`--soft-limit` files.
 """
 
 from __future__ import annotations
@@ -23,53 +25,70 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 from aiohttp import web
 
 from benchmarks.common import significant, write_result
 from rlhf_megatron.rollout import http
-from rlhf_megatron.rollout.engine import EngineAddress, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.drivers.pool import Drivers
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sockets import allow_open_files
 
 NUM_PROCESSES = 4  # of servers: each may open as many files as the controller
 PROMPT = 64  # tokens
-RESPONSE = 16
+VOCABULARY = 150_000
 ROOM = 1 << 20  # samples that an engine says it decodes at once
 
 
-def serve(num_engines: int, parent: Connection) -> None:
+def sample_of(length: int, is_sglang: bool) -> bytes:
+    """A sample as the server says it, with numbers as long as they are."""
+    rng = np.random.default_rng(1)
+    ids, log_probs = rng.integers(0, VOCABULARY, length).tolist(), -rng.exponential(0.5, length).astype(np.float32)
+    values = [float(value) for value in log_probs]
+    if not is_sglang:
+        sample = {"token_ids": ids, "log_probs": values, "finish_reason": "length", "policy_version": -1}
+        return json.dumps(sample).encode()
+    meta = {
+        "finish_reason": {"type": "length", "length": length},
+        "output_token_logprobs": [[value, token, None] for value, token in zip(values, ids, strict=True)],
+        "completion_tokens": length,
+        "weight_version": "default",
+    }
+    return json.dumps({"text": "", "output_ids": ids, "meta_info": meta}, separators=(",", ":")).encode()
+
+
+def serve(num_engines: int, length: int, is_sglang: bool, parent: Connection) -> None:
     """Tell the ports, then answer `count` with the calls that wait and `go` by letting all end."""
     allow_open_files()
-    answers = {}  # by number of samples
+    sample = sample_of(length, is_sglang)
     waiting = [0]
     go = asyncio.Event()
 
     async def generate(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        num_samples = [len(one["seeds"]) for one in body["requests"]]
+        if "token_ids_logprob" in body:  # how a client of SGLang asks for the vocabulary
+            text = f"valid range is [0, {VOCABULARY})"
+            return web.json_response({"error": {"message": text}}, status=400)
+        counts = [len(body["input_ids"])] if is_sglang else [len(one["seeds"]) for one in body["requests"]]
         waiting[0] += 1
         await go.wait()
-        key = tuple(num_samples)
-        if key not in answers:
-            sample = {
-                "token_ids": list(range(RESPONSE)),
-                "log_probs": [-0.5] * RESPONSE,
-                "finish_reason": "length",
-                "policy_version": -1,
-            }
-            answers[key] = json.dumps({"groups": [[sample] * count for count in num_samples]}).encode()
-        return web.Response(body=answers[key], content_type="application/json")
+        groups = b",".join(b"[%b]" % b",".join([sample] * count) for count in counts)
+        return web.Response(body=groups if is_sglang else b'{"groups":[%b]}' % groups, content_type="application/json")
 
     async def info(request: web.Request) -> web.Response:
-        return web.json_response({"max_num_seqs": ROOM, "version": None})
+        state = {"effective_max_running_requests_per_dp": ROOM}
+        return web.json_response({"max_num_seqs": ROOM, "version": None, "internal_states": [state]})
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"ok": True})
 
     async def main() -> None:
-        app = web.Application(client_max_size=1 << 24)
+        app = web.Application(client_max_size=1 << 28)
         app.add_routes([web.post("/generate", generate), web.get("/info", info), web.get("/health", health)])
+        app.router.add_get("/server_info", info)
         app.router.add_post("/abort", health)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
@@ -88,12 +107,12 @@ def serve(num_engines: int, parent: Connection) -> None:
 class Servers:
     """The processes of all engines."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, length: int, is_sglang: bool) -> None:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(NUM_PROCESSES)]
         counts = [len(range(i, num_engines, NUM_PROCESSES)) for i in range(NUM_PROCESSES)]
         self._processes = [
-            context.Process(target=serve, args=(count, theirs), daemon=True)
+            context.Process(target=serve, args=(count, length, is_sglang, theirs), daemon=True)
             for count, (_, theirs) in zip(counts, pipes, strict=True)
         ]
         for process in self._processes:
@@ -114,28 +133,43 @@ class Servers:
             process.join(30)
 
 
-def resident() -> int:
-    """Bytes of this process that are its own; no page of a file."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def resident(process: int | str = "self") -> int:
+    """Bytes of a process that are its own; no page of a file."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
-def requests_of(num_groups: int, num_samples: int) -> list[GenerateRequest]:
-    params = SamplingParams(RESPONSE)
+def cpu_of(processes: Sequence[int]) -> float:
+    """Seconds of CPU that these have taken."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in processes]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def requests_of(num_groups: int, num_samples: int, length: int) -> list[GenerateRequest]:
+    params = SamplingParams(length)
     return [GenerateRequest(tuple(range(i, i + PROMPT)), tuple(range(num_samples)), params) for i in range(num_groups)]
 
 
-def measure(ports: Sequence[int], servers: Servers, num_groups: int, num_samples: int) -> dict[str, float]:
+def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
     """All groups in flight at once, and then their answers."""
-    engines = [
-        LocalEngine(EngineAddress(f"engine{i}", "local", f"http://127.0.0.1:{port}", "t" * 32))
-        for i, port in enumerate(ports)
-    ]
-    fleet = EngineFleet(engines, 3600.0, 0)
-    requests = requests_of(num_groups, num_samples)  # a run has its prompts, in flight or not
+    drivers = Drivers(args.drivers) if args.drivers else None
+    num_groups, num_tokens = args.groups, args.groups * args.samples * args.response
+    engines: list[Engine] = []
+    for i, port in enumerate(servers.ports):
+        url = f"http://127.0.0.1:{port}"
+        if args.tokens:
+            engines.append(SGLangEngine(EngineAddress(f"engine{i}", "sglang", url, "t" * 32), Path("/nowhere")))
+        else:
+            engines.append(LocalEngine(EngineAddress(f"engine{i}", "local", url, "t" * 32)))
+    fleet = EngineFleet(engines, 3600.0, 0, drivers=drivers)
+    pids = drivers.pids if drivers is not None else []
+    while drivers is not None and not drivers.are_ready:
+        time.sleep(0.1)
+    requests = requests_of(num_groups, args.samples, args.response)  # a run has its prompts, in flight or not
     with fleet.open_session() as session:
         threads, stood, cpu, began = threading.active_count(), resident(), time.process_time(), time.monotonic()
+        stood_there, cpu_there = sum(map(resident, pids)), cpu_of(pids)
         for key, request in enumerate(requests):
             session.submit(key, [request])
         most = http.run(_most(), 60.0)
@@ -144,17 +178,23 @@ def measure(ports: Sequence[int], servers: Servers, num_groups: int, num_samples
         sent_s, sent_cpu = time.monotonic() - began, time.process_time() - cpu
         found = {
             "on_their_way": len(session._work._running),
-            "connections": len(os.listdir("/proc/self/fd")),
+            "connections": len(os.listdir("/proc/self/fd")) + sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
             "threads_more": threading.active_count() - threads,
             "bytes_a_group": (resident() - stood) / num_groups,
+            "bytes_a_group_in_drivers": (sum(map(resident, pids)) - stood_there) / num_groups,
         }
         servers.ask("go")
         cpu, began, num_done = time.process_time(), time.monotonic(), 0
+        sent_cpu_there, cpu_there = cpu_of(pids) - cpu_there, cpu_of(pids)
         while num_done < num_groups:
             num_done += len(session.poll())
+        answer_cpu, answer_cpu_there = time.process_time() - cpu, cpu_of(pids) - cpu_there
         found |= {
             "send_cpu_ms_a_group": sent_cpu / num_groups * 1e3,
-            "answer_cpu_ms_a_group": (time.process_time() - cpu) / num_groups * 1e3,
+            "send_cpu_ms_a_group_in_drivers": sent_cpu_there / num_groups * 1e3,
+            "answer_cpu_ms_a_group": answer_cpu / num_groups * 1e3,
+            "answer_cpu_us_a_token": answer_cpu / num_tokens * 1e6,
+            "answer_cpu_us_a_token_in_drivers": answer_cpu_there / num_tokens * 1e6,
             "send_s": sent_s,
             "answer_s": time.monotonic() - began,
         }
@@ -168,26 +208,35 @@ async def _most() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=20000)
+    parser.add_argument("--groups", type=int)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--response", type=int, help="tokens")
+    parser.add_argument("--drivers", type=int, help="0: this process asks and reads")
+    parser.add_argument("--tokens", action="store_true", help="256 groups of 8,192 tokens and 2 drivers, as SGLang")
     parser.add_argument("--soft-limit", type=int, default=1024, help="of open files, as the process begins")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/in_flight.json")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/in_flight*.json")
     args = parser.parse_args()
+    usual = {"groups": 256, "response": 8192, "drivers": 2} if args.tokens else {"groups": 20000, "response": 16}
+    for name, value in ({"drivers": 0} | usual).items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (args.soft_limit, hard))
-    servers = Servers(args.engines)
+    servers = Servers(args.engines, args.response, args.tokens)
     try:
-        found = measure(servers.ports, servers, args.groups, args.samples)
+        found = measure(servers, args)
     finally:
         servers.end()
     limits = f"{args.soft_limit} files, at most {hard}"
-    print(f"{args.groups} groups of {args.samples} samples to {args.engines} engines; {limits}")
+    print(f"{args.groups} groups of {args.samples} samples to {args.engines} engines; {limits}; {args.drivers} drivers")
     for name, value in found.items():
         print(f"{value:12.5g}  {name}")
     if args.write:
         shape = {**vars(args), "hard_limit": hard}
-        print(write_result("in_flight", "python -m benchmarks.bench_in_flight", {"shape": shape, "found": found}))
+        name = "in_flight_tokens" if args.tokens else "in_flight_drivers" if args.drivers else "in_flight"
+        command = f"python -m benchmarks.bench_in_flight{' --tokens' if args.tokens else ''}"
+        command += f" --drivers {args.drivers}" if args.drivers and not args.tokens else ""
+        print(write_result(name, command, {"shape": shape, "found": found}))
 
 
 if __name__ == "__main__":

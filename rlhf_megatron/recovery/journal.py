@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ class Journal:
     """`settings`: digest of those that a step's batch depends on. Its steps are those after the last checkpoint.
 
     A disk that is full costs the journal, never the run: what could not be written is done again after a kill.
+
+    Batches are written by a thread, beside what the ranks do with them. What a batch replaces stays until it is on
+    disk, and every other call waits for it.
     """
 
     def __init__(
@@ -76,9 +80,18 @@ class Journal:
         self.settings = settings
         self.on_regained = on_regained
         self._known_bytes = 0  # of the open file of groups that are good
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._pending: Future[None] | None = None
+
+    def settle(self) -> None:
+        """Wait until the last batch is on disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def groups(self, step: int) -> dict[int, list[GeneratedSample]]:
         """The groups of a step that were journalled, by index. Call it before `append` of that step."""
+        self.settle()
         path = self._path(step, GROUPS)
         records, self._known_bytes = read_records(path)
         found = {
@@ -93,6 +106,7 @@ class Journal:
 
     def append(self, step: int, first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
         """Neighbouring groups that have come. They are on disk when this returns."""
+        self.settle()
         path = self._path(step, GROUPS)
         data = [
             part
@@ -118,6 +132,7 @@ class Journal:
         What later steps have then counts only where this one has all: their samples came from the policy that this
         step's update made.
         """
+        self.settle()
         found = self._read_batch(step, TRAIN)
         if found is None:
             self._drop(lambda other: other > step)
@@ -133,10 +148,16 @@ class Journal:
         seconds: float,
         num_drawn: int | None = None,
     ) -> None:
-        """A batch that is scored, or ready to train on. It replaces what the step had before."""
-        kind, former = (TRAIN, SCORED) if isinstance(batch, TrainBatch) else (SCORED, GROUPS)
+        """A batch that is scored, or ready to train on. It replaces what the step had before, when it is on disk, which
+        `settle` waits for."""
+        self.settle()
+        entry = JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn)
+        self._pending = self._thread.submit(self._replace, step, entry)
+
+    def _replace(self, step: int, entry: JournalledBatch) -> None:
+        kind, former = (TRAIN, SCORED) if isinstance(entry.batch, TrainBatch) else (SCORED, GROUPS)
         path = self._path(step, kind)
-        data = record(JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn))
+        data = record(entry)
 
         def write() -> None:
             faults.reach("journal.before_write")
@@ -147,6 +168,7 @@ class Journal:
 
     def drop_through(self, step: int) -> None:
         """Forget the steps up to this one: a checkpoint has them."""
+        self.settle()
         self._drop(lambda other: other <= step)
 
     def saved(self, state: RunState) -> None:

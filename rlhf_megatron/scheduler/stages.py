@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rlhf_megatron import faults
@@ -92,6 +93,7 @@ class Stages:
         self._greedy_of_step: list[RolloutBatch] = []
         self._routes_of_step: set[str] = set()  # files of all that it generated, also of what is left out
         self._is_policy_new = True  # the engines have not got it
+        self._is_compared = False  # the engine's log-probs of the step with the trainer's
 
     @property
     def version(self) -> int:
@@ -108,6 +110,7 @@ class Stages:
         self._step_metrics = {}
         self._greedy_of_step = []
         self._routes_of_step = set()
+        self._is_compared = False
         self._step_began = time.monotonic()
 
     def next_prompts(self, step: int) -> PromptBatch:
@@ -192,19 +195,24 @@ class Stages:
         """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed. What was
         annotated while others were awaited stays as it is.
 
-        Raises ValueError where engine and trainer disagree at the first step.
+        Raises ValueError where engine and trainer disagree at the first step. Later ones are compared as they train.
         """
         if isinstance(scored, TrainBatch):
             if self._is_recorded(step):  # by the process that annotated it, which is gone
                 self.turns.to_trainer()
                 record_routes(self.workers, self._settings, scored)
-            return scored
-        if self.recorder:
+        elif self.recorder:
             self.recorder.write(step, scored)
         annotated = scored if isinstance(scored, AnnotatedBatch) else self.annotated(step, scored)
-        if annotated.old_log_probs is not None:
-            self._step_metrics |= self.mismatch(step, annotated, annotated.old_log_probs, self.version)
+        self._compare(step, annotated, is_first=True)
         return annotated
+
+    def _compare(self, step: int, batch: AnnotatedBatch, is_first: bool = False) -> None:
+        """Compare the engine's log-probs with the trainer's, once a step: at the first one before it trains."""
+        is_due = is_first == (step == self.mismatch.first_step) and not self._is_compared
+        if is_due and batch.old_log_probs is not None:
+            self._is_compared = True
+            self._step_metrics |= self.mismatch(step, batch, batch.old_log_probs, self.version)
 
     def annotated(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
         """Some samples or all of a step, with what the models say of them.
@@ -257,7 +265,9 @@ class Stages:
             self._is_policy_new = False
             self._step_metrics |= leave_out(self.workers, updates, step, self.skips, batch, columns)
         else:
-            self._step_metrics |= run_updates(updates, step, self.skips)
+            compare = partial(self._compare, step, batch)
+            self._step_metrics |= run_updates(updates, step, self.skips, compare)
+        self._compare(step, batch)
         give_back_memory()
         self.route_files.trained(step, batch.routes)
         self._step_metrics |= self._check_replicas(step)

@@ -182,8 +182,14 @@ def _tokens(batch: ScoredBatch, is_recorded: bool) -> TokenBatch:
     return TokenBatch(*columns, sample_ids=sample_ids, routes=batch.routes)
 
 
-def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | None = None) -> dict[str, float]:
-    """Train each role. Returns metrics averaged over its optimizer steps.
+def run_updates(
+    updates: Sequence[RoleUpdate],
+    step: int = 0,
+    skips: Skips | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Train each role. Returns metrics averaged over its optimizer steps. `meanwhile` is called once the ranks have
+    work.
 
     Roles take turns, one mini-batch each, as long as they have any: that is the order in which one pool runs them.
     Pools of their own work at the same time. A role's next mini-batch goes out when its last but one is done.
@@ -197,6 +203,8 @@ def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | Non
             run, mini_batches = turn
             if not run.send(mini_batches):
                 to_send.remove(turn)
+        if all(run.num_sent == 1 for run in runs):
+            meanwhile()
     metrics = dict(NOTHING_MADE)
     for run in runs:
         run.finish()
@@ -212,6 +220,7 @@ class _RoleRun:
     def __init__(self, update: RoleUpdate, step: int, skips: Skips) -> None:
         self.update = update
         self.results: list[UpdateResult] = []
+        self.num_sent = 0
         self.skips = skips.begin(step, update.worker, update.token_budget, dict(update.send.keywords))
         self._all_skips = skips
         self._send = partial(update.send, capsule=self.skips.place)
@@ -225,6 +234,7 @@ class _RoleRun:
         if len(self._waiting) == CALLS_IN_FLIGHT:
             self._take()
         self._waiting.append(self._send(mini_batch, self.update.token_budget))
+        self.num_sent += 1
         return True
 
     def finish(self) -> None:

@@ -51,6 +51,11 @@ class Drivers:
     def pids(self) -> list[int]:
         return [driver.pid for driver in self._drivers]
 
+    @property
+    def are_ready(self) -> bool:
+        """All have said that they are there."""
+        return all(driver.is_ready for driver in self._drivers)
+
     async def ask(self, question: Question) -> Groups:
         """As `questions.ask`. Raises DriverLostError where the driver ends before it answers."""
         able = [driver for driver in self._drivers if not driver.is_given_up]

@@ -190,6 +190,7 @@ def test_journal_and_recorder_tell_once_and_the_run_goes_on(tmp_path: Path, capl
     with files_end_at(50):
         for step in (1, 2):
             journal.write(step, train_batch(), {}, {}, 0.0)
+            journal.settle()
             recorder.write(step, train_batch())
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and all("cannot be written: File too large." in text and "Make room" in text for text in said)

@@ -2,8 +2,10 @@
 
 import logging
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from places import SUPPORT
 from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
+from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
 from rlhf_megatron.data.routes import write_routes
 from rlhf_megatron.recovery.journal import GroupJournal, Journal, routes_in
@@ -65,6 +68,11 @@ def files(journal: Journal) -> list[str]:
     return sorted(path.name for path in journal.directory.iterdir())
 
 
+def written(journal: Journal, *arguments: Any) -> None:
+    journal.write(*arguments)
+    journal.settle()
+
+
 def test_groups_come_back_as_they_were(journal: Journal) -> None:
     assert journal.groups(3) == {}
     journal.append(3, 2, [group(10), group(20)])
@@ -113,7 +121,7 @@ def test_every_flipped_byte_is_found(journal: Journal) -> None:
 
 @pytest.mark.parametrize("batch", [train_batch(), scored_batch(), scored()], ids=["train", "scored", "told"])
 def test_batches_come_back_with_what_belongs_to_them(journal: Journal, batch: ScoredBatch) -> None:
-    journal.write(5, batch, {"a/b": 0.1, "c/d": float("nan")}, {"coef": 1 / 3}, 2.5)
+    written(journal, 5, batch, {"a/b": 0.1, "c/d": float("nan")}, {"coef": 1 / 3}, 2.5)
     found = Journal(journal.directory, "these").batch(5)
     assert found is not None and equal(found.batch, batch)
     assert found.metrics["a/b"] == 0.1 and found.metrics["c/d"] != found.metrics["c/d"]
@@ -125,7 +133,7 @@ def test_samples_without_their_files_of_routes_are_made_again(journal: Journal, 
     names = [write_routes(str(journal.directory / "routes"), np.ones((3, 2), np.int64)) for _ in range(2)]
     routed = [[replace(group(10 * i)[0], routes=name)] for i, name in enumerate(names)]
     journal.append(3, 0, routed)
-    journal.write(5, replace(scored_batch(), routes=(*names, *[""] * (len(scored_batch()) - 2))), {}, {}, 0.0)
+    written(journal, 5, replace(scored_batch(), routes=(*names, *[""] * (len(scored_batch()) - 2))), {}, {}, 0.0)
     background = GroupJournal(journal.directory, "these")
     background.append(7, [routed[1]])
     assert set(journal.groups(3)) == {0, 1} and journal.batch(5) is not None and set(background.groups()) == {7}
@@ -164,15 +172,44 @@ def test_a_recorded_step_of_an_earlier_version_is_read() -> None:
 def test_the_later_record_takes_the_place_of_the_earlier(journal: Journal) -> None:
     journal.groups(5)
     journal.append(5, 0, [group(10)])
-    journal.write(5, scored_batch(), {}, {}, 0.0)
+    written(journal, 5, scored_batch(), {}, {}, 0.0)
     assert files(journal) == ["step_000005.scored"]
-    journal.write(5, train_batch(), {}, {}, 0.0)
+    written(journal, 5, train_batch(), {}, {}, 0.0)
     assert files(journal) == ["step_000005.train"]
+
+
+def test_a_batch_is_written_beside_and_what_it_replaces_stays_until_then(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), codec.write_whole
+
+    def held(*arguments: Any) -> None:
+        assert may_write.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(codec, "write_whole", held)
+    journal.groups(5)
+    journal.append(5, 0, [group(10)])
+    journal.write(5, scored_batch(), {}, {}, 0.0)
+    assert Journal(journal.directory, "these").groups(5) == {0: group(10)} and files(journal) == ["step_000005.groups"]
+    threading.Timer(0.1, may_write.set).start()
+    assert journal.batch(5) is not None, "who asks waits"
+    assert files(journal) == ["step_000005.scored"]
+
+
+def test_what_goes_wrong_beside_is_raised_by_the_next_call(journal: Journal, tmp_path: Path) -> None:
+    faults.install("fail@journal.before_write", "controller", tmp_path / "f")
+    try:
+        journal.write(5, scored_batch(), {}, {}, 0.0)
+        with pytest.raises(RuntimeError, match="injected"):
+            journal.append(6, 0, [group(10)])
+    finally:
+        faults.install("", "controller", tmp_path)
 
 
 @pytest.mark.parametrize("position", [0, 5, 13, 50, 200, -1])
 def test_a_damaged_batch_is_absent(journal: Journal, position: int, caplog: pytest.LogCaptureFixture) -> None:
-    journal.write(5, train_batch(), {}, {}, 0.0)
+    written(journal, 5, train_batch(), {}, {}, 0.0)
     path = journal.directory / "step_000005.train"
     data = bytearray(path.read_bytes())
     data[position] ^= 1
@@ -185,16 +222,16 @@ def test_a_damaged_batch_is_absent(journal: Journal, position: int, caplog: pyte
 def test_other_settings_have_another_journal(journal: Journal) -> None:
     journal.groups(1)
     journal.append(1, 0, [group(10)])
-    journal.write(2, train_batch(), {}, {}, 0.0)
+    written(journal, 2, train_batch(), {}, {}, 0.0)
     other = Journal(journal.directory, "those")
     assert other.groups(1) == {} and other.batch(2) is None
 
 
 def test_a_step_counts_only_after_whole_steps(journal: Journal) -> None:
     """Step 6 is known to the end and step 7 has rewards: step 8 came from a policy that nobody has any more."""
-    journal.write(6, train_batch(), {}, {}, 0.0)
-    journal.write(7, scored_batch(), {}, {}, 0.0)
-    journal.write(8, train_batch(), {}, {}, 0.0)
+    written(journal, 6, train_batch(), {}, {}, 0.0)
+    written(journal, 7, scored_batch(), {}, {}, 0.0)
+    written(journal, 8, train_batch(), {}, {}, 0.0)
     again = Journal(journal.directory, "these")
     assert isinstance(again.batch(6).batch, TrainBatch) and sorted(again._files()) == [6, 7, 8]
     assert not isinstance(again.batch(7).batch, TrainBatch) and sorted(again._files()) == [6, 7]
@@ -203,7 +240,7 @@ def test_a_step_counts_only_after_whole_steps(journal: Journal) -> None:
 
 def test_a_checkpoint_ends_the_steps_that_it_has(journal: Journal) -> None:
     for step in (4, 5, 6):
-        journal.write(step, train_batch(), {}, {}, 0.0)
+        written(journal, step, train_batch(), {}, {}, 0.0)
     journal.groups(7)
     journal.append(7, 0, [group(10)])
     journal.drop_through(5)
@@ -224,7 +261,7 @@ def test_a_full_disk_costs_the_journal_and_not_the_run(
             for index in range(3):
                 journal.append(1, index, [group(10 * index)])
             assert "No space left" in caplog.text
-            journal.write(2, train_batch(), {}, {}, 0.0)
+            written(journal, 2, train_batch(), {}, {}, 0.0)
     finally:
         faults.install("", "controller", tmp_path)
     assert journal.groups(1) == {0: group(0), 2: group(20)} and files(journal) == ["step_000001.groups"]

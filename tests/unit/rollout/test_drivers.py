@@ -150,7 +150,7 @@ def here(server: Server, requests: list[GenerateRequest]) -> Groups:
 def test_killed_drivers_lose_no_group_and_bring_none_twice(server: Server, drivers: Drivers) -> None:
     """A session, while one driver is killed, and then all are; then a call of `generate`."""
     requests, expected = work_of(40), here(server, work_of(40))
-    wait_for(lambda: all(driver.is_ready for driver in drivers._drivers), drivers)
+    wait_for(lambda: drivers.are_ready, drivers)
     fleet = EngineFleet([engine_of(server, f"engine{i}") for i in range(2)], WAIT_S, 5)
     came: dict[int, Groups] = {}
     victims = []

@@ -101,7 +101,10 @@ def stages_of(fleet: Fleet, journal: Journal | None = None, estimator: str = "rl
 
 
 def run(stages: Stages, step: int = 1) -> ScoredBatch:
-    return stages.score(step, stages.generate(step, stages.next_prompts(step)))
+    scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))
+    if stages.journal is not None:
+        stages.journal.settle()
+    return scored
 
 
 def prompts_of(batch: ScoredBatch) -> list[int]:

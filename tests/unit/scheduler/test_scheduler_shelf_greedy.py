@@ -84,7 +84,10 @@ def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None, num_
 
 
 def run(stages: Stages) -> ScoredBatch:
-    return stages.score(1, stages.generate(1, PROMPTS))
+    scored = stages.score(1, stages.generate(1, PROMPTS))
+    if stages.journal is not None:
+        stages.journal.settle()
+    return scored
 
 
 def test_a_greedy_sample_a_prompt_goes_with_the_batch_and_leaves_its_reward() -> None:

@@ -145,6 +145,15 @@ def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
     ]
 
 
+def test_what_else_is_to_do_is_done_when_each_role_has_work_and_none_is_awaited() -> None:
+    group = FakeGroup()
+    workers = Workers(group)
+    updates = [numbered(workers.critic, 2), numbered(workers.actor, 2)]
+    run_updates(updates, meanwhile=lambda: group.events.append("meanwhile"))
+    assert group.events[:3] == ["send critic.update 1", "send actor.update 1", "meanwhile"]
+    assert group.events.count("meanwhile") == 1
+
+
 def test_one_mini_batch_stands_at_a_time() -> None:
     """The last is gone before the next is made, whose columns are those that the update reads."""
     group, stood, made = FakeGroup(), [], []
