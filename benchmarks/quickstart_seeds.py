@@ -38,6 +38,7 @@ class Bars:
 BARS = {
     "quickstart": Bars(0.25, 0.85),
     "quickstart_async": Bars(0.15, 0.85),
+    "quickstart_fsdp": Bars(0.25, 0.85),
     "quickstart_mla": Bars(0.25, 0.85),
     "quickstart_moe": Bars(0.25, 0.85),
     "quickstart_ppo": Bars(0.25, 0.6),

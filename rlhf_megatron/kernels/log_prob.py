@@ -50,9 +50,10 @@ def linear_log_prob(
     is_sequence_split: bool = False,
     sink: WeightGradSink | None = None,
     stash_bytes: int = 0,
+    softcap: float | None = None,
     backend: Backend = "chunked",
 ) -> HeadOutputs:
-    """Statistics of softmax(hidden[rows] @ weight.T / temperature) and its log at `targets_R`.
+    """Statistics of softmax(logits / temperature) with logits = hidden[rows] @ weight.T, and its log at `targets_R`.
 
     Args:
         hidden_SH: float32, bfloat16, float16 or float64; the same on every rank of `tp_group`, or its part of the
@@ -75,6 +76,8 @@ def linear_log_prob(
         stash_bytes: how much may be kept of the probabilities as float16, relative to the largest of their row and
             tile, so that the backward pass need not compute the logits again. What does not fit is computed again.
             Nothing is kept where nothing needs a gradient. Errors, and what a CPU keeps without being asked: `stash`.
+        softcap: c, where logits become c tanh(logits / c) before the temperature divides them (Gemma 2). No
+            probabilities are kept then: they do not tell the slope of tanh at an unlikely target.
         backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any device), "triton".
 
     The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here, as Megatron's
@@ -93,6 +96,8 @@ def linear_log_prob(
         raise ValueError(f"chunk_size ({chunk_size}) must be positive; 4096 or 8192 are good values.")
     if stash_bytes < 0:
         raise ValueError(f"stash_bytes ({stash_bytes}) must not be negative; 0 keeps nothing.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap ({softcap}) must be positive; None caps nothing.")
     if backend == "reference":
         return HeadOutputs(
             *reference_linear_log_prob(
@@ -108,6 +113,7 @@ def linear_log_prob(
                 sink,
                 with_entropy,
                 with_sum_squares,
+                softcap,
             )
         )
     has_gradient = torch.is_grad_enabled() and (hidden_SH.requires_grad or weight_VH.requires_grad)
@@ -119,22 +125,22 @@ def linear_log_prob(
         with_entropy=with_entropy,
         with_sum_squares=with_sum_squares,
         sink=sink,
-        stash_bytes=stash_bytes,
+        stash_bytes=stash_bytes if softcap is None else 0,
         has_gradient=has_gradient,
-        ops=_tile_ops(backend),
+        ops=_tile_ops(backend, softcap),
     )
     inv_temperature_R = _inverse(temperature, targets_R, accumulator_dtype(hidden_SH, weight_VH))
     columns_R = targets_R - vocab_start
     return HeadOutputs(*chunked_linear_log_prob(hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, call))
 
 
-def _tile_ops(backend: Backend) -> TileOps:
+def _tile_ops(backend: Backend, softcap: float | None) -> TileOps:
     if backend == "chunked":
-        return TorchTileOps()
+        return TorchTileOps(softcap)
     if backend == "triton":
         from rlhf_megatron.kernels.log_prob_triton import TritonTileOps  # it needs triton, which not every machine has
 
-        ops: TileOps = TritonTileOps()
+        ops: TileOps = TritonTileOps(softcap)
         return ops
     raise ValueError(f"unknown backend {backend!r}; use 'chunked', 'triton' or 'reference'.")
 

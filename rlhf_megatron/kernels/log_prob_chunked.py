@@ -212,7 +212,8 @@ class _Chunk:
 class _Tiles:
     """The rows that a pass works on and the weight, as they go into products; the tiles of their logits.
 
-    The temperature goes into the rows where they keep float32, and is left to the passes over the tiles where not.
+    The temperature goes into the rows where they keep float32 and nothing caps the logits before it divides them; else
+    it is left to the passes over the tiles.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class _Tiles:
         self.hidden_RH = hidden_RH.to(self.operand_dtype)
         self.row_scale_R: Tensor | None = None  # what the rows were multiplied with
         self.inv_temperature_R = inv_temperature_R  # what the logits are still to be multiplied with
-        if inv_temperature_R is not None and self.operand_dtype == self.dtype:
+        if inv_temperature_R is not None and self.operand_dtype == self.dtype and call.ops.softcap is None:
             self.hidden_RH = self.hidden_RH * inv_temperature_R[:, None]
             self.row_scale_R, self.inv_temperature_R = inv_temperature_R, None
         self._weight_VH = weight_VH

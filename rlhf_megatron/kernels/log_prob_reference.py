@@ -32,9 +32,10 @@ def reference_linear_log_prob(
     sink: WeightGradSink | None,
     with_entropy: bool,
     with_sum_squares: bool,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p, entropy H = -sum p log p (nats) and sum p^2 of p = softmax(hidden[rows] @ weight.T / temperature) without
-    padded columns.
+    """log p, entropy H = -sum p log p (nats) and sum p^2 of p = softmax(logits / temperature) of the columns that
+    are no padding, with logits = hidden[rows] @ weight.T, or softcap x tanh(of them / softcap).
 
     Computed and returned in float32, or in float64 for float64 inputs. Raises ValueError when the shards do not begin
     at token 0.
@@ -53,6 +54,8 @@ def reference_linear_log_prob(
     logits_RV = hidden_RH.to(dtype) @ weight_VH[:num_columns].to(dtype).T
     if tp_group is not None:
         logits_RV = _whole_vocabulary(logits_RV, vocab_start, tp_group)
+    if softcap is not None:
+        logits_RV = (logits_RV / softcap).tanh() * softcap
     z_RV = logits_RV / (temperature.to(dtype)[:, None] if isinstance(temperature, Tensor) else temperature)
     log_p_RV = z_RV.log_softmax(-1)
     is_owned_R = targets_R < z_RV.shape[1]

@@ -35,8 +35,9 @@ _SMALLEST = tl.constexpr(2.0**-24)  # above 0 in float16
 class TritonTileOps:
     """See `tile_ops.TileOps`. Tiles in float64 are given to `TorchTileOps`: these kernels compute in float32."""
 
-    def __init__(self) -> None:
-        self._torch = TorchTileOps()
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+        self._torch = TorchTileOps(softcap)
 
     def update(
         self,
@@ -71,6 +72,7 @@ class TritonTileOps:
             stash_max_R,
             0 if stash_max_R is None else stash_max_R.stride(0),
             *logits_RC.shape,
+            self.softcap,
             **sizes,
         )
 
@@ -80,7 +82,7 @@ class TritonTileOps:
             return self._torch.grad_logits(logits_RC, columns_R, rows, dtype)
         logits_RC = _with_dense_rows(logits_RC)
         grad_RC = logits_RC if logits_RC.dtype == dtype else torch.empty_like(logits_RC, dtype=dtype)
-        _grad_logits(logits_RC, None, columns_R, rows, grad_RC)
+        _grad_logits(logits_RC, None, columns_R, rows, grad_RC, self.softcap)
         return grad_RC
 
     def grad_logits_from_stash(
@@ -111,7 +113,12 @@ def smallest_tile_error(device: torch.device) -> float:
 
 
 def _grad_logits(
-    tile_RC: Tensor, stash_max_R: Tensor | None, columns_R: Tensor, rows: RowGradients, grad_RC: Tensor
+    tile_RC: Tensor,
+    stash_max_R: Tensor | None,
+    columns_R: Tensor,
+    rows: RowGradients,
+    grad_RC: Tensor,
+    softcap: float | None = None,
 ) -> None:
     if tile_RC.numel() == 0:
         return
@@ -131,6 +138,7 @@ def _grad_logits(
         grad_RC,
         grad_RC.stride(0),
         *tile_RC.shape,
+        softcap,
         **sizes,
     )
 
@@ -165,10 +173,20 @@ def _tile_pointers(tile, stride, rows_R, columns_B):
 
 
 @triton.jit
-def _load_z(logits, stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R):
+def _tanh(x):
+    """By e^(-2 |x|), which does not overflow; exact to the last bits of 1."""
+    below = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - below) / (1.0 + below)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def _load_z(logits, stride, rows_R, is_row_R, columns_B, num_columns, softcap, inv_temperature_R):
     """z of a block, float32; the least float where there is no logit: it has no probability."""
     is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
     logits_RB = tl.load(_tile_pointers(logits, stride, rows_R, columns_B), mask=is_here_RB, other=0.0).to(tl.float32)
+    if softcap is not None:
+        logits_RB = softcap * _tanh(logits_RB / softcap)
     return tl.where(is_here_RB, logits_RB * inv_temperature_R[:, None], _MIN)
 
 
@@ -196,6 +214,7 @@ def _update_kernel(
     stash_max_stride,
     num_rows,
     num_columns,
+    softcap,
     NUM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_ONE_BLOCK: tl.constexpr,
@@ -214,7 +233,7 @@ def _update_kernel(
     square_R = tl.zeros([NUM_ROWS], tl.float32)
     for start in range(0, 1 if IS_ONE_BLOCK else num_columns, BLOCK):
         columns_B = start + tl.arange(0, BLOCK)
-        z_RB = _load_z(logits, logits_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
+        z_RB = _load_z(logits, logits_stride, rows_R, is_row_R, columns_B, num_columns, softcap, inv_temperature_R)
         new_max_R = tl.maximum(max_R, tl.max(z_RB, 1))
         shift_R = max_R - new_max_R
         scale_R = tl.exp(shift_R)
@@ -235,13 +254,17 @@ def _update_kernel(
         if not IS_ONE_BLOCK:  # only now is the maximum known; the row is still in the cache
             for start in range(0, num_columns, BLOCK):
                 columns_B = start + tl.arange(0, BLOCK)
-                z_RB = _load_z(logits, logits_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
+                z_RB = _load_z(
+                    logits, logits_stride, rows_R, is_row_R, columns_B, num_columns, softcap, inv_temperature_R
+                )
                 exp_RB = tl.exp(z_RB - max_R[:, None])
                 _store_stash(stash, stash_stride, rows_R, is_row_R, columns_B, num_columns, exp_RB)
 
     column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1)
     is_target_R = is_row_R & (column_R >= 0) & (column_R < num_columns)
     target_R = tl.load(logits + rows_R * logits_stride + column_R, mask=is_target_R, other=0.0).to(tl.float32)
+    if softcap is not None:
+        target_R = softcap * _tanh(target_R / softcap)
     tl.store(targets + running_R, target_R * inv_temperature_R, mask=is_target_R)
 
     old_max_R = tl.load(maxima + running_R, mask=is_row_R, other=_MIN)
@@ -279,6 +302,7 @@ def _grad_kernel(
     grad_stride,
     num_rows,
     num_columns,
+    softcap,
     NUM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_ONE_BLOCK: tl.constexpr,
@@ -316,7 +340,7 @@ def _grad_kernel(
         columns_B = start + tl.arange(0, BLOCK)
         is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
         if stash_maxima is None:
-            z_RB = _load_z(tile, tile_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
+            z_RB = _load_z(tile, tile_stride, rows_R, is_row_R, columns_B, num_columns, softcap, inv_temperature_R)
             y_RB = z_RB - log_z_R[:, None]
             x_RB = tl.exp(y_RB)
         else:
@@ -328,5 +352,9 @@ def _grad_kernel(
         else:
             grad_RB = (constant_R[:, None] + slope_R[:, None] * y_RB) * x_RB
         grad_RB += tl.where(columns_B[None, :] == column_R[:, None], target_R[:, None], 0.0)
+        if softcap is not None:
+            logits_RB = tl.load(_tile_pointers(tile, tile_stride, rows_R, columns_B), mask=is_here_RB, other=0.0)
+            tanh_RB = _tanh(logits_RB.to(tl.float32) / softcap)
+            grad_RB = grad_RB * (1.0 - tanh_RB * tanh_RB)
         pointers_RB = _tile_pointers(grads, grad_stride, rows_R, columns_B)
         tl.store(pointers_RB, grad_RB.to(grads.dtype.element_ty), mask=is_here_RB)

@@ -106,6 +106,11 @@ class _ChosenLogits(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap x tanh(logits / softcap); the logits themselves without one."""
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
+
+
 @torch.no_grad()
 def likeliest(
     hidden_SH: Tensor,
@@ -115,12 +120,13 @@ def likeliest(
     shard: HeadShard,
     temperature: float = 1.0,
     chunk_size: int = 8192,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """([R, K] int64 ids, [R, K] float32 log-probs) of the `count` likeliest tokens of softmax(logits / temperature),
     the likeliest first, alike on all tp ranks, which must all call.
 
-    `chunk_size`: columns of the vocabulary that are handled at a time. Raises ValueError where the vocabulary has less
-    than `count` tokens.
+    `chunk_size`: columns of the vocabulary that are handled at a time. `softcap` as in `linear_log_prob`.
+    Raises ValueError where the vocabulary has less than `count` tokens.
     """
     if count > shard.vocab_size:
         raise ValueError(f"top_k ({count}) must be at most the vocabulary's {shard.vocab_size} tokens; use 16.")
@@ -134,7 +140,7 @@ def likeliest(
     for first in range(0, num_columns, chunk_size):
         tile_CH = weight_VH[first : min(first + chunk_size, num_columns)].to(operand)
         logits_RC = best_RK.new_empty(len(rows_R), len(tile_CH))
-        multiply(hidden_RH, tile_CH.T, logits_RC).div_(temperature)
+        logits_RC = capped(multiply(hidden_RH, tile_CH.T, logits_RC), softcap).div_(temperature)
         log_z_R1 = torch.logaddexp(log_z_R1, logits_RC.logsumexp(-1, keepdim=True))
         tile_best_RK, at_RK = logits_RC.topk(min(count, len(tile_CH)), -1)
         found = torch.cat([best_RK, tile_best_RK], -1), torch.cat([ids_RK, at_RK + shard.vocab_start + first], -1)

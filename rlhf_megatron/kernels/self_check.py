@@ -59,6 +59,7 @@ def check_backend(
     chunk_size: int,
     has_sink: bool,
     stash_bytes: int,
+    softcap: float | None = None,
 ) -> SelfCheck:
     """`num_columns`: rows of `weight_VH` that are no padding. `has_sink`: the weight's gradient goes to one in the run.
 
@@ -69,7 +70,7 @@ def check_backend(
     num_rows = rows_RH.shape[0]
     if num_real < 2 or num_rows < 1:
         return SelfCheck({}, {}, num_rows, num_real)
-    trial = _Trial(_spread(num_rows, num_real, rows_RH.device), temperature, num_real)
+    trial = _Trial(_spread(num_rows, num_real, rows_RH.device), temperature, num_real, softcap)
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
     wanted = trial.run("reference", rows_RH.to(wide), slice_CH.to(wide), num_real)
     found = trial.run(backend, rows_RH, slice_CH, chunk, has_sink, stash_bytes)
@@ -105,6 +106,7 @@ class _Trial:
     targets_R: Tensor
     temperature: float
     vocab_size: int
+    softcap: float | None
 
     def run(
         self,
@@ -131,6 +133,7 @@ class _Trial:
                 with_entropy=True,
                 sink=sink,
                 stash_bytes=stash_bytes,
+                softcap=self.softcap,
                 backend=backend,
             )
             assert outputs.entropies_R is not None

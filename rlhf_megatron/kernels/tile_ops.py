@@ -10,6 +10,9 @@ for softmax", arXiv 1805.02867, extended by the entropy's sum and that of the sq
 and the backward, with p = e^(z - log Z), log Z = m + log s and upstream gradients u (log-prob) and w (entropy):
 
     d loss / d logit_j = (u (1[j = target] - p_j) - w p_j (log p_j + H)) / temperature
+
+With a softcap c the logits l of the product become c tanh(l / c) first, and the gradient is multiplied by
+1 - tanh^2(l / c).
 """
 
 # R rows of a tile, B rows of a block of it, C columns of a tile
@@ -73,6 +76,8 @@ class RowGradients:
 
 
 class TileOps(Protocol):
+    softcap: float | None  # of the logits that tiles bring; with one there is no stash
+
     def update(
         self,
         logits_RC: Tensor,
@@ -106,7 +111,8 @@ class TileOps(Protocol):
 class TorchTileOps:
     """Passes over a tile in blocks of rows that stay in a CPU's cache, in place where that is possible."""
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
         self._scratch: Tensor | None = None
 
     def update(
@@ -118,6 +124,8 @@ class TorchTileOps:
         stash_RC: Tensor | None = None,
         stash_max_R: Tensor | None = None,
     ) -> None:
+        if self.softcap is not None:
+            logits_RC.div_(self.softcap).tanh_().mul_(self.softcap)
         if inv_temperature_R is not None:
             logits_RC.mul_(inv_temperature_R[:, None])
         is_here_R, index_R1 = _target(logits_RC, columns_R)
@@ -150,12 +158,19 @@ class TorchTileOps:
         weights = _Weights.of(rows)
         for block in _blocks(logits_RC):
             z_BC = logits_RC[block]
+            slope_BC = None
+            if self.softcap is not None:
+                slope_BC = 1 - z_BC.div_(self.softcap).tanh_().square()
+                z_BC.mul_(self.softcap)
             if rows.inv_temperature_R is not None:
                 z_BC.mul_(rows.inv_temperature_R[block, None])
             log_p_BC = z_BC.sub_(rows.log_z_R[block, None])
             p_BC = _exp(log_p_BC, log_p_BC if weights.slope_R is None else self._like(log_p_BC))
             weights.apply(log_p_BC, p_BC, block)
-        return _add_at_target(logits_RC, columns_R, weights.target_R).to(dtype)
+            _add_at_target(log_p_BC, columns_R[block], weights.target_R[block])
+            if slope_BC is not None:
+                log_p_BC.mul_(slope_BC)
+        return logits_RC.to(dtype)
 
     def grad_logits_from_stash(
         self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype

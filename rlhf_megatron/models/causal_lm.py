@@ -19,6 +19,7 @@ from rlhf_megatron.models.table import Entry, Head, HFTensor, Rule
 from rlhf_megatron.registry import parts_of
 
 _FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.((?:gate_up|down)_proj(?:_bias)?)")
+SOFTCAP = "final_logit_softcapping"
 _MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
 _ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Families whose files call a layer's experts otherwise than transformers' modules: block, gate, up, down."""
@@ -50,8 +51,10 @@ class PackedModel(nn.Module):
         rows: Tensor,
         **lengths: Any,
     ) -> Any:
-        """Return `with_hidden` of hidden states [1, S, H], by which the head's weight is multiplied, or of logits [1,
-        R, V] of the rows where `is_plain`. Both arguments are [1, S]; positions restart with each document.
+        """Return `with_hidden` of hidden states [1, S, H], by which the head's weight is multiplied (and then capped,
+        where there is a `softcap`), or of logits [1, R, V] of the rows where `is_plain`.
+
+        Both arguments are [1, S]; positions restart with each document.
 
         `lengths`: the documents' borders, for attention kernels that ask for them.
         """
@@ -78,6 +81,12 @@ class PackedModel(nn.Module):
         """The output layer of a policy."""
         return self.decoder.get_output_embeddings()
 
+    @property
+    def softcap(self) -> float | None:
+        """The cap on its logits (`final_logit_softcapping`), which `forward` leaves to the caller."""
+        cap: float | None = getattr(self.hf_config.get_text_config(), SOFTCAP, None)
+        return cap or None
+
     def values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
         """[R] float32; inside of `forward`."""
         weight, bias = self.score.weight.float(), self.score.bias.float()
@@ -92,13 +101,18 @@ class PackedModel(nn.Module):
 
     @contextmanager
     def _identity_head(self) -> Iterator[None]:
-        """The owner of the weight multiplies nothing: scales of hidden states or logits still happen."""
-        head = self.head
+        """The owner of the weight multiplies nothing, and nothing is capped: scales of hidden states or logits still
+        happen."""
+        head, config, softcap = self.head, self.hf_config.get_text_config(), self.softcap
         head.forward = lambda hidden: hidden
+        if softcap is not None:
+            setattr(config, SOFTCAP, None)
         try:
             yield
         finally:
             del head.forward
+            if softcap is not None:
+                setattr(config, SOFTCAP, softcap)
 
 
 def _own(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
-from rlhf_megatron.kernels.other_tokens import HeadShard, chosen_logits, likeliest
+from rlhf_megatron.kernels.other_tokens import HeadShard, capped, chosen_logits, likeliest
 from rlhf_megatron.kernels.self_check import SelfCheck, check_backend
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
@@ -57,7 +58,8 @@ logger = logging.getLogger(__name__)
 class LogProbHead:
     """One a role, for the whole run. Made on all ranks; used on the last stage.
 
-    `weight`: gives this rank's rows of the head, the first of which stands for the token `vocab_start`.
+    `weight`: gives this rank's rows of the head, the first of which stands for the token `vocab_start`. `softcap`: of
+    the logits, as in `linear_log_prob`.
 
     Raises ValueError for a backend that cannot run.
     """
@@ -72,12 +74,16 @@ class LogProbHead:
         dtype: torch.dtype,
         chunk_size: int,
         kernels: KernelsConfig,
+        softcap: float | None = None,
     ) -> None:
         self._weight = weight
         self._vocab = (vocab_start, vocab_size)
         self.world = world
         self.chunk_size = chunk_size
+        self.softcap = softcap
         choice = choose_backend(kernels, world.device, dtype)
+        if softcap is not None:
+            choice = replace(choice, why=f"{choice.why}; logits capped at {softcap:g}", stash_bytes=0)
         self.checked = CheckedBackend(choice, kernels.num_self_checks, role, world)
         if world.is_leader and world.coordinates.dp == 0:
             logger.info("head of the %s: %s", role, choice)
@@ -104,6 +110,7 @@ class LogProbHead:
                 chunk_size=self.chunk_size,
                 has_sink=sink is not None,
                 stash_bytes=stash_bytes,
+                softcap=self.softcap,
             )
 
         self.checked.examine(check)
@@ -122,6 +129,7 @@ class LogProbHead:
             is_sequence_split=world.layout.sequence_parallel,
             sink=sink if torch.is_grad_enabled() else None,
             stash_bytes=stash_bytes if torch.is_grad_enabled() else 0,
+            softcap=self.softcap,
             backend=self.checked.backend,
         )
 
@@ -131,14 +139,15 @@ class LogProbHead:
         """The kernel's log-prob of the target, and how much larger the logits of the others are."""
         ids_RN = torch.cat([micro.targets[:, None], ids_RK.long()], -1)
         weight_VH = self._weight()
-        logits_RN = chosen_logits(hidden_SH, weight_VH, ids_RN, micro.rows, self._shard(weight_VH)) / temperature
+        logits_RN = chosen_logits(hidden_SH, weight_VH, ids_RN, micro.rows, self._shard(weight_VH))
+        logits_RN = capped(logits_RN, self.softcap) / temperature
         return logits_RN[:, 1:] + (log_probs_R - logits_RN[:, 0])[:, None]
 
     def top(self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, count: int) -> tuple[Tensor, Tensor]:
         """See `backend.Head`."""
         weight_VH = self._weight()
         of = (count, micro.rows, self._shard(weight_VH))
-        return likeliest(hidden_SH, weight_VH, *of, temperature, self.chunk_size)
+        return likeliest(hidden_SH, weight_VH, *of, temperature, self.chunk_size, self.softcap)
 
     def _shard(self, weight_VH: nn.Parameter) -> HeadShard:
         sink = sink_of(weight_VH) if torch.is_grad_enabled() else None

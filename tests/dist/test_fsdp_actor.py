@@ -96,8 +96,13 @@ def test_a_run_goes_on_bit_for_bit_and_with_other_ranks(dist_pool: DistPool, tmp
 COMMON = {key: value for key, value in reference.COMMON.items() if key != "head_dim"}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # families that Megatron's models lack here
     "olmo2": ({**COMMON, "tie_word_embeddings": False}, "sdpa"),
-    "gemma2": ({**reference.COMMON, "sliding_window": 6, "query_pre_attn_scalar": 16}, "eager"),  # logits with a cap
+    "gemma2": (
+        {**reference.COMMON, "sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.5},
+        "eager",
+    ),
+    "phi": ({**COMMON, "tie_word_embeddings": False}, "sdpa"),
 }
+HEADS = {"olmo2": "'chunked'", "gemma2": "logits capped at 2.5", "phi": "the model's own head"}  # phi's has a bias
 
 
 def train_another(world: World, kind: str, batch: MiniBatch, out: Path) -> tuple[Any, ...]:
@@ -121,7 +126,7 @@ def train_another(world: World, kind: str, batch: MiniBatch, out: Path) -> tuple
         found.append(actor.log_probs(shard, plan, reference.TEMPERATURE))
         if name == "before":
             actor.update(shard, plan, reference.TEMPERATURE, "sft")
-    return (plan, *found)
+    return (plan, *found, str(actor.head_report()))
 
 
 @torch.no_grad()
@@ -148,6 +153,7 @@ def test_families_of_transformers_train_and_are_exported(dist_pool: DistPool, tm
         found = restore([r[number] for r in results], [r[0] for r in results], batch.offsets).log_probs
         error = (found - exact).abs().max().item()
         assert error <= 3 * unit, f"{name}: {error:.1e} is over 3 x {unit:.1e}, float32's own error"
+    assert HEADS[kind] in results[0][3]
     assert (results[0][1].log_probs - results[0][2].log_probs).abs().max().item() > 1e-3, "it has learnt nothing"
 
 

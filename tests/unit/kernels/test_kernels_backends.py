@@ -40,6 +40,7 @@ class Case:
     stash_bytes: int = 0
     without: str = ""  # "some rows", "all rows"
     targets: tuple[int, ...] | None = None
+    softcap: float | None = None
 
 
 CASES = {
@@ -66,6 +67,13 @@ CASES = {
         stash_bytes=ENOUGH, offset=-200.0, slope=400.0, targets=(0, 10, 26, 40, 51, 52)
     ),
     "stash of two chunks of four": Case(stash_bytes=500, vocab_rows=60, without="some rows"),
+    "softcap": Case(softcap=3.0, temperature="rows"),
+    "softcap, logits from -200 to 200": Case(
+        softcap=30.0, offset=-200.0, slope=400.0, targets=(0, 10, 26, 40, 51, 52), with_entropy=False
+    ),
+    "softcap, stash not taken": Case(softcap=5.0, stash_bytes=ENOUGH, num_tokens=9, num_rows=5, without="some rows"),
+    "softcap, bfloat16": Case(softcap=5.0, dtype=torch.bfloat16, temperature=0.8, vocab_rows=64),
+    "softcap, float64": Case(softcap=5.0, dtype=torch.float64, temperature="rows"),
     "bfloat16": Case(dtype=torch.bfloat16, temperature="rows", vocab_rows=64),
     "bfloat16, stash": Case(dtype=torch.bfloat16, stash_bytes=ENOUGH, num_tokens=9, num_rows=5),
     "float16": Case(dtype=torch.float16, temperature=0.8),
@@ -117,7 +125,9 @@ def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
     rows_R = torch.arange(case.num_tokens) if given.rows_R is None else given.rows_R
     hidden_RH, weight_VH = given.hidden_TH.double()[rows_R], given.weight_VH.double()[: case.vocab_size]
     inv_R1 = 1.0 / given.temperature_R.double()[:, None]
-    z_RV = hidden_RH @ weight_VH.T * inv_R1
+    logits_RV = hidden_RH @ weight_VH.T
+    tanh_RV = (logits_RV / case.softcap).tanh() if case.softcap else torch.zeros_like(logits_RV)
+    z_RV = (case.softcap * tanh_RV if case.softcap else logits_RV) * inv_R1
     largest_R1 = z_RV.max(1, keepdim=True).values if len(z_RV) else z_RV[:, :1]
     log_p_RV = z_RV - largest_R1 - (z_RV - largest_R1).exp().sum(1, keepdim=True).log()
     p_RV = log_p_RV.exp()
@@ -126,7 +136,7 @@ def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
     grad_RV = given.grad_log_probs_R[:, None] * (is_target_RV.double() - p_RV)
     if case.with_entropy:
         grad_RV = grad_RV - given.grad_entropies_R[:, None] * p_RV * (log_p_RV + entropies_R[:, None])
-    grad_RV = grad_RV * inv_R1
+    grad_RV = grad_RV * inv_R1 * (1 - tanh_RV.square())
     grad_hidden_TH = torch.zeros(case.num_tokens, case.hidden, dtype=torch.float64)
     grad_hidden_TH[rows_R] = grad_RV @ weight_VH
     grad_weight_VH = torch.zeros(case.vocab_rows, case.hidden, dtype=torch.float64)
@@ -153,6 +163,7 @@ def outcome(case: Case, backend: Backend, device: str) -> dict[str, Tensor]:
         with_sum_squares=True,
         rows_R=None if given.rows_R is None else given.rows_R.to(device),
         stash_bytes=case.stash_bytes,
+        softcap=case.softcap,
         backend=backend,
     )
     loss = (out.log_probs_R * given.grad_log_probs_R.to(device, out.log_probs_R.dtype)).sum()

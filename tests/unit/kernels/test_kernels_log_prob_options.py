@@ -260,6 +260,7 @@ def test_errors_are_those_of_naive_float32_or_smaller(offset: float, temperature
         ({"temperature": torch.tensor([1.0, math.nan, 2.0])}, r"temperature \(nan\) must be positive"),
         ({"temperature": torch.ones(2)}, r"temperature \(2,\) must be one number, or one for each of 3 rows"),
         ({"stash_bytes": -1}, r"stash_bytes \(-1\) must not be negative"),
+        ({"softcap": 0.0}, r"softcap \(0.0\) must be positive"),
         ({"rows_R": torch.tensor([0, 1])}, r"targets \(3,\) must have one entry for each of 2 rows"),
     ],
 )

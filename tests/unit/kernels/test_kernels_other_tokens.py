@@ -23,12 +23,14 @@ def drawn(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", BARS)
-@pytest.mark.parametrize("chunk_size", [4, 8192])
-def test_the_likeliest_are_those_of_all_logits(dtype: torch.dtype, chunk_size: int) -> None:
+@pytest.mark.parametrize(("chunk_size", "softcap"), [(4, None), (8192, None), (4, 2.5)])
+def test_the_likeliest_are_those_of_all_logits(dtype: torch.dtype, chunk_size: int, softcap: float | None) -> None:
     """Also of 16-bit operands as exact as float32: rounded logits would cost 2e-2."""
     hidden, weight, rows = drawn(40, dtype)
-    ids, log_probs = likeliest(hidden, weight, 6, rows, HeadShard(0, V, None), 0.7, chunk_size)
-    wanted, wanted_ids = (hidden[rows].double() @ weight[:V].double().T / 0.7).log_softmax(-1).topk(6, -1)
+    ids, log_probs = likeliest(hidden, weight, 6, rows, HeadShard(0, V, None), 0.7, chunk_size, softcap)
+    logits = hidden[rows].double() @ weight[:V].double().T
+    capped = logits if softcap is None else softcap * (logits / softcap).tanh()
+    wanted, wanted_ids = (capped / 0.7).log_softmax(-1).topk(6, -1)
     assert torch.equal(ids, wanted_ids)
     assert log_probs.dtype == torch.promote_types(dtype, torch.float32)
     assert (log_probs - wanted).abs().max() <= 10 * BARS[dtype]

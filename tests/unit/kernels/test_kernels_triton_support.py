@@ -127,7 +127,7 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, types: dict
         is_number = "stride" in name or name.startswith("num_")
         signature[name] = {**POINTERS, **types}.get(name, "i32" if is_number else "*fp32")
         if (
-            name not in ("num_rows", "running_stride", "stash_max_stride", "num_splits")
+            name not in ("num_rows", "running_stride", "stash_max_stride", "num_splits", "softcap")
             and "tensordesc" not in signature[name]
         ):
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -164,11 +164,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 LONG = pytest.mark.long
 WITHOUT: dict[str, tuple[str, ...]] = {
-    "update": ("weighteds", "squares", "stash", "stash_maxima"),
-    "update, all": (),
-    "gradient": ("stash_maxima",),
-    "gradient, no entropy": ("stash_maxima", "entropies", "grad_entropies", "inv_temperatures"),
-    "gradient from stash": (),
+    "update": ("weighteds", "squares", "stash", "stash_maxima", "softcap"),
+    "update, all": ("softcap",),
+    "gradient": ("stash_maxima", "softcap"),
+    "gradient, no entropy": ("stash_maxima", "softcap", "entropies", "grad_entropies", "inv_temperatures"),
+    "gradient from stash": ("softcap",),
+    "update, capped": ("stash", "stash_maxima"),
+    "gradient, capped": ("stash_maxima",),
 }
 
 
@@ -177,8 +179,12 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     [
         ("update, all", 8192),
         ("gradient", 8192),
+        ("gradient, capped", 8192),
         *(pytest.param(name, size, marks=LONG) for name in WITHOUT for size in (4096, 18992)),
-        *(pytest.param(name, 8192, marks=LONG) for name in ("update", "gradient, no entropy", "gradient from stash")),
+        *(
+            pytest.param(name, 8192, marks=LONG)
+            for name in ("update", "update, capped", "gradient, no entropy", "gradient from stash")
+        ),
     ],
 )
 def test_compiles_for_hopper_with_wide_loads_and_no_spills(
@@ -188,7 +194,7 @@ def test_compiles_for_hopper_with_wide_loads_and_no_spills(
     num_warps = sizes.pop("num_warps")
     del sizes["enable_fp_fusion"]
     kernel = compiler._update_kernel if name.startswith("update") else compiler._grad_kernel
-    types = {"tile": "*fp16"} if "stash" in name else {}
+    types = {"softcap": "fp32", **({"tile": "*fp16"} if "stash" in name else {})}
     found = compiled(kernel, {**sizes, **dict.fromkeys(WITHOUT[name])}, num_warps, types)
     words = sizes["BLOCK"] // (32 * num_warps) * (2 if "stash" in name else 4) // 16
     wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", found.asm["ptx"]))
