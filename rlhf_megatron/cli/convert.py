@@ -22,7 +22,9 @@ from rich.progress import (
 from rlhf_megatron.checkpoint import smollm2
 from rlhf_megatron.checkpoint.megatron_dir import layout_on_disk
 from rlhf_megatron.checkpoint.safe_pickle import METADATA
+from rlhf_megatron.config import hub_data
 from rlhf_megatron.config.hub import download, is_hub_name
+from rlhf_megatron.config.hub_data import Split
 from rlhf_megatron.conversion import dry_run, run
 from rlhf_megatron.conversion.logits import verify_logits
 from rlhf_megatron.conversion.model import Item, Model, open_model
@@ -177,11 +179,18 @@ class _Bar:
 
 def fetch(args: argparse.Namespace) -> None:
     """Fetch the model, unless it is there already; SmolLM2 is converted, too."""
+    split = Split.of(args.model)
+    if split is not None:
+        if args.dtype is not None or args.out is not None:
+            raise ValueError(f"{split} goes to huggingface_hub's cache; leave --dtype and --out out.")
+        hub_data.fetch(split)
+        print("\n".join(hub_data.local_files(split)))
+        return
     if args.model != "smollm2":
         if args.dtype is not None or not is_hub_name(args.model):
             raise ValueError(
                 f"{args.model} must be smollm2, or owner/name of a model hub, whose weights stay as they are"
-                " (without --dtype)."
+                " (without --dtype), or owner/name:split of a data set."
             )
         print(download(args.model, args.out))
         return

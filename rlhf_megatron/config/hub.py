@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import value_of
@@ -18,6 +19,7 @@ MODELS = ("model.path", TOKENIZER, "critic.path", "reference.path", "reward_mode
 
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]  # no weights of other formats
 TOKENIZER_FILES = MODEL_FILES[1:]
+Answer = TypeVar("Answer")
 _PART = r"(?![^/@]*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}\w)?"  # what huggingface_hub takes, and no more
 _NAME = re.compile(rf"{_PART}/(?![^@]*\.git(?:@|$)){_PART}(@[\w./-]+)?", re.ASCII)
 
@@ -60,15 +62,23 @@ def download(name: str, out: Path | None = None, files: Sequence[str] = MODEL_FI
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
-    try:
-        return snapshot_download(
+    return asked(
+        name,
+        lambda: snapshot_download(
             repository,
             revision=revision or None,
             repo_type="dataset" if is_data else "model",
             allow_patterns=list(files),
             local_dir=out,
             endpoint=os.environ.get("HF_ENDPOINT"),
-        )
+        ),
+    )
+
+
+def asked(name: str, ask: Callable[[], Answer]) -> Answer:
+    """What the hub answers about `name`. Raises ValueError with the cause and what else can be done."""
+    try:
+        return ask()
     except Exception as error:  # the library's own, those of its HTTP library, of the disk
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ValueError(f"{name} cannot be fetched from the hub ({cause}). {_advice()}") from error

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config import hub
+from rlhf_megatron.config import hub, hub_data
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.keys import join
 from rlhf_megatron.config.rules import Check
@@ -257,7 +257,8 @@ INPUTS = {
     *("rollout.transfer_dir", "reward_model.served.python"),
 }
 """Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
-from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py)."""
+from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py), and so
+may data files (config/hub_data.py)."""
 
 
 def _from_folder(node: Node, key: str, folder: Path) -> Node:
@@ -265,7 +266,8 @@ def _from_folder(node: Node, key: str, folder: Path) -> Node:
     if isinstance(node, MappingNode):
         return replace(node, items={n: _from_folder(item, join(key, n), folder) for n, item in node.items.items()})
     if isinstance(node, SequenceNode):
-        return replace(node, items=tuple(_from_folder(item, f"{key}[]", folder) for item in node.items))
+        items = [one for item in node.items for one in (_of_hub(item, key, folder) or [item])]
+        return replace(node, items=tuple(_from_folder(item, f"{key}[]", folder) for item in items))
     is_function = is_path_of_function(key)
     if not isinstance(node.value, str) or not node.value or not (key in INPUTS or is_function):
         return node
@@ -274,9 +276,19 @@ def _from_folder(node: Node, key: str, folder: Path) -> Node:
     if is_program or file.startswith("~") or ((is_function or key == "plugins[]") and not is_file(file)):
         return node
     text = os.path.abspath(folder / file) + colon + name
+    if key.endswith("_files[]") and hub_data.Split.of(file) is not None and not os.path.exists(text):
+        return node  # of a hub, and not here yet
     if key in hub.MODELS and hub.is_hub_name(file) and not os.path.exists(text):
         text = hub.local_copy(file, key) or file
     return replace(node, value=text, text=text)
+
+
+def _of_hub(node: Node, key: str, folder: Path) -> list[Node]:
+    """The files of a split of a hub's data set that is here, in place of its name; [] for anything else."""
+    if not key.endswith("_files") or not isinstance(node, Scalar) or not isinstance(node.value, str):
+        return []
+    split = None if os.path.exists(folder / node.value) else hub_data.Split.of(node.value)
+    return [replace(node, value=file, text=file) for file in (hub_data.local_files(split) if split else ())]
 
 
 def is_path_of_function(key: str) -> bool:

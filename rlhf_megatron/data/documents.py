@@ -16,7 +16,7 @@ from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.items import PromptFormat, PromptItem, Truncation, cut
 from rlhf_megatron.data.prompts import load_prompts, of_source, sources_of
-from rlhf_megatron.data.rows import SOURCE_KEY, check_text, json_rows, look_up, prompt_of, raw_rows, refuse
+from rlhf_megatron.data.rows import SOURCE_KEY, check_text, json_rows, look_up, name_of, prompt_of, raw_rows, refuse
 from rlhf_megatron.data.samples import Documents, DocumentSource, Sample
 from rlhf_megatron.data.streamed import StreamedDocuments
 from rlhf_megatron.data.taught import taught_of
@@ -241,7 +241,7 @@ def _of_row(path: Path, value: Any, source: SourceConfig, read: Any) -> list[Sam
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     check_text(json.dumps(value, ensure_ascii=False))
-    row_source = source.name or str(value.get(SOURCE_KEY, path.stem))
+    row_source = source.name or str(value.get(SOURCE_KEY, name_of(path)))
     return [replace(sample, source=row_source) for sample in read(value)]
 
 

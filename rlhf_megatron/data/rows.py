@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from rlhf_megatron.config.hub_data import name_of_file
+
 STATE = "state.json"
 PARQUET_BATCH = 1024  # rows that are held as Python objects at once
 
@@ -112,6 +114,11 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def name_of(path: Path) -> str:
+    """The source of rows that name none: their data set on a hub, or their file."""
+    return name_of_file(path) or path.stem
+
+
 NUM_SHOWN = 5  # problems that an error message lists
 MAX_EXTRA = 65_536  # characters of a row's other keys as JSON
 SOURCE_KEY = "data_source"
@@ -166,7 +173,7 @@ def read_rows(
         for number, value in raw_rows(path):
             origin = f"{path}:{number}"
             try:
-                rows.append(checked(value, prompt_key, label_key, path.stem, origin))
+                rows.append(checked(value, prompt_key, label_key, name_of(path), origin))
             except ValueError as error:
                 problems.append(f"{origin}: {error}")
     num_rows = len(rows) + len(problems)

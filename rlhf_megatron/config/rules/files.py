@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.hub import is_hub_name, name_of_copy
+from rlhf_megatron.config.hub_data import Split
 from rlhf_megatron.config.rules.model import critic_model_problems, model_problems, reward_model_problems
 from rlhf_megatron.config.rules.run import has_critic, has_reward_model, has_served_model, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
@@ -101,13 +102,21 @@ def _data(data: DataConfig) -> Iterator[Problem]:
     for name, key, paths in files:
         for file in paths:
             if not isfile(file) and not isfile(Path(file) / "state.json"):  # a saved dataset is a folder
-                yield Problem(f"{name} ({file}) does not exist; correct the path.", (key,))
+                yield Problem(f"{name} ({file}) does not exist; {_way_to(file)}.", (key,))
             if (file.endswith(".parquet") or isdir(file)) and find_spec("pyarrow") is None:
                 yield Problem(
                     f"{name} ({file}) needs pyarrow, which is not installed; install the extra (pip install"
                     " '.[parquet]'), or convert the file to JSONL.",
                     (key,),
                 )
+
+
+def _way_to(file: str) -> str:
+    if Split.of(file) is not None:
+        return f"`rlhf-megatron fetch {file}` brings it from the hub, as `train` and `sft` do"
+    name = "/".join(Path(file).parts[-2:])
+    hub = f", or name the split of a data set of the hub ({name}:train)" if is_hub_name(name) else ""
+    return f"correct the path{hub}"
 
 
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from hub_server import COMMIT, Hub
 from huggingface_hub import constants
 from places import MODEL
 
@@ -20,52 +19,6 @@ from rlhf_megatron.config.hub import is_hub_name
 from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.generation.source import config_of
 from rlhf_megatron.job import TrainJob
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Hub(ThreadingHTTPServer):
-    """Serves the files of one folder as those of every model."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.folder = folder
-        self.asked: list[str] = []
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, with_body: bool) -> None:
-        self.server.asked.append(f"{self.command} {self.path}")
-        if self.path.startswith("/api/models/owner/tiny/revision/"):
-            body = json.dumps({"id": "owner/tiny", "sha": COMMIT}).encode()
-        elif self.path.startswith(f"/api/models/owner/tiny/tree/{COMMIT}"):
-            files = [(file.name, file.stat().st_size) for file in sorted(self.server.folder.iterdir())]
-            body = json.dumps([{"type": "file", "path": n, "size": s, "oid": n} for n, s in files]).encode()
-        elif self.path.startswith(f"/owner/tiny/resolve/{COMMIT}/"):
-            body = (self.server.folder / self.path.rpartition("/")[2]).read_bytes()
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
