@@ -32,6 +32,8 @@ OF_LAYOUT = (
     "critic.num_ranks",
     "reward_model.megatron.",
     "reward_model.num_ranks",
+    "reference.megatron.",
+    "reference.num_ranks",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.runtime",

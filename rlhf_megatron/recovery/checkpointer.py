@@ -247,7 +247,7 @@ class Checkpointer:
         return {
             pool: self._workers.critic if pool == "critic" else self._workers.host
             for pool in self._workers.group.layouts
-            if pool != "reward_model"  # which draws nothing
+            if pool not in ("reward_model", "reference")  # which draw nothing
         }
 
 

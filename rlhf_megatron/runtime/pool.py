@@ -1,7 +1,7 @@
 """A pool on one rank: its layout, its torch world, and the broadcast inside a replica.
 
-Also: Which ranks of a job make which Megatron world: the actor's pool and, where the critic or a reward model has ranks
-of its own, theirs.
+Also: Which ranks of a job make which Megatron world: the actor's pool and, where the critic, a reward model or the
+reference has ranks of its own, theirs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def join_pool(name: str, layout: Layout, rank: int, store: dist.Store, backend: 
     return Pool(name, layout, rank, groups[layout.coordinates(rank).dp])
 
 
-ACTOR, CRITIC, REWARD_MODEL = POOLS = "actor", "critic", "reward_model"
+ACTOR, CRITIC, REWARD_MODEL, REFERENCE = POOLS = "actor", "critic", "reward_model", "reference"
 ENGINES = "engines"  # no torch world: the keepers of engines on other machines
 
 
@@ -101,7 +101,7 @@ class PoolSpec:
 
 
 def pools_of(config: RunConfig) -> tuple[PoolSpec, ...]:
-    """The actor's pool on the first ranks, then the critic's, then the reward model's, where they have one.
+    """The actor's pool on the first ranks, then the critic's, the reward model's, the reference's, where they have one.
 
     Raises ValueError for a bad layout.
     """

@@ -28,6 +28,7 @@ from rlhf_megatron.config.rules.run import (
     has_reward_model,
     has_teacher,
     needs_reference,
+    reference_ranks,
 )
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.data.seeds import seed_process
@@ -40,7 +41,7 @@ from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
 from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
-from rlhf_megatron.runtime.pool import ACTOR, CRITIC, POOLS, REWARD_MODEL, Pool, pool_of_role, pools_of
+from rlhf_megatron.runtime.pool import ACTOR, CRITIC, POOLS, REFERENCE, REWARD_MODEL, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
 from rlhf_megatron.workers.activations import Trained, settled
 from rlhf_megatron.workers.actor import Actor
@@ -223,7 +224,7 @@ def settled_config(config: RunConfig, device_bytes: int) -> RunConfig:
             critic = replace(critic, megatron=megatron)
         else:
             of_actor.append(values)
-    has_reference = needs_reference(config) and not config.reference.param_offload
+    has_reference = needs_reference(config) and not reference_ranks(config) and not config.reference.param_offload
     megatron = settled(actor.megatron, actor_ranks(config), of_actor, device_bytes, has_reference)
     return replace(config, actor=replace(actor, megatron=megatron), critic=critic)
 
@@ -252,6 +253,10 @@ class RoleBuilder:
         if has_reward_model(config) and pool.name == pool_of_role(names, REWARD_MODEL):
             scores: ScoreWorker = builder._reward_model(pool, world)
             roles[REWARD_MODEL] = scores
+        if pool.name == REFERENCE:
+            hf_config = read_hf_config(Path(config.model.path))
+            teaches: TeachingWorker = builder._reference(hf_config, None, world, config.reference.megatron)
+            roles[REFERENCE] = teaches
         return roles
 
     @property
@@ -288,12 +293,13 @@ class RoleBuilder:
         backend = self._backend(hf_config, weights, world, config.actor.megatron, router_replay=replay)
         distillation = distillation_row_loss(config) if has_teacher(config) else None
         actor = Actor(backend, config.actor, self.actor_phases, correction, distillation)
-        reference = self._reference(hf_config, weights, world) if needs_reference(config) else None
+        is_here = needs_reference(config) and not reference_ranks(config)
+        reference = self._reference(hf_config, weights, world, config.actor.megatron) if is_here else None
         trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
         host: HostWorker = HostRole(world, actor, reference, path)
         scores: TeachingWorker | None = reference
         roles: dict[str, object] = {"actor": trains, "host": host}
-        return roles if scores is None else {**roles, "reference": scores}
+        return roles if scores is None else {**roles, REFERENCE: scores}
 
     def _reward_model_roles(self, world: World) -> dict[str, object]:
         """The model that learns stands where the policy does in other jobs; its output layer has one label."""
@@ -356,7 +362,10 @@ class RoleBuilder:
         backend = self._backend(hf_config, weights, world, megatron, head="value", is_frozen=True)
         return RewardModel(backend, REWARD_MODEL, is_offloaded=chosen.param_offload)
 
-    def _reference(self, hf_config: HFConfig, weights: WeightSource, world: World) -> Reference:
+    def _reference(
+        self, hf_config: HFConfig, weights: WeightSource | None, world: World, megatron: MegatronConfig
+    ) -> Reference:
+        """`hf_config` and `weights` are the policy's: it is that as it starts, where it has no path of its own."""
         actor, reference = self.config.actor, self.config.reference
         if reference.path is not None:
             path = Path(reference.path)
@@ -369,5 +378,6 @@ class RoleBuilder:
             if has_teacher(self.config) and (count := distillation_params(self.config).top_k) > hf_config["vocab_size"]:
                 raise ValueError(f"top_k ({count}) must be at most the vocabulary's {hf_config['vocab_size']} tokens.")
             weights = weight_source(path, None, hf_config, world.layout.tp)
-        backend = self._backend(hf_config, weights, world, actor.megatron, is_frozen=True)
+        assert weights is not None, "a rule demands reference.path of a reference in a pool of its own"
+        backend = self._backend(hf_config, weights, world, megatron, is_frozen=True)
         return Reference(backend, actor.log_prob_chunk_size, actor.kernels, is_offloaded=reference.param_offload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 import torch
 from end_to_end_tools import ONE_RANK, write_config
 from forked_runs import ForkServer
-from safetensors.torch import load_file
+from places import MODEL
+from safetensors.torch import load_file, save_file
 from test_sft_run import curve, losses
 from test_sft_run import write_config as write_supervised
 
 from rlhf_megatron.checkpoint.adapter import WEIGHTS, MergedSource
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.checkpoint.source import random_source
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.recovery.export import find_weights
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]  # tests/dist/test_fsdp_actor.py resumes bit for bit, too
@@ -142,3 +146,49 @@ def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
     told = [row for row in policy.rows() if row["kind"] == "step"]
     assert len(told) == 10 and all(row["actor/distillation_loss"] > 0 < row["actor/grad_norm"] for row in told)
+
+
+OWN_POOL = {
+    "trainer.runtime": "torchrun", "trainer.n_gpus_per_node": 3,
+    "reference.num_ranks": 2, "reference.megatron.tensor_model_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize("command", ["sft", "train"])
+def test_a_teacher_of_another_size_tells_the_same_on_ranks_of_its_own(tmp_path: Path, command: str) -> None:
+    """One rank learns from a deeper model, which stands beside it, or at tp2 on two ranks more."""
+    hf_config = {**read_hf_config(MODEL), "num_hidden_layers": 3, "intermediate_size": 64}
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps(hf_config))
+    shutil.copy(MODEL / "tokenizer.json", teacher)
+    source = random_source(hf_config, 5)
+    save_file(
+        {t.name: x for rule in table_for(hf_config) for t, x in zip(rule.hf, source.hf_tensors(rule), strict=True)},
+        teacher / "model.safetensors",
+    )
+    settings: dict[str, Any] = {"reference.path": str(teacher), "actor.megatron.tensor_model_parallel_size": 1}
+    if command == "sft":
+        settings |= {"sft.loss_mode": "forward_kl", "sft.params": {"top_k": 4}, "trainer.n_gpus_per_node": 1}
+    else:
+        settings |= {
+            **SETTINGS,
+            "actor.backend": "megatron",
+            "actor.use_kl_loss": False,
+            "algorithm.adv_estimator": "grpo",
+        }
+        settings |= {"actor.distillation.loss_mode": "reverse_kl", "actor.distillation.params": {"top_k": 4}}
+    found = []
+    with ForkServer(tmp_path) as server:
+        for name, pool in (("shared", {}), ("own", OWN_POOL)):
+            (tmp_path / name).mkdir()
+            write = write_supervised if command == "sft" else write_config
+            config = write(tmp_path / name / "run") if command == "sft" else write(tmp_path / name)
+            run = server.train(config, settings | pool, command=command)
+            assert run.code == 0, run.console
+            found.append([row for row in run.rows() if row["kind"] == "step"])
+    key = "sft/loss" if command == "sft" else "actor/distillation_loss"
+    assert len(found[0]) == len(found[1]) >= 3
+    for one, other in zip(*found, strict=True):
+        assert other[key] == pytest.approx(one[key], rel=1e-4)
+    assert found[0][0][key] > 0.01

@@ -17,6 +17,7 @@ from rlhf_megatron.config.rules.run import (
     actor_ranks,
     model_parallel_size,
     needs_reference,
+    reference_ranks,
 )
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -75,11 +76,12 @@ def token_budgets(loaded: Loaded) -> Findings:
     if c.job == "train" and reads(c.rollout, "rollout.max_num_batched_tokens"):
         budget = c.rollout.max_num_batched_tokens
         yield from holds_the_longest(c, "rollout.max_num_batched_tokens", budget, "", MegatronConfig())
-    budgets = {"actor.ppo_max_token_len_per_gpu": c.actor.ppo_max_token_len_per_gpu}
-    if needs_reference(c) and c.reference.max_token_len_per_gpu is not None:
-        budgets["reference.max_token_len_per_gpu"] = c.reference.max_token_len_per_gpu
-    for key, budget in budgets.items():
-        yield from holds_the_longest(c, key, budget, "actor.megatron", m)
+    budget = c.actor.ppo_max_token_len_per_gpu
+    yield from holds_the_longest(c, "actor.ppo_max_token_len_per_gpu", budget, "actor.megatron", m)
+    has_pool, of_reference = reference_ranks(c) > 0, c.reference.max_token_len_per_gpu
+    if needs_reference(c) and (has_pool or of_reference is not None):
+        section, m = ("reference.megatron", c.reference.megatron) if has_pool else ("actor.megatron", m)
+        yield from holds_the_longest(c, "reference.max_token_len_per_gpu", of_reference or budget, section, m)
 
 
 def packed_multiple(megatron: MegatronConfig) -> int:

@@ -215,7 +215,7 @@ def colocation(loaded: Loaded) -> Findings:
             ("rollout.router", COLOCATED),
         )
     yield wrong(
-        needs_reference(c) and not c.reference.param_offload,
+        needs_reference(c) and not c.reference.num_ranks and not c.reference.param_offload,
         f"reference.param_offload (false) must be true with {COLOCATED}: the reference would keep memory that the"
         " engines are to use; set it to true.",
         ("reference.param_offload", COLOCATED),

@@ -14,8 +14,13 @@ from typing import Any
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.hub import is_hub_name, name_of_copy
 from rlhf_megatron.config.hub_data import Split
-from rlhf_megatron.config.rules.model import critic_model_problems, model_problems, reward_model_problems
-from rlhf_megatron.config.rules.run import has_critic, has_reward_model, has_served_model, needs_reference
+from rlhf_megatron.config.rules.model import (
+    critic_model_problems,
+    model_problems,
+    reward_model_problems,
+    teacher_problems,
+)
+from rlhf_megatron.config.rules.run import has_critic, has_reward_model, has_served_model, has_teacher, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
 from rlhf_megatron.config.secrets import read_key
 
@@ -34,7 +39,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         yield from model_problems(config, hf_config)
     yield from _tokenizer(config)
     if needs_reference(config) and config.reference.path:
-        yield from _reference(config.reference.path, hf_config)
+        yield from _reference(config, config.reference.path, hf_config)
     if has_critic(config) and config.critic.path:
         yield from _critic(config, config.critic.path, hf_config)
     if has_reward_model(config) and config.reward_model.path:
@@ -142,9 +147,16 @@ def _has_chat_template(directory: Path) -> bool:
     return found
 
 
-def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+def _reference(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+    """A teacher may be another model, which reads and tells the same tokens."""
     key = "reference.path"
     found = yield from _model_dir(key, path, with_weights=True)
+    if found is not None and (has_teacher(config) or config.reference.num_ranks):
+        yield from teacher_problems(config, found)
+    if has_teacher(config):
+        if found is not None:
+            yield from _reads_the_same_tokens(key, "teacher", found, hf_config)
+        return
     for name in SAME_IN_REFERENCE:
         if found is not None and hf_config is not None and found.get(name) != hf_config.get(name):
             yield Problem(

@@ -24,6 +24,7 @@ def idle_backend_settings(config: RunConfig) -> Iterable[Idle]:
         (is_fsdp, _chosen("actor.megatron", config.actor.megatron), BACKEND, "set it to megatron"),
         (is_fsdp, _chosen("critic.megatron", config.critic.megatron), BACKEND, "set it to megatron"),
         (is_fsdp, _chosen("reward_model.megatron", config.reward_model.megatron), BACKEND, "set it to megatron"),
+        (is_fsdp, _chosen("reference.megatron", config.reference.megatron), BACKEND, "set it to megatron"),
     )
 
 

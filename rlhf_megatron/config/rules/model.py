@@ -21,7 +21,7 @@ from rlhf_megatron.config.rules.experts import (
     of_replay,
     of_shared,
 )
-from rlhf_megatron.config.rules.run import learning_sections, megatron_sections, reward_model_ranks
+from rlhf_megatron.config.rules.run import learning_sections, megatron_sections, reference_ranks
 from rlhf_megatron.config.rules.stages import MOST_LAYERS, num_chunks, parse_layout
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -204,8 +204,16 @@ def reward_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> It
     """Every reason why the model of reward_model.path cannot score, in its own pool or the actor's."""
     assert config.reward_model.path is not None
     sections = [*megatron_sections(config)]
-    pools = sections[-1:] if reward_model_ranks(config) else sections[:1]
+    pools = [one for one in sections if one[0] == "reward_model.megatron"] or sections[:1]
     yield from _of_other_model(config, hf_config, "reward_model.path", config.reward_model.path, pools)
+
+
+def teacher_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every reason why the model of reference.path cannot teach, in its own pool or the actor's."""
+    assert config.reference.path is not None
+    sections = [*megatron_sections(config)]
+    pools = sections[-1:] if reference_ranks(config) else sections[:1]
+    yield from _of_other_model(config, hf_config, "reference.path", config.reference.path, pools)
 
 
 def _of_other_model(

@@ -30,7 +30,7 @@ def world_size(config: RunConfig) -> int:
 
 def actor_ranks(config: RunConfig) -> int:
     """Ranks of the actor's pool, the first of the job."""
-    return world_size(config) - critic_ranks(config) - reward_model_ranks(config)
+    return world_size(config) - critic_ranks(config) - reward_model_ranks(config) - reference_ranks(config)
 
 
 def critic_ranks(config: RunConfig) -> int:
@@ -39,8 +39,13 @@ def critic_ranks(config: RunConfig) -> int:
 
 
 def reward_model_ranks(config: RunConfig) -> int:
-    """Ranks of the reward model's pool, the last of the job; 0 where there is none."""
+    """Ranks of the reward model's pool, behind the critic's; 0 where there is none."""
     return config.reward_model.num_ranks if has_reward_model(config) else 0
+
+
+def reference_ranks(config: RunConfig) -> int:
+    """Ranks of the pool of the reference, or teacher, the last of the job; 0 where it is in the actor's."""
+    return config.reference.num_ranks if needs_reference(config) else 0
 
 
 def learning_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
@@ -55,6 +60,8 @@ def megatron_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, 
     yield from learning_sections(config)
     if reward_model_ranks(config) > 0:
         yield "reward_model.megatron", config.reward_model.megatron, reward_model_ranks(config)
+    if reference_ranks(config) > 0:
+        yield "reference.megatron", config.reference.megatron, reference_ranks(config)
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -118,6 +125,14 @@ def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
     if has_teacher(c) and c.job != "train":
         switch, fix = "sft.teacher_key", "set that to null, and the teacher is asked"
     yield not needs_reference(c), ("reference",), switch, fix
+    own = "reference.num_ranks"
+    yield c.reference.num_ranks == 0, ("reference.megatron",), own, "give the reference ranks of its own"
+    yield (
+        c.reference.num_ranks > 0,
+        ("reference.param_offload",),
+        own,
+        "set that to 0: it has no other use for its ranks",
+    )
     engines = parts_of("engine")
     for setting in sorted({key for name in engines for key in engines.get(name).build.settings}):
         others = " or ".join(name for name in engines if setting in engines.get(name).build.settings)
@@ -170,7 +185,7 @@ def layout(loaded: Loaded) -> Findings:
         " to 1 or use runtime: torchrun.",
         ("trainer.runtime", GPUS, NODES),
     )
-    if critic_ranks(c) + reward_model_ranks(c) > 0:
+    if actor_ranks(c) < world_size(c):
         if c.trainer.runtime != "inline":  # else `own_pool` says it
             yield from _actor_pool(c)
         return
@@ -188,6 +203,7 @@ def layout(loaded: Loaded) -> Findings:
 def _actor_pool(c: RunConfig) -> Findings:
     """Check that the other pools leave enough ranks for the actor's."""
     pools = {"critic.num_ranks": critic_ranks(c), "reward_model.num_ranks": reward_model_ranks(c)}
+    pools["reference.num_ranks"] = reference_ranks(c)
     pools = {key: count for key, count in pools.items() if count}
     named = " + ".join(pools) + f" ({' + '.join(map(str, pools.values()))})"
     left, ranks, taken = actor_ranks(c), model_parallel_size(c.actor.megatron), sum(pools.values())
@@ -275,6 +291,12 @@ def teacher(loaded: Loaded) -> Findings:
         has_teacher(c) and needs_reference(c) and c.reference.path is None,
         f"{key} ({mode}) learns from a teacher; name its directory as reference.path.",
         (key, "reference.path"),
+    )
+    yield wrong(
+        reference_ranks(c) > 0 and c.reference.path is None,
+        f"reference.num_ranks ({c.reference.num_ranks}) is for a model of reference.path: the policy as it was stands"
+        " beside the policy; name a directory, or set it to 0.",
+        ("reference.num_ranks", "reference.path"),
     )
 
 

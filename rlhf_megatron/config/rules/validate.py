@@ -85,6 +85,7 @@ def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks
         *of_job,
         "critic.num_ranks",
         "reward_model.num_ranks",
+        "reference.num_ranks",
         *sizes,
     )  # those of other pools are not the actor's
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):

@@ -271,6 +271,12 @@ class CriticConfig:
 @dataclass(frozen=True)
 class ReferenceConfig:
     path: str | None = doc("weights of the reference; null: model.path as it was before training", None)
+    num_ranks: int = doc(
+        "ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout",
+        0,
+        Interval(0, RANKS.high, RANKS.why),
+    )
+    megatron: MegatronConfig = doc("parallel layout of its own pool (num_ranks > 0)", factory=MegatronConfig)
     param_offload: bool = doc("keep its weights in host memory between uses", False)
     max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None, TOKENS)
 

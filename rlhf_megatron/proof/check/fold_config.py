@@ -148,6 +148,8 @@ def _reference(reference: schema.ReferenceConfig, directory: Path) -> schema.Ref
     return replace(
         reference,
         path=None if reference.path is None else str(directory / "reference"),
+        num_ranks=0,  # the proof has it on the actor's ranks
+        megatron=schema.MegatronConfig(),
         max_token_len_per_gpu=None if reference.max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
     )
 

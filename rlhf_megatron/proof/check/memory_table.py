@@ -16,6 +16,7 @@ from rlhf_megatron.config.rules.run import (
     has_critic,
     has_served_model,
     needs_reference,
+    reference_ranks,
     reward_model_ranks,
 )
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, RunConfig
@@ -56,6 +57,7 @@ class Memory:
     critic_activations: tuple[int, ...]
     reward_model: tuple[int, ...] = ()  # of a reward model on the actor's ranks, or its own; by stage, bytes a rank
     has_reward_model_here: bool = False  # on the actor's ranks, and on the device between its passes
+    reference_pool: tuple[int, ...] = ()  # of a reference on ranks of its own, by stage, bytes a rank
 
     def peak(self, stage: int) -> int:
         """Bytes of an actor's rank in an update: all of its models' states, and what the update needs beside them."""
@@ -87,11 +89,10 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         critic = plan_memory(critic_config, *layout, dtype, "value")
     reference: tuple[int, ...] = ()
     if needs_reference(config):
-        path = config.reference.path
+        path, num_ranks = config.reference.path, reference_ranks(config)
         known = path is not None and (Path(path) / "config.json").is_file()
-        other = (
-            plan_memory(read_hf_config(Path(path)), megatron, actor_ranks(config), dtype) if known and path else stages
-        )
+        where = (config.reference.megatron, num_ranks) if num_ranks else (megatron, actor_ranks(config))
+        other = plan_memory(read_hf_config(Path(path)), *where, dtype) if known and path else stages
         reference = tuple(stage.reference for stage in other)
     # Virtual stages change which layers a stage sends, not how many of what size in which order.
     engine_dtype, table = EngineSetup.of(config).dtype, table_for(hf_config, megatron.tensor_model_parallel_size)
@@ -110,8 +111,10 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         tokens = config.critic.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
         of_critic = _activations(Trained(critic_config, dtype, tokens, "value"), *layout)
     judge, is_here = _reward_model(config, dtype)
+    has_pool = reference_ranks(config) > 0
     return Memory(
-        stages, critic, has_critic_pool, reference, is_on_host, traffic, head, activations, of_critic, judge, is_here
+        *(stages, critic, has_critic_pool, () if has_pool else reference, is_on_host, traffic, head, activations),
+        *(of_critic, judge, is_here, reference if has_pool else ()),
     )
 
 
@@ -205,9 +208,10 @@ def notes(memory: Memory) -> list[str]:
     if memory.reference:
         where = "in host memory, and on the device while it is used" if memory.is_reference_on_host else "on the device"
         lines.append(f"`reference`: the frozen reference model, {where}; beside `a rank`.")
-    if memory.reward_model:
-        sizes = _range(memory.reward_model, unit)
-        lines.append(f"The reward model's parameters: {sizes} {unit} on a rank of its pool; beside `a rank`.")
+    for name, num_bytes in (("reward model", memory.reward_model), ("reference", memory.reference_pool)):
+        if num_bytes:
+            sizes = _range(num_bytes, unit)
+            lines.append(f"The {name}'s parameters: {sizes} {unit} on a rank of its pool; beside `a rank`.")
     return [*lines, NOT_INCLUDED]
 
 

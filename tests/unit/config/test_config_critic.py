@@ -64,6 +64,26 @@ def test_rules_of_a_reward_model(wrong: list[str], expected: str, problems: Prob
 
 
 @pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["reference.num_ranks=3"], "reference.num_ranks (3) must be a multiple of reference.megatron.tensor_model_parallel_size"),
+        (["reference.num_ranks=6"], "reference.num_ranks (6) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the actor"),
+        (["reference.path=null"], "reference.num_ranks (4) is for a model of reference.path"),
+        (["reference.max_token_len_per_gpu=9"], "reference.max_token_len_per_gpu (9) must hold the longest sample"),
+        (["reference.param_offload=true"], "reference.param_offload (true) would be ignored because reference.num_ranks is 4"),
+        (["reference.num_ranks=0", "reference.megatron.tensor_model_parallel_size=4"], "reference.megatron.tensor_model_parallel_size (4) would be ignored because reference.num_ranks is 0"),
+    ],
+)  # fmt: skip
+def test_rules_of_a_reference_with_a_pool(wrong: list[str], expected: str, problems: Problems) -> None:
+    own = "{path: teacher, num_ranks: 4, megatron: {tensor_model_parallel_size: 2}}"
+    text = VALID + f"\nreference: {own}\n"
+    kl = "actor.use_kl_loss=true"
+    assert problems(text, kl) == []
+    found = problems(text, kl, *wrong)
+    assert len([problem for problem in found if expected in problem]) == 1, found
+
+
+@pytest.mark.parametrize(
     ("wrong", "expected", "right"),
     [
         (["critic.num_ranks=3"], "critic.num_ranks (3) must be a multiple of critic.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (2 x 1 x 1 = 2); use 2 or 4 ranks or another layout.", ["critic.num_ranks=4"]),
