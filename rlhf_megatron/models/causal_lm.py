@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class PackedModel(nn.Module):
         self.decoder: Any = causal
         self._body = ""
         self.is_plain = False  # `forward` hands out logits of rows, by the model's own head
+        self.agree: Callable[[int], int] | None = None
+        """Where packed documents would see each other: number of a rank's batches -> of all ranks' the largest."""
         if head == "value":
             self.decoder = nn.Module()
             setattr(self.decoder, causal.base_model_prefix, causal.base_model)
@@ -58,15 +61,53 @@ class PackedModel(nn.Module):
 
         `lengths`: the documents' borders, for attention kernels that ask for them.
         """
+        if self.agree is not None:
+            hidden = self._in_rows(token_ids[0], position_ids[0], self.agree)
+            return with_hidden(hidden[:, rows] if self.is_plain else hidden)
+        if self.is_plain:
+            lengths["logits_to_keep"] = rows
+        return with_hidden(self._decoded(token_ids, position_ids, **lengths))
+
+    def _decoded(self, token_ids: Tensor, position_ids: Tensor, **lengths: Any) -> Tensor:
+        """Hidden states, or logits where `is_plain`."""
         # No mask and no cache: only then does transformers tell documents apart by their positions.
         inputs = {"input_ids": token_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
+        found: Tensor
         if self._body:
-            return with_hidden(getattr(self.decoder, self._body)(**inputs, **lengths).last_hidden_state)
-        if self.is_plain:
-            return with_hidden(self.decoder(**inputs, **lengths, logits_to_keep=rows).logits)
-        with self._identity_head():
-            hidden = self.decoder(**inputs, **lengths).logits
-        return with_hidden(hidden)
+            found = getattr(self.decoder, self._body)(**inputs, **lengths).last_hidden_state
+        elif self.is_plain:
+            found = self.decoder(**inputs, **lengths).logits
+        else:
+            with self._identity_head():
+                found = self.decoder(**inputs, **lengths).logits
+        return found
+
+    def _in_rows(self, token_ids: Tensor, position_ids: Tensor, agree: Callable[[int], int]) -> Tensor:
+        """As `_decoded`, one document a row of padded batches, which have at most as many places as there are tokens.
+
+        What stands behind a document cannot change it. Layers are gathered by all ranks at once: each goes through as
+        many batches as the one that has most.
+        """
+        num_tokens, device = len(token_ids), token_ids.device
+        begins = [*(position_ids == 0).nonzero()[:, 0].tolist(), num_tokens]
+        documents = sorted((range(a, b) for a, b in pairwise(begins)), key=len, reverse=True)
+        batches: list[list[range]] = []
+        for document in documents:
+            if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > num_tokens:
+                batches.append([])
+            batches[-1].append(document)
+        found, places = [], []
+        for number in range(agree(len(batches))):
+            batch = batches[number] if number < len(batches) else [range(1)]  # of other ranks: one token, not counted
+            positions = torch.arange(len(batch[0]), device=device).expand(len(batch), -1)
+            starts, ends = (torch.tensor([of[k] for of in batch], device=device)[:, None] for k in (0, -1))
+            is_real = positions <= ends - starts
+            sources = torch.minimum(starts + positions, ends)
+            decoded = self._decoded(token_ids[sources], positions)[is_real]
+            is_counted = number < len(batches)
+            found.append(decoded if is_counted else decoded[:0] + 0 * decoded.sum())
+            places.append(sources[is_real] if is_counted else sources[is_real][:0])
+        return torch.cat(found)[torch.cat(places).argsort()][None]
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -149,8 +149,10 @@ def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
 
 
 OWN_POOL = {
-    "trainer.runtime": "torchrun", "trainer.n_gpus_per_node": 3,
-    "reference.num_ranks": 2, "reference.megatron.tensor_model_parallel_size": 2,
+    "trainer.runtime": "torchrun",
+    "trainer.n_gpus_per_node": 3,
+    "reference.num_ranks": 2,
+    "reference.megatron.tensor_model_parallel_size": 2,
 }
 
 

@@ -1,7 +1,8 @@
 """Every weight transport from every trainer layout to stock SGLang at tp-size 1 and 2, experts also at ep-size 2: what
 stands is what was sent.
 
-Real Megatron ranks, real servers, the verbs and the transaction of a run. `python -m benchmarks.sync_matrix` runs it
+Real ranks of Megatron and FSDP2, real servers, the verbs and the transaction of a run. `python -m
+benchmarks.sync_matrix` runs it
 and keeps the bytes that moved.
 """
 
@@ -96,10 +97,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 ep2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
     "etp2": {"tp": 2, "etp": 2, "sequence_parallel": True},
+    "fsdp dp2": {"dp": 2},
 }
 SIZES = {(1, 1): ("ep2",), (2, 1): ("tp2 ep2", "etp2"), (2, 2): ("tp2 ep2", "pp2 ep2")}  # tp, ep of an engine
 CELLS = [
-    *((("qwen3", tp, 1), layout) for tp in (1, 2) for layout in list(LAYOUTS)[:4]),
+    *((("qwen3", tp, 1), layout) for tp in (1, 2) for layout in (*list(LAYOUTS)[:4], "fsdp dp2")),
     *(
         ((model, *sizes), layout)
         for model in ("qwen3_moe", "deepseek_v3")
@@ -113,7 +115,7 @@ REQUESTS = [request((1 + i, 2, 3 + i), (7 * i, 7 * i + 1), 12) for i in range(4)
 TIMEOUT_S = 900.0  # ranks that are started on a busy machine
 
 
-def send(world: Any, name: str, seed: int, arguments: dict[str, Any]) -> Any:
+def send(world: Any, name: str, seed: int, arguments: dict[str, Any], is_fsdp: bool) -> Any:
     """On every rank: the verb of a run, for a model of these weights."""
     from types import SimpleNamespace
 
@@ -123,17 +125,19 @@ def send(world: Any, name: str, seed: int, arguments: dict[str, Any]) -> Any:
     from rlhf_megatron.runtime.roles import HostRole
 
     config = MODELS[name]
-    table = table_for(config, world.layout.tp)
-    model = build_model(config, world, torch.float32)
-    load_on_rank(model.chunks, table, random_source(config, seed), world)
+    if is_fsdp:
+        from rlhf_megatron.config.schema import FSDPConfig
+        from rlhf_megatron.workers.fsdp import FSDPBackend
 
-    class Actor:
-        backend = SimpleNamespace(exporting=world, hf_config=config)
-
-        def export(self) -> Any:
-            return local_shards(model.chunks, table)
-
-    role = HostRole(world, Actor(), None, Path())  # type: ignore[arg-type]
+        backend = FSDPBackend(config, random_source(config, seed), world, torch.float32, FSDPConfig())
+        actor = SimpleNamespace(backend=backend, export=backend.export)
+    else:
+        table = table_for(config, world.layout.tp)
+        model = build_model(config, world, torch.float32)
+        load_on_rank(model.chunks, table, random_source(config, seed), world)
+        place = SimpleNamespace(exporting=world, hf_config=config)
+        actor = SimpleNamespace(backend=place, export=lambda: local_shards(model.chunks, table))
+    role = HostRole(world, actor, None, Path())  # type: ignore[arg-type]
     try:
         return role.send_weights(**arguments)
     finally:
@@ -148,11 +152,12 @@ class Ranks:
     axes: dict[str, Any]
     model: str
     seed: int = 0
+    is_fsdp: bool = False
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         assert method == "host.send_weights"
         future: Future[list[Any]] = Future()
-        of_model = {"name": self.model, "seed": self.seed}
+        of_model = {"name": self.model, "seed": self.seed, "is_fsdp": self.is_fsdp}
         found = self.pool.run(send, timeout_s=TIMEOUT_S, arguments=arguments, **of_model, **self.axes)
         future.set_result(found)
         return future
@@ -210,7 +215,7 @@ def test_what_stands_in_sglang_is_what_was_exported(
 ) -> None:
     config = MODELS[server.name]
     seed = 100 * server.engine.address.tp_size + server.version
-    ranks = Ranks(dist_pool, LAYOUTS[layout], server.name, seed)
+    ranks = Ranks(dist_pool, LAYOUTS[layout], server.name, seed, layout.startswith("fsdp"))
     fleet = EngineFleet([server.engine], 300.0, 1)
     sync = WeightSync(
         Workers(ranks).host,  # type: ignore[arg-type]

@@ -171,10 +171,13 @@ def train(
     megatron: dict[str, Any] | None = None,
     bucket_size: int | None = None,
     save_after: int | None = None,
+    in_rows: bool = False,
 ) -> RankResult:
     """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
-    after `save_after` steps."""
+    after `save_after` steps. `in_rows`: documents as of a family under FSDP2 that cannot be packed."""
     actor = make_actor(world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size)
+    if in_rows:
+        actor.backend.model.agree = actor.backend._largest
     if directory is not None and is_loading:
         actor.load(directory)
     shard, plan = share(world, batch, token_budget)
