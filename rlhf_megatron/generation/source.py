@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.config.hub import download, is_hub_name, local_copy
 from rlhf_megatron.config.load import read_run_config
@@ -78,6 +80,7 @@ def config_of(source: Path | None, prompt_files: Sequence[str], overrides: Seque
     elif source is not None and (source / "config.yaml").is_file():
         path, given = source / "config.yaml", ["model.init_seed=null"]
         given += [f"model.path={json.dumps(str(source / HF))}"] if _has_hf(source) else []
+        given += _engine() if yaml.safe_load(path.read_text(encoding="utf-8")).get("job", "train") != "train" else []
     elif source is not None and (source / "config.json").is_file():
         given = _defaults(source)
     elif source is not None and is_hub_name(str(source)) and not source.exists():
@@ -101,10 +104,10 @@ def _defaults(model: Path) -> list[str]:
     reader = HFReader(model)
     found = reader.dtype_of(table_for(read_hf_config(model))[0])
     dtype = found if found in ("float32", "bfloat16") else "bfloat16"
+    return [f"model.path={json.dumps(str(model))}", f"model.dtype={dtype}", *_engine()]
+
+
+def _engine() -> list[str]:
+    """Those of engines for this machine, of which a model, or a job without rewards, says nothing."""
     engine = "sglang" if has_accelerator() else "local"
-    return [
-        f"model.path={json.dumps(str(model))}",
-        f"model.dtype={dtype}",
-        f"rollout.engine={engine}",
-        f"rollout.num_engines={max(1, num_devices())}",
-    ]
+    return [f"rollout.engine={engine}", f"rollout.num_engines={max(1, num_devices())}"]
