@@ -194,3 +194,21 @@ def test_a_teacher_of_another_size_tells_the_same_on_ranks_of_its_own(tmp_path: 
     for one, other in zip(*found, strict=True):
         assert other[key] == pytest.approx(one[key], rel=1e-4)
     assert found[0][0][key] > 0.01
+
+
+def test_a_family_that_only_transformers_has_learns_by_rewards(tmp_path: Path) -> None:
+    """OLMo 2: sampled by the bundled engine, synced under the model's own names, exported."""
+    own = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "initializer_range": 0.06}
+    hf_config = {**read_hf_config(MODEL), **own}
+    model = tmp_path / "olmo2"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(hf_config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, model)
+    settings = {**SETTINGS, "model.path": str(model), "algorithm.adv_estimator": "grpo", "actor.use_kl_loss": False}
+    with ForkServer(tmp_path) as server:
+        run = server.train(write_config(tmp_path), settings)
+    assert run.code == 0, run.console
+    steps = [row for row in run.rows() if row["kind"] == "step"]
+    assert len(steps) == 3 and all(row["training/rollout_log_probs_diff_max"] < 1e-4 for row in steps)
+    assert "model.layers.0.post_feedforward_layernorm.weight" in load_file(run.run_dir / "hf" / "model.safetensors")

@@ -136,11 +136,23 @@ def test_launchers_change_no_bit(alone: tuple[Path, Attempt], runtime: str, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axis", ["context_parallel_size", "dp"])
-def test_more_layouts(alone: tuple[Path, Attempt], axis: str, tmp_path: Path) -> None:
-    settings = {**ONE_RANK, "trainer.runtime": "torchrun", "trainer.n_gpus_per_node": 2}
-    settings |= {} if axis == "dp" else {f"actor.megatron.{axis}": 2}
+@pytest.mark.parametrize("change", [{"actor.megatron.context_parallel_size": 2}, {}, {"actor.backend": "fsdp"}])
+def test_more_layouts(alone: tuple[Path, Attempt], change: dict[str, Any], tmp_path: Path) -> None:
+    """cp2, dp2, and dp2 under FSDP2, against Megatron's one rank."""
+    settings = {**ONE_RANK, "trainer.runtime": "torchrun", "trainer.n_gpus_per_node": 2, **change}
     finished = curve(write_config(tmp_path / "run"), settings)
     assert finished.exit_code == 0, finished.console
     rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert losses(rows) == pytest.approx(losses(alone[1].rows()), abs=1e-4)
+
+
+@pytest.mark.long
+def test_experts_over_ranks(server: ForkServer, tmp_path: Path) -> None:
+    of_experts = {"model.path": str(ROOT / "examples" / "quickstart" / "moe_model"), "actor.optim.lr": 1e-3}
+    whole = server.train(write_config(tmp_path / "whole"), of_experts, command="sft")
+    assert whole.code == 0, whole.console
+    ep2 = {**ONE_RANK, "trainer.n_gpus_per_node": 2, "actor.megatron.expert_model_parallel_size": 2}
+    finished = curve(write_config(tmp_path / "ep2"), {**of_experts, **ep2, "trainer.runtime": "torchrun"})
+    assert finished.exit_code == 0, finished.console
+    rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert losses(rows) == pytest.approx(losses(whole.rows()), abs=1e-4)
