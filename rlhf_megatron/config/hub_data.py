@@ -38,14 +38,8 @@ class Split:
     @staticmethod
     def of(text: str) -> Split | None:
         """None for what is no such name."""
-        repository, *others = text.split(":")
-        if (
-            not is_hub_name(repository)
-            or not 1 <= len(others) <= 2
-            or not all(re.fullmatch(r"[\w.-]+", o) for o in others)
-        ):
-            return None
-        return Split(repository, others[0] if len(others) == 2 else None, others[-1])
+        found = re.fullmatch(r"([^:]+)(?::([\w.-]+))?:([\w.-]+)", text)
+        return Split(*found.groups()) if found is not None and is_hub_name(found[1]) else None
 
     def __str__(self) -> str:
         return ":".join(part for part in (self.repository, self.subset, self.split) if part is not None)
@@ -98,7 +92,9 @@ def fetch(split: Split) -> None:
         raise ValueError(f"{split}: {missing[0]} did not come from the hub; try again.")
     whole = _fetched(folder, split)
     whole.parent.mkdir(exist_ok=True)
-    whole.write_text(json.dumps(names), encoding="utf-8")
+    aside = whole.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(names), encoding="utf-8")
+    aside.replace(whole)
 
 
 def fetch_data(data: DataConfig, say: Callable[[str], None]) -> None:
@@ -143,8 +139,9 @@ def _by_card(split: Split, subsets: Mapping[str, Mapping[str, Any]], readable: S
         )
     given = subsets[name].get("data_files")
     if given is None:
-        folder = str(subsets[name].get("data_dir", "")).strip("/")
-        return _by_name(Split(split.repository, None, split.split), [one for one in readable if one.startswith(folder)])
+        folder = str(subsets[name].get("data_dir", "")).strip("/") + "/"
+        inside = readable if folder == "/" else [one for one in readable if one.startswith(folder)]
+        return _by_name(Split(split.repository, None, split.split), inside)
     parts = given if isinstance(given, list) and given and isinstance(given[0], dict) else [{"path": given}]
     patterns: list[str] = []
     for part in parts:
