@@ -61,8 +61,8 @@ def local_files(split: Split) -> list[str]:
     try:
         found = snapshot_download(repository, repo_type="dataset", revision=revision or None, local_files_only=True)
     except LocalEntryNotFoundError as error:
-        found = getattr(error, "snapshot_path", None)  # newer versions know that the repository has more files
-        if found is None:
+        found = getattr(error, "snapshot_path", "")  # newer versions know that the repository has more files
+        if not found:
             return []
     folder = Path(found)
     there = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
@@ -100,13 +100,14 @@ def fetch(split: Split) -> None:
 def fetch_data(data: DataConfig, say: Callable[[str], None]) -> None:
     """Download the splits that a configuration names, of which no copy is here. Raises ConfigError."""
     problems = []
-    for section in (data, *data.sources):
-        for split in filter(None, map(Split.of, (*section.train_files, *section.val_files))):  # a copy stands as paths
-            say(f"{split} is fetched from the hub")
-            try:
-                fetch(split)
-            except ValueError as error:
-                problems.append(str(error))
+    names = [*data.train_files, *data.val_files]  # a copy stands there as paths
+    names += [name for source in data.sources for name in (*source.train_files, *source.val_files)]
+    for split in filter(None, map(Split.of, names)):
+        say(f"{split} is fetched from the hub")
+        try:
+            fetch(split)
+        except ValueError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError(problems)
 
@@ -154,7 +155,7 @@ def _by_card(split: Split, subsets: Mapping[str, Mapping[str, Any]], readable: S
 def _by_name(split: Split, readable: Sequence[str]) -> list[str]:
     """Files of which a word of the path is the split's name or a usual one for it; of nothing but "train": all."""
     names = next((group for group in SPLITS if split.split in group), {split.split})
-    known = set().union(*SPLITS, names)
+    known = names.union(*SPLITS)
     words = {one: set(re.split(r"[/._ -]", one.lower())) for one in readable}
     if split.subset is not None:
         words = {one: found for one, found in words.items() if split.subset in one.split("/")[:-1]}
