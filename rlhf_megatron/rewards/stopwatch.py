@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.process_tree import descendants, fields_of
+from rlhf_megatron.rewards.process_tree import children, descendants, fields_of
 
 POLL_S = 0.05  # between two looks
 MAX_COUNTED_S = 2 * POLL_S  # of the time since the last look: the one who looks was kept waiting himself
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-AWAKE = b"RD"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
+RUNS, DISK = b"R", b"D"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Stopwatch:
         if self._looked_at is not None:
             used = max(0.0, cpu_s - self._cpu_s)  # a child that nobody waited for takes its time with it
             asleep = (
-                0.0 if any(state and state in AWAKE for state, _ in seen) else min(now - self._looked_at, MAX_COUNTED_S)
+                0.0 if any(state in (RUNS, DISK) for state, _ in seen) else min(now - self._looked_at, MAX_COUNTED_S)
             )
             self.counted_s += max(used, asleep)
         self._looked_at, self._cpu_s = now, cpu_s
@@ -45,14 +45,18 @@ class Stopwatch:
 
 def _tree(root: int) -> Iterator[tuple[bytes, float]]:
     """(state, CPU seconds) of each thread of a process and of those below it, and of children that have ended: their
-    parent, or who reaps in its place, has their time. Nothing where there is no /proc."""
+    parent, or who reaps in its place, has their time. Nothing where there is no /proc.
+
+    A process with children that seems to wait for a disk may wait for one of them (vfork), however long that sleeps.
+    """
     for pid in (root, *descendants(root)):
         if whole := fields_of(pid):
             yield b"", _seconds(whole[13:15])
+        asleep = DISK if children(pid) else b""
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 if own := fields_of(f"{pid}/task/{thread}"):
-                    yield own[0], _seconds(own[11:13])
+                    yield b"" if own[0] == asleep else own[0], _seconds(own[11:13])
 
 
 def _seconds(ticks: Sequence[bytes]) -> float:

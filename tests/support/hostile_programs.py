@@ -77,5 +77,8 @@ PROGRAMS = {
     "netlink": "import socket\nsocket.socket(socket.AF_NETLINK,socket.SOCK_RAW,0)\nprint('ESCAPED')",
     "limits_of_victim": "import resource\nresource.prlimit(VICTIM,resource.RLIMIT_NOFILE,(64,64))\nprint('ESCAPED')",
     "memory_not_resident": "import mmap\nm=mmap.mmap(-1,8<<20); m[:]=bytes(8<<20); m.madvise(mmap.MADV_DONTNEED)\nprint('ESCAPED')",
+    "vfork_sleep": "import ctypes\nL=ctypes.CDLL(None)\nif L.vfork()==0: L.sleep(1000)",
+    "sync_storm": "import os,time\nf=open('f','wb'); end=time.time()+.4; n=0\nwhile time.time()<end: f.write(bytes(4096)); f.flush(); os.fsync(f.fileno()); os.sync(); n+=1\nprint('ok',n)",
+    "write_through": "import os\nf=os.open('f',os.O_CREAT|os.O_WRONLY|os.O_SYNC)\nfor i in range(200): os.write(f,bytes(4096))\nprint('ok')",
     "affinity_of_victim": "import os\nos.sched_setaffinity(VICTIM,{0})\nprint('ESCAPED')",
 }

@@ -177,10 +177,14 @@ OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
 @idle
 def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
     r = config.reward
-    names = [r.name, *(one.name for one in (*r.by_source.values(), *r.terms))]
+    named = [(r.name, r.params), *((one.name, one.params) for one in (*r.by_source.values(), *r.terms))]
     fix = "name a reward that runs in a process of its own, such as math_verify or function"
-    entries = [entry_of("reward", name) for name in names]
-    yield not any(entry is None or OWN_PROCESS in entry.needs for entry in entries), OF_PROCESSES, "reward.name", fix
+    entries = [(entry_of("reward", name), params_of("reward", name, params)) for name, params in named]
+    has_process = any(
+        entry is None or OWN_PROCESS in entry.needs or getattr(params, "needs_process", False)
+        for entry, params in entries
+    )
+    yield not has_process, OF_PROCESSES, "reward.name", fix
     all_have_their_own = bool(config.data.sources) and {s.name for s in config.data.sources} <= set(r.by_source)
     yield all_have_their_own, ("reward.name", "reward.params"), BY_SOURCE, "leave a source out there"
 

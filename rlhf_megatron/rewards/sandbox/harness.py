@@ -148,8 +148,9 @@ def execute(program: dict[str, Any], given: dict[str, Any]) -> int:
     end_as_python_does()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__):
         try:
-            stream.flush()  # type: ignore[union-attr]  # not None here, unless the program made it so
-        except Exception:  # the program has closed it, or put something else in its place
+            if stream is not None and not stream.closed:  # as at the end of any Python program
+                stream.flush()
+        except Exception:  # the program has closed the file below it, or put something else in its place
             code = code or 1
     return code & 255
 

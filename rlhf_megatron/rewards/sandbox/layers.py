@@ -91,6 +91,8 @@ METADATA = numbers("""
     removexattrat 466, truncate 76/45, openat2 437
 """)
 SIGNALS = numbers("kill 62/129, tkill 200/130, tgkill 234/131, rt_sigqueueinfo 129/138, rt_tgsigqueueinfo 297/240")
+# Of all disks of the machine, or waits that count as the machine's own: they succeed and do nothing.
+SYNCS = numbers("sync 162/81, syncfs 306/267, fsync 74/82, fdatasync 75/83, msync 26/227, sync_file_range 277/84")
 LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
 
 
@@ -279,6 +281,7 @@ NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH = 0, 4, 16, 24, 32, 40  # off
 ALL_BITS, NAMESPACE_FLAGS, SHARED_ANONYMOUS = 0xFFFFFFFF, 0x7E020000, 0x21
 TIOCSTI, FIOSETOWN, SIOCSPGRP, F_SETOWN, F_SETOWN_EX = 0x5412, 0x8901, 0x8902, 8, 15
 TRUNCATES, ACCESS = 0x200, 3  # of the flags of open
+WRITES_THROUGH = 0x1000 | (0x10000 if IS_ARM else 0x4000)  # O_DSYNC, which is in O_SYNC, and O_DIRECT
 
 
 def seccomp(denies_metadata: bool, denies_signals: bool) -> None:
@@ -303,6 +306,8 @@ def seccomp(denies_metadata: bool, denies_signals: bool) -> None:
     add(AT_LEAST, LAST_KNOWN + 1, 0, 1)
     add(RETURN, ERROR | errno.ENOSYS)
     answer(435, errno.ENOSYS)
+    for number in SYNCS:
+        answer(number, 0)
     for number in denied:
         answer(number, errno.EPERM)
     calls = [
@@ -319,6 +324,7 @@ def seccomp(denies_metadata: bool, denies_signals: bool) -> None:
         calls += [
             (call, flags, TRUNCATES | ACCESS, EQUAL, TRUNCATES | mode) for call, flags in opens for mode in (0, 3)
         ]
+        calls += [(call, flags, WRITES_THROUGH, ANY_BIT, WRITES_THROUGH) for call, flags in opens]
     for call, offset, mask, test, value in calls:
         add(LOAD, NUMBER)
         add(EQUAL, call, 0, 4)

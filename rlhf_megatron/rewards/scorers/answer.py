@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_megatron.rewards.scorers.base import MAX_SCORE, RewardSample, check_pattern
 
+BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)(?:^[ \t]*```|```[ \t]*$)", re.DOTALL | re.MULTILINE)
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -27,6 +29,11 @@ class AnswerParams:
         if self.pattern is not None:
             check_pattern(self.pattern, num_groups=1)
 
+    @property
+    def needs_process(self) -> bool:
+        """A search for a pattern can take for ever, on a response that is made so."""
+        return self.pattern is not None
+
     def can_read(self, sample: RewardSample) -> bool:
         return sample.finish_reason != "length" or self.allow_truncated
 
@@ -42,6 +49,15 @@ def parse_answer(response: str, pattern: str | None) -> str | None:
         return response.strip()
     answers = [match.group(1) for match in re.finditer(pattern, response)]
     return answers[-1].strip() if answers and answers[-1] is not None else None
+
+
+def last_block(response: str, marks: Sequence[str]) -> str | None:
+    """The last fenced block with one of `marks` behind its fence; where there is none, the last that has no mark."""
+    blocks = [(mark.strip().lower(), text) for mark, text in BLOCK.findall(response)]
+    for wanted in (marks, ("",)):
+        if found := [text for mark, text in blocks if mark in wanted]:
+            return found[-1]
+    return None
 
 
 def last_boxed(response: str) -> str | None:

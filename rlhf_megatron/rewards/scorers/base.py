@@ -51,6 +51,13 @@ class Limited(Protocol):
 
 
 @runtime_checkable
+class Searching(Protocol):
+    """Params of a reward that may search the response for a user's regular expression, which can take for ever."""
+
+    needs_process: bool  # as OWN_PROCESS says of all params
+
+
+@runtime_checkable
 class Keyed(Protocol):
     """Params of a reward that depends on less than the whole sample."""
 

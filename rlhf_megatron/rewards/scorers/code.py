@@ -8,7 +8,6 @@ them, returns what equals everything, or ends early with exit code 0 has printed
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -21,6 +20,7 @@ from rlhf_megatron.rewards.sandbox.base import Program, RunResult, Sandbox, Sand
 from rlhf_megatron.rewards.sandbox.layers import Limits
 from rlhf_megatron.rewards.sandbox.local import LocalSandbox, SandboxSettings
 from rlhf_megatron.rewards.sandbox.remote import Protocol, RemoteSandbox
+from rlhf_megatron.rewards.scorers.answer import last_block
 from rlhf_megatron.rewards.scorers.base import (
     MALFORMED,
     OK,
@@ -32,7 +32,6 @@ from rlhf_megatron.rewards.scorers.base import (
     masked,
 )
 
-BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 MOST_TESTS = 1000  # that a label has
 PYTHON = ("python", "python3", "py")
 
@@ -194,15 +193,6 @@ def passes(result: RunResult, case: Case, has_function: bool) -> bool:
         return False
 
 
-def last_block(response: str) -> str | None:
-    """The last fenced block that is marked as Python; where none is, the last that is not marked."""
-    blocks = [(mark.strip().lower(), text) for mark, text in BLOCK.findall(response)]
-    for marks in (PYTHON, ("",)):
-        if found := [text for mark, text in blocks if mark in marks]:
-            return found[-1]
-    return None
-
-
 @REWARDS.register("code", CodeParams, needs=(OWN_PROCESS,))
 def code(sample: RewardSample, params: CodeParams) -> RewardResult:
     """The part `passed` is the share of tests that passed; with `score: all` the first failure ends them."""
@@ -210,7 +200,7 @@ def code(sample: RewardSample, params: CodeParams) -> RewardResult:
         tests = read_tests(sample.label, sample.extra)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return masked("bad_label", f"The label holds no tests: {error}.")
-    program = last_block(sample.response)
+    program = last_block(sample.response, PYTHON)
     if program is None or (sample.finish_reason == "length" and not params.allow_truncated):
         return RewardResult(0.0, MALFORMED)
     cases = tests.cases[: params.max_tests]

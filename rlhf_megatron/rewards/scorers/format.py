@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample, check_pattern
+from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, RewardResult, RewardSample, check_pattern
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FormatParams:
         check_pattern(self.pattern)
 
 
-@REWARDS.register("format", FormatParams)
+@REWARDS.register("format", FormatParams, needs=(OWN_PROCESS,))
 def format_match(sample: RewardSample, params: FormatParams) -> RewardResult:
     """A response that ended by length is judged as any other."""
     look = re.fullmatch if params.match == "whole" else re.search

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from rlhf_megatron.rewards.scorers.answer import last_block
 from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
-
-BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,39 @@ def _validator(schema: str) -> Any:
 
 @REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))
 def json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
-    """Read the last fenced block, or the whole response where there is none. What is no JSON is malformed."""
+    """Read the last fenced block, marked as JSON or not at all, or where there is none the whole response. What is no
+    JSON is malformed."""
     try:
         validator = _validator(json.dumps(params.schema) if params.schema else sample.label)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return masked("bad_label", f"The label is no schema: {error}")
     from referencing.exceptions import Unresolvable
 
-    blocks = BLOCK.findall(sample.response)
+    block = last_block(sample.response, ("json",))
     try:
-        value = json.loads(blocks[-1] if blocks else sample.response, parse_constant=_refuse)
+        value = json.loads(sample.response if block is None else block, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return RewardResult(0.0, MALFORMED)
     try:
         return RewardResult(float(validator.is_valid(value)))
     except OverflowError:  # an integer too large for the schema's fraction
         return RewardResult(0.0)
-    except (Unresolvable, RecursionError) as error:  # a $ref that leads nowhere, or in circles
+    except Unresolvable as error:  # a $ref that leads nowhere
         return masked("bad_label", f"The schema cannot be followed: {error}")
+    except RecursionError as error:
+        if _is_endless(validator):
+            return masked("bad_label", f"The schema leads in circles: {error}")
+        return RewardResult(0.0)  # the value is too deep
+
+
+def _is_endless(validator: Any) -> bool:
+    """Whether a schema follows itself without going deeper into the value."""
+    try:
+        for simple in (None, {}, [], "", 0):
+            validator.is_valid(simple)
+    except RecursionError:
+        return True
+    return False
 
 
 def _refuse(text: str) -> Any:

@@ -26,14 +26,14 @@ class MultipleChoiceParams:
 
 def letter_of(text: str, letters: str) -> str | None:
     """The letter that a label or the content of a box is: C, (C), C. or C) with the text of the choice behind it."""
-    found = re.match(rf"\s*(?:\\text\{{)?\(?([{letters}])(?:[).:}}]|\s*$)", text, re.IGNORECASE)
+    found = re.match(rf"\s*(?:\\[a-z]+\{{)?\(?([{letters}])(?:[).:}}]|\s*$)", text, re.IGNORECASE)
     return found.group(1).upper() if found else None
 
 
 def chosen_letter(response: str, letters: str, lenient: bool) -> str | None:
     """Return the letter of the last statement of an answer, or None."""
     box = last_boxed(response)
-    stated = rf"(?i:answer\s*(?:is|:)[\s*:]*)\$?\(?\**([{letters}])\b(?!')"
+    stated = rf"(?i:answer\s*(?:is|:)[\s*:]*)(?:[$(]\(?\**)?([{letters}])\b(?!')"
     said = [(match.end(), match.group(1)) for match in re.finditer(stated, response)]
     if box is not None and (letter := letter_of(box, letters)):
         said.append((response.rindex(box), letter))

@@ -49,7 +49,7 @@ def right_answers(label: str) -> list[str]:
         found = label
     if isinstance(found, dict):
         found = found.get("target", [])
-    texts = found if isinstance(found, list) else [label if isinstance(found, int | float) else found]
+    texts = found if isinstance(found, list) else [found if isinstance(found, str) else label]
     return [text for text in map(normalised, map(str, texts)) if text]
 
 

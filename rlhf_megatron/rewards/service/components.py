@@ -12,6 +12,7 @@ from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.config.typed import look_up
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS, Reward, RewardResult, is_masked
+from rlhf_megatron.rewards.scorers.base import Searching
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Component:
 
     @property
     def needs_process(self) -> bool:
-        return OWN_PROCESS in self.entry.needs
+        return OWN_PROCESS in self.entry.needs or (isinstance(self.params, Searching) and self.params.needs_process)
 
 
 @dataclass(frozen=True)

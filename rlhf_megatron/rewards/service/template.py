@@ -80,7 +80,8 @@ class Template:
     def run(self) -> None:
         """Fork workers on request until the controller closes the control socket, or ends."""
         try:
-            self._listen()
+            with contextlib.suppress(BrokenPipeError):  # it has gone while this process had something to say
+                self._listen()
         finally:
             self._end_children()
 

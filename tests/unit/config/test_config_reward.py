@@ -37,6 +37,7 @@ def problems(tmp_path: Path):
     [
         [f"reward.by_source={{add: {FORMAT}}}"],
         ["reward.name=math_verify", "reward.num_workers=2", "reward.timeout_s=1"],
+        ["reward.params={pattern: '#### (.*)'}", "reward.num_workers=2"],
         ["reward.terms=[{name: function, params: {path: 'a:b'}}]", "reward.num_workers=2"],
         ["reward.terms=[{name: overlong, weight: 0, params: {max_len: 4, buffer: 1}}]"],
     ],

@@ -16,10 +16,11 @@ from rlhf_megatron.rewards.endpoint import Endpoint
 from rlhf_megatron.rewards.sandbox.base import Program
 from rlhf_megatron.rewards.sandbox.local import LocalSandbox, SandboxSettings
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.answer import last_block
 from rlhf_megatron.rewards.scorers.code import (
+    PYTHON,
     CodeParams,
     code,
-    last_block,
     read_tests,
     same_text,
     same_value,
@@ -69,6 +70,9 @@ def score(program: str, label: str, params: CodeParams = PARAMS, **row: Any) -> 
             f"import threading\ndef main():\n  time.sleep(0.1)\n  {ONE_LINE}\nthreading.Thread(target=main).start()",
             SUM,
         ),
+        (f"{ADDS}\nsys.stdout.close()", SUM),
+        (f"{ADDS}\nsys.stdout.flush()\nsys.stdout = None", SUM),
+        (f"{ADDS}\nimport os\nsys.stdout.flush()\nos.fsync(1)\nos._exit(0)", SUM),
         (f"import atexit\n@atexit.register\ndef last():\n    {ONE_LINE}", SUM),
         (
             "def f(a: int, b): return a + (f.__annotations__['a'] is int)",
@@ -88,9 +92,10 @@ def test_the_program_is_the_last_block_of_python() -> None:
     shown = (
         block("python", "draft") + block("Python", "program") + block("text", "3") + block("", "3") + block("text", "4")
     )
-    assert last_block(shown) == "program\n"
-    assert last_block(block("", "draft") + block("", "program") + block("cpp", "int x;")) == "program\n"
-    assert last_block(block("cpp", "int x;")) is None
+    assert last_block(shown, PYTHON) == "program\n"
+    assert last_block(block("", "draft") + block("", "program") + block("cpp", "int x;"), PYTHON) == "program\n"
+    assert last_block(block("cpp", "int x;"), PYTHON) is None
+    assert last_block("```python\nprint(3)```\n", PYTHON) == "print(3)"
 
 
 def test_livecodebench() -> None:
@@ -112,6 +117,32 @@ texts += [str(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple))
 found = [t for t in texts if "EXPECTED" in t]
 print(found[0] if found else "", end="")
 print("7391" * bool(found))
+"""
+FILES = """
+import glob, os
+places = ["/tmp/**", "/proc/*/fd/*", "/proc/*/environ", "/proc/*/cmdline", "./**", "../**"]
+for path in [path for place in places for path in glob.glob(place, recursive=True)]:
+    try:
+        with open(path, "rb") as file:
+            print(b"7391" in file.read(99999) and "7391" or "", end="")
+    except OSError:
+        pass
+"""
+LATER = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(0.1)
+    os.write(1, b"3")
+    os._exit(0)
+"""
+PATCHES = """
+import builtins, json, sys
+for name in ("harness", "guardian", "rlhf_megatron", "rlhf_megatron.rewards.sandbox.harness"):
+    sys.modules[name] = type(sys)("patched")
+passed = lambda *a, **k: {"code": 0, "stdout": "3", "value": "[2, 4]"}
+json.loads = json.dumps = builtins.compile = builtins.exec = passed
+def twice(a): return json.loads("")
 """
 EQUAL = """
 class Any(list):
@@ -140,6 +171,27 @@ def twice(a): return Any()
         ("print('3'); raise ValueError", json.dumps({"inputs": ["1 2"], "outputs": ["3"]})),
         ("def other(a): return a", TWICE),
         ("this is no Python", SUM),
+        (FILES, json.dumps({"inputs": ["1"], "outputs": ["7391"]})),
+        (LATER, SUM),
+        (PATCHES, SUM),
+        (PATCHES, TWICE),
+        ("import os\nprint('all tests passed', flush=True)\nos._exit(0)", SUM),
+        ("import sys\nsys.stdout.close()", SUM),
+        ("import os\nos.close(1)\nos.close(2)", SUM),
+        ("import os\nos.dup2(0, 1)", SUM),
+        ("import os\nos.write(3, b'[2, 4]')\nos._exit(0)", TWICE),  # the first test only
+        ("def twice(a):\n    import os\n    os.write(3, b'[2, 4]')\n    return [2, 4]", TWICE),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", SUM),
+        ("class twice(dict):\n    __eq__ = __contains__ = lambda *_: True\n    __init__ = lambda *_: None", TWICE),
+        ("def twice(a): yield from [2, 4]", TWICE),
+        ("twice = type('E', (), {'__call__': lambda s, a: s, 'tolist': lambda s: s})()", TWICE),
+        ("def twice(a): return 'x' * 3_000_000", TWICE),
+        ("print('3' * 3_000_000)", SUM),
+        ("print('3\\n7')", SUM),
+        ("print(3, 7)", SUM),
+        ("print('3\\r\\n\\x0b7')", SUM),
+        ("print('\\u0663')\nprint()", json.dumps({"inputs": ["1"], "outputs": ["three"]})),
+        ("import threading\nthreading.excepthook = None\nthreading.Thread(target=lambda: 1 / 0).start()", SUM),
     ],
 )
 def test_cheats_and_mistakes_score_0(program: str, label: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def sample(
 
 
 def score(config: RewardConfig, *samples: RewardSample) -> list[RewardResult]:
-    with make_scorer(config, Path("unused.log")) as scorer:
+    with make_scorer(config, Path(os.devnull)) as scorer:
         return scorer(samples)
 
 

@@ -17,7 +17,7 @@ import pytest
 from places import SUPPORT
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.scorer import RewardError, Scorer, check_reward, make_scorer
 
@@ -73,6 +73,16 @@ def test_a_hanging_sample_costs_its_limit_and_no_neighbour(scorer: Scorer, how: 
 )
 def test_what_is_not_the_policys_fault_is_masked(scorer: Scorer, response: str, status: str) -> None:
     assert statuses(scorer, sample("7"), sample(response), *[sample("7")] * 30) == ["ok", status, *["ok"] * 30]
+
+
+def test_a_pattern_that_searches_for_ever_hangs_nobody(tmp_path: Path) -> None:
+    """No pattern of a user runs in the controller, which nothing could end."""
+    endless = {"pattern": "((?:a+)+)b"}
+    term = RewardTermConfig("format", params=endless)
+    rewards = RewardConfig(name="exact_match", params=endless, terms=(term,), num_workers=2, timeout_s=0.3)
+    samples = [sample("a" * 64), sample("ab", "a"), sample("ab", "b")]
+    with make_scorer(rewards, tmp_path / "log") as scorer:
+        assert [(r.score, r.status) for r in scorer(samples)] == [(0.0, "timeout"), (2.0, "ok"), (1.0, "ok")]
 
 
 def test_what_a_worker_leaves_behind_ends_too(scorer: Scorer, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def sample(response: str, label: str = "", reason: str = "stop", **row: Any) -> 
         ("The answer is clear.", "C", (0.0, "malformed")),
         ("the answer is K", "A", (0.0, "malformed")),
         ("answer is A", "7", (0.0, "masked:bad_label")),
+        (r"\boxed{\textbf{(E)}\ 12}", "E", (1.0, "ok")),  # AMC's form
+        ("Answer: $(**B**)$", "B", (1.0, "ok")),
+        ("answer: " + "*" * 200_000, "A", (0.0, "malformed")),  # in no time
+        ("the answer is: A. The answer is b", "A", (1.0, "ok")),
+        ("answer is AB", "A", (0.0, "malformed")),
     ],
 )
 def test_multiple_choice(response: str, label: str, expected: tuple[float, str]) -> None:
@@ -79,6 +84,13 @@ def test_words_as_squad_compares_them() -> None:
         ("Paris", "Paris", "exact", (0.0, "malformed")),
         ("<answer>the</answer>", "The", "exact", (0.0, "masked:bad_label")),  # Search-R1 gives 1
         ("<answer>x</answer>", "[]", "exact", (0.0, "masked:bad_label")),
+        ("<answer>null</answer>", "null", "exact", (1.0, "ok")),
+        ("<answer>none</answer>", "null", "exact", (0.0, "ok")),
+        ("<answer>true</answer>", "true", "exact", (1.0, "ok")),
+        ("<answer>Paris Rome Oslo</answer>", "Paris", "f1", (0.5, "ok")),
+        ("<answer>Paris Paris</answer>", "Paris", "f1", (2 / 3, "ok")),
+        ("<answer></answer>", "Paris", "f1", (0.0, "malformed")),
+        ("<answer>the</answer>", "Paris", "f1", (0.0, "ok")),
     ],
 )
 def test_short_answers(response: str, label: str, score: Any, expected: tuple[float, str]) -> None:
@@ -123,6 +135,16 @@ PERSON = {
         ('{"name": "Ann", "age": 3, "boss": "me"}', (0.0, "ok")),
         ("[]", (0.0, "ok")),
         ('{"name": NaN}', (0.0, "malformed")),
+        ('```python\nx\n```\nand\n```json\n{"name": "Ann", "age": 3}\n```', (1.0, "ok")),
+        ('```JSON\n{"name": "A ```text``` B", "age": 3}```\nDone.', (1.0, "ok")),
+        ('```json\n{"name": "Ann", "age": 3}\n```\n```json\n[]\n```', (0.0, "ok")),
+        ('```yaml\n{"name": "Ann", "age": 3}\n```', (0.0, "malformed")),
+        ('{"name": "Ann", "age": 3} {"name": "Ann", "age": 3}', (0.0, "malformed")),
+        ("{'name': 'Ann', 'age': 3}", (0.0, "malformed")),
+        ('{"name": "Ann", "age": 3,}', (0.0, "malformed")),
+        ('{"name": "Ann", "age": 3, "age": 200}', (0.0, "ok")),
+        ('{"name": "Ann", "age": 1e400}', (0.0, "ok")),
+        ('{"name": "Ann", "age": "3"}', (0.0, "ok")),
         ("no", (0.0, "malformed")),
         ("[" * 100_000, (0.0, "malformed")),
     ],
@@ -145,6 +167,10 @@ def test_schemas_that_are_not_understood() -> None:
         JsonSchemaParams({"properties": {"a": {"type": "text"}}})
     for label in ("no schema", '{"$ref": "http://127.0.0.1:9/schema"}', '{"$ref": "#"}'):
         assert json_schema(sample("1", label), JsonSchemaParams()).status == "masked:bad_label"
+    tree, deep = '{"properties": {"c": {"$ref": "#"}}}', '{"c": ' * 900 + "{}" + "}" * 900
+    result = json_schema(sample(deep, tree), JsonSchemaParams())
+    assert (result.score, result.status) == (0.0, "ok"), "too deep an answer is the policy's doing"
+    assert json_schema(sample('{"c": {"c": {}}}', tree), JsonSchemaParams()).score == 1.0
 
 
 class Judge(BaseHTTPRequestHandler):

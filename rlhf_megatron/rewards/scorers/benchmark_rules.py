@@ -1,0 +1,150 @@
+r"""The rules by which GSM8K, MATH and DAPO's problems are scored elsewhere: text after some rules, no algebra.
+
+`gsm8k`, `math` and `math_dapo` say what verl's scorers of the data sources openai/gsm8k, MATH and math_dapo say. The
+rules of `math` are those of arXiv 2103.03874, of `math_dapo` those of Minerva (arXiv 2206.14858), both as in
+lm-evaluation-harness. The end of a response is read also where it was cut by length. A label that would equal an empty
+answer is masked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.scorers.base import MALFORMED, MAX_SCORE, REWARDS, RewardResult, RewardSample, masked
+
+END_CHARS, BOX_CHARS = 300, 100  # of the response, in which an answer is looked for
+
+
+@dataclass(frozen=True)
+class RuleParams:
+    wrong_score: float = 0.0  # of an answer that is not right or malformed; a right one scores 1
+
+    def __post_init__(self) -> None:
+        if not -MAX_SCORE <= self.wrong_score <= 0:
+            raise ValueError(f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual.")
+
+
+@dataclass(frozen=True)
+class MathDapoParams(RuleParams):
+    wrong_score: float = -1.0  # of an answer that is not right or malformed; a right one scores 1
+
+
+def _compared(sample: RewardSample, answer: str | None, form: Callable[[str], str]) -> RewardResult:
+    """`form`: what is left of an answer by the rules; where it raises, text counts as it is."""
+    try:
+        right, found = form(sample.label), None if answer is None else form(answer)
+    except (IndexError, ValueError):
+        right, found = sample.label, answer
+    if not right:
+        return masked("bad_label", f"The label {sample.label!r:.80} equals an empty answer.")
+    return RewardResult(0.0, MALFORMED) if found is None else RewardResult(float(found == right))
+
+
+@REWARDS.register("gsm8k", RuleParams)
+def gsm8k(sample: RewardSample, params: RuleParams) -> RewardResult:
+    """The number behind the last "#### ". Commas do not count, in the label neither; what follows it is not read."""
+    found = re.findall(r"#### (-?[0-9.,]+)", sample.response[-END_CHARS:])
+    return _compared(sample, found[-1] if found else None, lambda text: text.strip().replace(",", ""))
+
+
+@REWARDS.register("math", RuleParams)
+def math(sample: RewardSample, params: RuleParams) -> RewardResult:
+    r"""The answer is in the last \boxed{...}."""
+    return _compared(sample, _in_last_box(sample.response), _plain)
+
+
+@REWARDS.register("math_dapo", MathDapoParams)
+def math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
+    r"""The answer stands behind the last "Answer:"; where there is none, in a \boxed{...} at the end, as it is."""
+    end = sample.response[-END_CHARS:]
+    if found := re.findall(r"(?i)answer\s*:\s*([^\n]+)", end):
+        return _compared(sample, found[-1], _minerva)
+    return _compared(sample, _braced(end[-BOX_CHARS:], "\\boxed{"), str)
+
+
+def _braced(text: str, begin: str) -> str | None:
+    """The content of the last `begin`, which ends with a brace, up to the brace that closes it."""
+    start = text.rfind(begin)
+    depth = 0
+    for place in range(start + len(begin) - 1, len(text)) if start >= 0 else ():
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return text[start + len(begin) : place]
+    return None
+
+
+def _in_last_box(text: str) -> str | None:
+    r"""Also of "\boxed 5$", which stands above all others."""
+    if "\\boxed " in text:
+        return text.split("\\boxed ")[-1].split("$")[0]
+    start = text.rfind("\\boxed")
+    return _braced(text[start:], "\\boxed{") if start >= 0 and text.startswith("\\boxed{", start) else None
+
+
+LEFT_OUT = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
+
+
+def _plain(text: str) -> str:
+    """The rules of MATH, in their order. Raises IndexError and ValueError for what they do not know."""
+    for what in LEFT_OUT[0]:
+        text = text.replace(what, "")
+    text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for what in LEFT_OUT[1]:
+        text = text.replace(what, "")
+    if "\\text{ " in text:
+        text, _ = text.split("\\text{ ")  # a unit
+    text = text.replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    text = "0" + text if text[0] == "." else text
+    sides = text.split("=")
+    text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
+    first, *others = text.split("\\sqrt")
+    text = first + "".join("\\sqrt" + (one if one[0] == "{" else f"{{{one[0]}}}{one[1:]}") for one in others)
+    text = _fractions(text.replace(" ", ""))
+    text = "\\frac{1}{2}" if text == "0.5" else text
+    whole = re.fullmatch(r"(0|-?[1-9]\d*)/(0|-?[1-9]\d*)", text, re.ASCII)
+    return f"\\frac{{{whole.group(1)}}}{{{whole.group(2)}}}" if whole else text
+
+
+def _fractions(text: str) -> str:
+    r"""\frac12 and \frac1{72} with braces. Raises IndexError."""
+    first, *others = text.split("\\frac")
+    for one in others:
+        if one[0] != "{" and len(one) < 2:
+            return text
+        ends = one if one[0] == "{" else f"{{{one[0]}}}" + (one[1:] if one[1] == "{" else f"{{{one[1]}}}{one[2:]}")
+        first += "\\frac" + ends
+    return first
+
+
+REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+WORDS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+UNWRAPPED = (
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+    *((rf"(\\{name}\{{)(.*?)(\}})", r"\2") for name in ("text", "textbf", "overline")),
+    (r"(\\boxed\{)(.*)(\})", r"\2"),
+    (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
+    (r"(sqrt)([^{])", r"sqrt{\2}"),
+)
+
+
+def _minerva(text: str) -> str:
+    """The rules of Minerva, in their order."""
+    text = text.split("=")[-1]
+    for before, after in (*REPLACED, *((word, "") for word in WORDS)):
+        text = text.replace(before, after)
+    for pattern, kept in UNWRAPPED:
+        text = re.sub(pattern, kept, text)
+    text = text.replace("$", "")
+    return (text.replace(",", "") if text.replace(",", "").isdigit() else text).strip()
