@@ -215,14 +215,14 @@ class TrainJob:
         lock: RunLock,
         stop: StopRequest,
         group,  # type: ignore[no-untyped-def]
-        place=None,  # type: ignore[no-untyped-def]
+        places=None,  # type: ignore[no-untyped-def]
     ) -> int:
-        """`place`: of the engines; None: beside this process."""
+        """`places`: of servers and reward workers; None: below this process."""
         from rlhf_megatron.proof.replay import NOT_REPRODUCED_EXIT_CODE, replay, replay_capsule
         from rlhf_megatron.recovery.keeper import saves_state
         from rlhf_megatron.recovery.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
+        from rlhf_megatron.rewards.service.places import Places
         from rlhf_megatron.rollout.engine import EngineError
-        from rlhf_megatron.rollout.fleet.process import here
         from rlhf_megatron.scheduler import run
         from rlhf_megatron.supervised.run import train_supervised
 
@@ -240,7 +240,7 @@ class TrainJob:
                 train_supervised(config, group, run_dir, lock, stop)
             else:
                 is_recorded = self.record or config.trainer.record
-                run.train(config, group, run_dir, is_recorded, lock, stop, place or here)
+                run.train(config, group, run_dir, is_recorded, lock, stop, places or Places())
         except EngineError as error:
             raise ValueError(str(error)) from error
         except NonFiniteNumbers as error:
@@ -274,8 +274,8 @@ class TrainJob:
         opened = self._open_run_dir()
         stop = StopRequest()
 
-        def run(group, place) -> int:  # type: ignore[no-untyped-def]
-            return self._run(opened.path, opened.lock, stop, lambda: group, place)
+        def run(group, places) -> int:  # type: ignore[no-untyped-def]
+            return self._run(opened.path, opened.lock, stop, lambda: group, places)
 
         job = RayJob(
             self.config,
@@ -345,11 +345,13 @@ class TrainJob:
         keepers = self._keepers()
 
         def run(group) -> int:  # type: ignore[no-untyped-def]
+            from rlhf_megatron.rewards.service.places import Places
             from rlhf_megatron.runtime.torchrun.engines import MachineEngines
 
             is_spread = self.config.trainer.nnodes > 1 or keepers is not None
-            place = MachineEngines(self.config, group) if is_spread else None
-            return self._run(run_dir, lock, stop, lambda: group, place)
+            servers = MachineEngines(self.config, group) if is_spread else None
+            places = Places(servers, servers.reward_server) if servers is not None else None
+            return self._run(run_dir, lock, stop, lambda: group, places)
 
         pools = (*self._pools(), *([] if keepers is None else [keepers]))
         return run_controller(run, pools, self._deadlines(), stop)

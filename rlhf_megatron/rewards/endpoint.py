@@ -1,7 +1,8 @@
-"""Requests of rewards to servers, with limits that hold over all worker processes of this machine, and with retries.
+"""Requests of rewards to servers, with limits that hold over all worker processes of a run, and with retries.
 
 The limits of an address are locks on files that all processes of the user share: the kernel frees those of a process
-that ends. A request that fails in a way that may pass is sent again, after a pause that doubles and varies.
+that ends. Where a run has workers on several machines, each has its share. A request that fails in a way that may pass
+is sent again, after a pause that doubles and varies.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that may a
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 LOOK_S = 0.02
 MAX_ANSWER_BYTES = 1 << 26
+_num_machines = 1  # that have workers of the run
+
+
+def share_limits(num_machines: int) -> None:
+    """What a server may be asked is for so many machines together. For this process and those forked off it."""
+    global _num_machines
+    _num_machines = num_machines
 
 
 class EndpointError(RuntimeError):
@@ -44,8 +52,8 @@ class Endpoint:
     url: str  # http:// or https://, with the path
     timeout_s: float = 60.0  # of one request
     patience_s: float = 120.0  # after the first request, in which failed ones are sent again
-    concurrency: int = 16  # requests at a time, over all workers of this machine
-    requests_per_s: float | None = None  # over all workers of this machine; null: no limit
+    concurrency: int = 16  # requests at a time, over all workers (on each machine one at least)
+    requests_per_s: float | None = None  # over all workers; null: no limit
     key_file: str | None = None  # holds the bearer token
 
     def __post_init__(self) -> None:
@@ -112,10 +120,10 @@ class Endpoint:
     def _turn(self) -> Iterator[None]:
         """Wait until this request may be sent; hold its place until it is answered."""
         folder = _folder(self.url)
-        held = _first_free(folder, self.concurrency)
+        held = _first_free(folder, max(1, self.concurrency // _num_machines))
         try:
             if self.requests_per_s is not None:
-                _await_slot(folder / "next", 1.0 / self.requests_per_s)
+                _await_slot(folder / "next", _num_machines / self.requests_per_s)
             yield
         finally:
             os.close(held)

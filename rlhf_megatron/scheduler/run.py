@@ -43,9 +43,10 @@ from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rewards.service.model_servers import ModelServers, model_servers
+from rlhf_megatron.rewards.service.places import Places
 from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import Place, here, now_and_then
+from rlhf_megatron.rollout.fleet.process import Place, now_and_then
 from rlhf_megatron.rollout.fleet.start import (
     MIB,
     EngineSetup,
@@ -73,11 +74,12 @@ def train(
     is_recorded: bool,
     lock: RunLock,
     stop: StopRequest,
-    place: Place = here,
+    places: Places = Places(),  # noqa: B008  (frozen)
 ) -> None:
     """A run from the first sync to the summary, or what is left of it.
 
-    `connect_group` waits for the hosts; `lock`: of the directory; `place`: where servers run. Raises RunStopped where
+    `connect_group` waits for the hosts; `lock`: of the directory; `places`: where servers and reward
+    workers run. Raises RunStopped where
     `stop` asks for it, after the state was saved if the run has checkpoints.
     """
     seed_process(config.trainer.seed, 0)
@@ -99,16 +101,18 @@ def train(
             tracker.note(f"engines by machine: {spread}")
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
-        reward_servers = stack.enter_context(model_servers(config, run_dir, now_and_then(tracker.note, stop.check)))
+        reward_servers = stack.enter_context(
+            model_servers(config, run_dir, now_and_then(tracker.note, stop.check), places.reward_servers)
+        )
         if reward_servers is not None and config.rollout.colocated:
             reward_servers.sleep()
-        fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
+        fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, places.engines)
         group = hosts or _hosts(stack, config, connect_group)
         watchdog.look_at(group, fleet.calls)
         workers = Workers(group, tracker.trace.watch)
         turns = _turns(config, workers, fleet, reward_servers)
         of_model = reward_servers.term() if reward_servers is not None else None
-        scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG, of_model))
+        scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG, of_model, places.reward_workers))
         journal = _journal(config, run_dir, tracker)
         route_files = _route_files(config, run_dir, journal, is_recorded)
         capsules = Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from config_samples import VALID
-from places import MODEL
+from places import MODEL, SUPPORT
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -26,7 +30,9 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rollout.engine import EngineAddress
 from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.runtime.torchrun.engines import MachineKeeper
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 ENDING = "="
@@ -89,6 +95,47 @@ def await_true(claim: Callable[[], bool]) -> None:
     while not claim():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_keeper_on_another_machine(judge: tuple[Path, PreTrainedModel]) -> None:
+    """What torchrun starts there: it makes its own launches, and a server comes back at its address with its key."""
+    folder, model = judge
+    config = run_config(folder)
+    served = replace(config.reward_model.served, machines=(1,), num_servers=1)
+    config = replace(config, reward_model=replace(config.reward_model, served=served))
+    with closing(MachineKeeper(config, 1, folder, "127.0.0.1")) as keeper:
+
+        def begun(is_again: bool) -> EngineAddress:
+            keeper.order(1, "reward0", "begin", [0, folder, is_again])
+            await_true(lambda: keeper.reports()["reward0"].address is not None)
+            found = keeper.reports()["reward0"].address
+            assert found is not None
+            return found
+
+        def score(address: EngineAddress) -> float:
+            return HttpClient(address).post("/classify", {"input_ids": [3, 5, 7]}, 60.0)["embedding"][0]
+
+        address = begun(is_again=False)
+        with torch.no_grad():
+            wanted = model(torch.tensor([[3, 5, 7]])).logits.item()
+        assert score(address) == pytest.approx(wanted, abs=1e-5)
+        keeper.order(1, "reward0", "kill", [])
+        assert begun(is_again=True) == address and score(address) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_servers_under_ray(judge: tuple[Path, PreTrainedModel]) -> None:
+    """In a program of its own: actors start the servers, of which one is killed."""
+    folder, model = judge
+    asked = samples(20)
+    (folder / "asked.json").write_text(json.dumps([asdict(one) for one in asked]))
+    command = [sys.executable, str(SUPPORT / "ray_reward_servers_program.py"), str(folder / "run.yaml"), str(folder)]
+    run_config(folder)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=4 * STARTUP_S, check=True, cwd=SUPPORT)
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    wanted = [(score - 0.1) / 3 for score in by_transformers(model, asked)]
+    assert told["first"] == pytest.approx(wanted, abs=1e-5) and told["killed"] == pytest.approx(wanted, abs=1e-5)
+    assert told["num_restarts"] == 1 and told["urls"] == told["urls_again"]
+    assert told["slept"] == told["woken"], "bitwise"
 
 
 def test_two_servers(judge: tuple[Path, PreTrainedModel]) -> None:

@@ -184,9 +184,20 @@ def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
         entry is None or OWN_PROCESS in entry.needs or getattr(params, "needs_process", False)
         for entry, params in entries
     )
-    yield not has_process, OF_PROCESSES, "reward.name", fix
+    yield not has_process, (*OF_PROCESSES, "ray.reward_actors"), "reward.name", fix
     all_have_their_own = bool(config.data.sources) and {s.name for s in config.data.sources} <= set(r.by_source)
     yield all_have_their_own, ("reward.name", "reward.params"), BY_SOURCE, "leave a source out there"
+
+
+@rule_of_rl
+def reward_actors(loaded: Loaded) -> Findings:
+    num_actors, num_workers = loaded.config.ray.reward_actors, loaded.config.reward.num_workers
+    yield wrong(
+        num_actors > num_workers,
+        f"ray.reward_actors ({num_actors}) must be at most reward.num_workers ({num_workers}), which they share; lower"
+        " the first, or raise the second.",
+        ("ray.reward_actors", "reward.num_workers"),
+    )
 
 
 @rule_of_rl

@@ -247,6 +247,8 @@ def idle_ray_settings(config: RunConfig) -> Iterator[Idle]:
     has_engines = not config.rollout.endpoints
     yield is_ray and not has_engines, ("ray.num_cpus_per_engine",), "rollout.endpoints", "let the run start its engines"
     yield is_ray and config.ray.address is not None, ("ray.dashboard",), ADDRESS, "leave the address out"
+    num_actors, of_one = config.ray.reward_actors, ("ray.num_cpus_per_reward_actor",)
+    yield is_ray and num_actors == 0, of_one, "ray.reward_actors", "give it a number of actors"
 
 
 @rule

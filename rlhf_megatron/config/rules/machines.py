@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import entry_of, num_parts, num_ranks, reads
-from rlhf_megatron.config.rules.run import GPUS, NODES, actor_ranks
+from rlhf_megatron.config.rules.run import GPUS, NODES, actor_ranks, has_served_model
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -51,6 +51,13 @@ def _usable(c: RunConfig) -> Sequence[int]:
     return c.rollout.engine_machines or reached or (0,)
 
 
+def machines_of_servers(c: RunConfig) -> list[int]:
+    """Return the machine of each server of the reward model."""
+    machines = c.reward_model.served.machines or (0,)
+    count = c.reward_model.served.num_servers if has_served_model(c) else 0
+    return [machines[index % len(machines)] for index in range(count)]
+
+
 def machines_with_copies(c: RunConfig) -> list[int]:
     """Return the machines whose ranks hold the actor whole: only there can weights go through memory."""
     megatron, each = c.actor.megatron, c.trainer.n_gpus_per_node
@@ -78,6 +85,8 @@ def told(c: RunConfig) -> str:
     by_machine: dict[int, list[str]] = {}
     for name, machine in zip(part_names(c.rollout), machines_of_parts(c), strict=True):
         by_machine.setdefault(machine, []).append(name)
+    for index, machine in enumerate(machines_of_servers(c)):
+        by_machine.setdefault(machine, []).append(f"reward{index}")
     if set(by_machine) == {0} and c.trainer.nnodes == 1:
         return ""
     return "; ".join(f"machine {machine}: {', '.join(names)}" for machine, names in sorted(by_machine.items()))

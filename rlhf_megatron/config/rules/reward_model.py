@@ -8,11 +8,12 @@ from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
 from rlhf_megatron.config.rules.batches import holds_the_longest
 from rlhf_megatron.config.rules.parts import MODEL_PART, entry_of
-from rlhf_megatron.config.rules.run import NODES, has_reward_model, has_served_model, reward_model_ranks
+from rlhf_megatron.config.rules.run import has_reward_model, has_served_model, reward_model_ranks
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
 PATH, SERVERS = "reward_model.path", "reward_model.served.num_servers"
+OF_SERVERS = "reward_model.served.machines"
 GRANULARITY, BUDGET = "reward_model.granularity", "reward_model.max_token_len_per_gpu"
 OF_RANKS = tuple(
     f"reward_model.{name}"
@@ -28,7 +29,9 @@ FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metr
 def idle_reward_model_settings(config: RunConfig) -> Iterator[Idle]:
     chosen, is_served = config.reward_model, has_served_model(config)
     yield not has_reward_model(config) and not is_served, ("reward_model",), PATH, "name a model there"
-    of_served = tuple(f"reward_model.served.{name}" for name in ("dtype", "ending", "python", "args", "env"))
+    names = ("dtype", "ending", "python", "args", "env", "machines")
+    of_served = tuple(f"reward_model.served.{name}" for name in names)
+    yield is_served and config.trainer.runtime != "torchrun", (OF_SERVERS,), "trainer.runtime", "set that to torchrun"
     yield not is_served, of_served, SERVERS, "give it a number of servers"
     yield is_served, OF_RANKS, SERVERS, "set that to 0"
     yield chosen.num_ranks == 0, ("reward_model.megatron",), "reward_model.num_ranks", "give the model ranks of its own"
@@ -100,10 +103,9 @@ def _served(c: RunConfig) -> Findings:
         " its score, so a run with trainer.deterministic would not repeat; set it to 0.",
         (SERVERS, "trainer.deterministic"),
     )
+    given = c.reward_model.served.machines
     yield wrong(
-        c.trainer.runtime == "ray" or c.trainer.nnodes > 1,
-        f"{SERVERS} ({c.reward_model.served.num_servers}) has servers on the controller's machine, whose devices others"
-        " may have in a job of several machines or of Ray; start them yourself and name them with reward_server in"
-        " reward.terms, or set it to 0.",
-        (SERVERS, "trainer.runtime", NODES),
+        len(set(given)) < len(given),
+        f"{OF_SERVERS} ({list(given)}) must name each machine once, where servers are started in turns; correct it.",
+        (OF_SERVERS,),
     )

@@ -11,7 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_megatron.config.schema.fields import COUNT, FACTOR, FRACTION, NATS, POSITIVE, RANKS, SECONDS, SEED, doc
+from rlhf_megatron.config.schema.fields import (
+    COUNT,
+    FACTOR,
+    FRACTION,
+    NATS,
+    POSITIVE,
+    PROCESSES,
+    RANKS,
+    SECONDS,
+    SEED,
+    Interval,
+    doc,
+)
 from rlhf_megatron.config.schema.samples import (
     DataConfig,
     FewShotConfig,
@@ -34,6 +46,7 @@ from rlhf_megatron.config.schema.training import (
     PolicyLossConfig,
     ReferenceConfig,
     RewardModelConfig,
+    ServedConfig,
     SFTConfig,
     TeacherTermConfig,
     WarmupConfig,
@@ -203,6 +216,12 @@ class RayConfig:
     )
     num_cpus_per_rank: float = doc("CPUs that Ray reserves for a rank", 1.0, FACTOR)
     num_cpus_per_engine: float = doc("CPUs that Ray reserves for an engine", 1.0, FACTOR)
+    reward_actors: int = doc(
+        "actors that share the reward.num_workers processes of rewards, on any machine; 0: the driver's has all",
+        0,
+        Interval(0, PROCESSES.high, PROCESSES.why),
+    )
+    num_cpus_per_reward_actor: float = doc("CPUs that Ray reserves for one of these", 1.0, FACTOR)
     placement: Literal["pack", "spread"] = doc(
         "ranks of a pool on as few machines as there may be, or on as many", "pack"
     )

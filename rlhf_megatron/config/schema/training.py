@@ -293,6 +293,10 @@ class ServedConfig:
     python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)
     args: dict[str, Any] = doc("SGLang server arguments, without the leading dashes", factory=dict)
     env: dict[str, str] = doc("environment of the server processes", factory=dict)
+    machines: tuple[int, ...] = doc(
+        "numbers of the machines on which they are started in turns, as rollout.engine_machines; (): the controller's",
+        (),
+    )
 
 
 @dataclass(frozen=True)

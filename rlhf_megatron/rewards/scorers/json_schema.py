@@ -10,6 +10,8 @@ from typing import Any
 from rlhf_megatron.rewards.scorers.answer import last_block
 from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
 
+SIMPLE: tuple[Any, ...] = (None, {}, [], "", 0)
+
 
 @dataclass(frozen=True)
 class JsonSchemaParams:
@@ -77,7 +79,7 @@ def json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
 def _is_endless(validator: Any) -> bool:
     """Whether a schema follows itself without going deeper into the value."""
     try:
-        for simple in (None, {}, [], "", 0):
+        for simple in SIMPLE:
             validator.is_valid(simple)
     except RecursionError:
         return True

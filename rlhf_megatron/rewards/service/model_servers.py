@@ -1,5 +1,5 @@
 """Servers of a reward model that the run starts: stock SGLang, watched, started again at the same address, put to sleep
-while others have their devices.
+while others have their devices. They stand where the launcher places them.
 
 SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack, and leaves it as it
 was made: random, another one on each replica. It is served from a directory of links that adds the bias 0.
@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
@@ -27,7 +29,7 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.endpoint import EndpointError
 from rlhf_megatron.rewards.scorers.reward_server import PROBE, TOLERANCE, compare, number_of
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers, Progress, write_token
+from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, here, write_private
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang, on_cpu
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 HEAD, BIAS = "score.weight", "score.bias"
 BIAS_FILE = "score_bias.safetensors"
+FOLDER, SERVER = "reward_servers", "reward"  # in the run directory; begins their names
 MEMORY_S = 120.0  # to release memory, or to get it
 CPU_BACKUP = "enable-weights-cpu-backup"  # or the weights of a server that slept come back without contents
 
@@ -49,7 +52,9 @@ def check_served(config: RunConfig) -> None:
 
 
 @contextmanager
-def model_servers(config: RunConfig, run_dir: Path, progress: Progress | None = None) -> Iterator[ModelServers | None]:
+def model_servers(
+    config: RunConfig, run_dir: Path, progress: Progress | None = None, place: Place = here
+) -> Iterator[ModelServers | None]:
     """Start the servers of the run's reward model, and stop them in the end; None where it has none.
 
     Raises ValueError for what a user can mend, EngineError where a server does not start.
@@ -57,28 +62,29 @@ def model_servers(config: RunConfig, run_dir: Path, progress: Progress | None = 
     if not has_served_model(config):
         yield None
         return
-    with ModelServers(config, run_dir, progress) as servers:
+    with ModelServers(config, run_dir, progress, place) as servers:
         yield servers
 
 
 class ModelServers:
     """A context manager. Thread-safe."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, progress: Progress | None = None) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, progress: Progress | None = None, place: Place = here) -> None:
         """Start all, and have each score a text. Raises as `model_servers`."""
         self.config, self.model = config, config.reward_model
-        path, folder = Path(str(self.model.path)), run_dir / "reward_servers"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = run_dir / FOLDER
         self.num_restarts = 0
-        self._key_file = folder / "key"
-        self._probe_ids = list(load_tokenizer(path).encode(PROBE))
+        self._probe_ids = list(load_tokenizer(Path(str(self.model.path))).encode(PROBE))
         self._lock = threading.RLock()  # held by who starts a server again, or puts them to sleep
         self._is_asleep = False
         self._given_up: set[str] = set()
         self._has_ended = threading.Event()
-        launches = _launches(config, with_bias(path, folder / "model"), folder, write_token(self._key_file))
-        self.servers = EngineServers(launches, config.rollout.startup_timeout_s, progress)
+        launches = server_launches(config, run_dir)
+        self.servers = EngineServers([*map(place, launches)], config.rollout.startup_timeout_s, progress)
         try:
+            for launch, address in zip(launches, self.servers.addresses, strict=True):
+                launch.port = urlsplit(address.url).port  # for good: rewards know it
+                write_private(self._key_of(address), address.token)
             self._scores = {address.name: self._score(address) for address in self.servers.addresses}
             compare(self._scores)
         except EndpointError as error:
@@ -98,12 +104,15 @@ class ModelServers:
         self.servers.stop()
         self._watch.join()
 
+    def _key_of(self, address: EngineAddress) -> Path:
+        return self._folder / f"{address.name}.key"
+
     def term(self) -> RewardTermConfig:
         """The reward by which they score samples."""
         model, rollout = self.model, self.config.rollout
         params: dict[str, Any] = {
             "servers": [
-                {"url": f"{address.url}/classify", "key_file": str(self._key_file)}
+                {"url": f"{address.url}/classify", "key_file": str(self._key_of(address))}
                 for address in self.servers.addresses
             ],
             "ending": model.served.ending,
@@ -192,12 +201,15 @@ class ModelServers:
             logger.error("%s was not started again: %s", address.name, error)
 
 
-def with_bias(model: Path, target: Path) -> Path:
-    """The directory to serve: `model`, or `target`, where that needs a bias 0 of the head: links to its files."""
+def with_bias(model: Path, target: Path, is_made: bool = False) -> Path:
+    """The directory to serve: `model`, or `target`, where that needs a bias 0 of the head: links to its files.
+    `is_made`: another process has made it, if this machine sees its folder."""
     reader = HFReader(model)
     architectures = read_json(model / "config.json").get("architectures") or ()
     if not set(WITHOUT_BIAS).intersection(architectures) or BIAS in reader.names:
         return model
+    if is_made and (target / INDEX).exists():
+        return target
     target.mkdir(parents=True, exist_ok=True)
     for file in [*target.iterdir()]:
         file.unlink()
@@ -227,16 +239,19 @@ def _machine(config: RunConfig) -> Machine:
     """This machine's GPUs: the trainer's ranks and the engines take the first of them."""
     rollout = config.rollout
     given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
-    here = EngineSetup.of(config).machine()
-    taken = here.num_trainer
+    found = EngineSetup.of(config).machine(is_placed=config.trainer.runtime == "ray" or config.trainer.nnodes > 1)
+    taken = found.num_trainer
     if not rollout.endpoints and not on_cpu(given, rollout.sglang.env):
         span = given.get("tp-size", given.get("tensor-parallel-size", 1)) if rollout.engine == "sglang" else 1
         taken += rollout.num_engines * int(str(span))
-    return replace(here, num_trainer=taken)
+    return replace(found, num_trainer=taken)
 
 
-def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SGLangLaunch]:
-    served, installed = config.reward_model.served, _environment(config)
+def server_launches(config: RunConfig, run_dir: Path, is_made: bool = False) -> list[SGLangLaunch]:
+    """Of all servers, not yet started. `is_made`: see `with_bias`. Raises ValueError."""
+    served, installed, folder = config.reward_model.served, _environment(config), run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    model = with_bias(Path(str(config.reward_model.path)), folder / "model", is_made)
     if installed.warning is not None:
         logger.warning("%s", installed.warning)
     of_user = installed.arguments.values
@@ -250,10 +265,10 @@ def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SG
     if config.rollout.colocated and not on_cpu(of_user, served.env):
         own[CPU_BACKUP] = True
     settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
-    ports, meeting_place = Ports(), MeetingPlace()
+    ports, meeting_place, key = Ports(), MeetingPlace(), secrets.token_hex(32)
     return [
         SGLangLaunch(
-            name=f"reward{index}",
+            name=f"{SERVER}{index}",
             folder=folder,
             installed=installed,
             settings={**settings, **devices},
@@ -264,7 +279,6 @@ def _launches(config: RunConfig, model: Path, folder: Path, key: str) -> list[SG
             meeting_place=meeting_place,
             key=key,
             is_engine=False,
-            keeps_port=True,
         )
         for index, devices in enumerate(installed.devices)
     ]

@@ -30,7 +30,8 @@ MAX_LOG_BYTES = 1 << 24
 
 class WorkerPool:
     """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position. `waits_s`: of each the
-    seconds that a sample may wait for a server, which are not the policy's doing; None: it waits for none."""
+    seconds that a sample may wait for a server, which are not the policy's doing; None: it waits for none.
+    `num_machines`: that have pools of the run, which share the limits of servers."""
 
     def __init__(
         self,
@@ -39,12 +40,14 @@ class WorkerPool:
         timeout_s: float,
         log: Path | None,
         waits_s: Sequence[float | None] = (),
+        num_machines: int = 1,
     ) -> None:
         self.rewards = rewards
         self.waits_s = waits_s or [None] * len(rewards)
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.log = log
+        self.num_machines = num_machines
         self.workers: dict[int, Worker] = {}
         self.template: TemplateProcess | None = None
         self.num_hiring = 0
@@ -53,7 +56,7 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start without waiting. Call it on the main thread: the processes end with the thread that started them."""
-        self.template = TemplateProcess(self.rewards, self.log)
+        self.template = TemplateProcess(self.rewards, self.log, self.num_machines)
         self._selector.register(self.template.control, selectors.EVENT_READ)
 
     def await_ready(self) -> TemplateProcess:

@@ -104,9 +104,10 @@ def print_once(note: str) -> None:
 class TemplateProcess:
     """Started in the background; `await_ready` comes first. Made on a thread that outlives it, such as the main one."""
 
-    def __init__(self, rewards: Sequence[Mapping[str, Any]], log: Path | None) -> None:
-        """`rewards`: name, params and key in the configuration of each. `log`: what it prints; None: nowhere."""
-        message = encode({"plugins": loaded(), "rewards": list(rewards)})
+    def __init__(self, rewards: Sequence[Mapping[str, Any]], log: Path | None, num_machines: int) -> None:
+        """`rewards`: name, params and key in the configuration of each. `log`: what it prints; None: nowhere.
+        `num_machines`: that have workers of the run."""
+        message = encode({"plugins": loaded(), "rewards": list(rewards), "num_machines": num_machines})
         if len(message) > CONTROL_BYTES:
             raise ValueError(
                 f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES} can be sent; put"

@@ -16,6 +16,7 @@ from rlhf_megatron.config.rules.data import unknown_sources
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.rewards.scorers.base import MASKED, Keyed, RewardResult, RewardSample, Waiting, is_masked, masked
 from rlhf_megatron.rewards.service.components import Component, Components, combine, load_components
+from rlhf_megatron.rewards.service.places import MakePool, Pool
 from rlhf_megatron.rewards.service.pool import WorkerPool
 from rlhf_megatron.rewards.service.wire import Task
 from rlhf_megatron.rewards.service.worker import outcome
@@ -62,13 +63,15 @@ class Scorer:
     """Used in a `with` block, on the controller's main thread: rewards may have processes of their own. Any thread may
     call it."""
 
-    def __init__(self, components: Components, config: RewardConfig, log: Path) -> None:
+    def __init__(
+        self, components: Components, config: RewardConfig, log: Path, make_pool: MakePool = WorkerPool
+    ) -> None:
         self.components = components
         self.config = config
         self.log = log
         self._lock = threading.Lock()
         self._remote = _in_processes(components)
-        self._pool = _worker_pool(self._remote, config, log) if self._remote else None
+        self._pool = _worker_pool(self._remote, config, log, make_pool) if self._remote else None
 
     def __enter__(self) -> Scorer:
         """Start the processes without waiting: they import while the engines start."""
@@ -139,16 +142,20 @@ def _in_processes(components: Components) -> list[Component]:
     return [component for component in components if component.needs_process]
 
 
-def _worker_pool(remote: Sequence[Component], config: RewardConfig, log: Path | None) -> WorkerPool:
+def _worker_pool(
+    remote: Sequence[Component], config: RewardConfig, log: Path | None, make_pool: MakePool = WorkerPool
+) -> Pool:
     named = [{"name": c.entry.name, "params": c.written, "key": c.key} for c in remote]
     waits_s = [c.params.waits_s if isinstance(c.params, Waiting) else None for c in remote]
-    return WorkerPool(named, config.num_workers, config.timeout_s, log, waits_s)
+    return make_pool(named, config.num_workers, config.timeout_s, log, waits_s)
 
 
-def make_scorer(config: RewardConfig, log: Path, model: RewardTermConfig | None = None) -> Scorer:
-    """`log`: takes what worker processes print; `model`: see `load_components`. Raises ConfigError with all unknown
-    names and wrong parameters."""
-    return Scorer(load_components(config, model), config, log)
+def make_scorer(
+    config: RewardConfig, log: Path, model: RewardTermConfig | None = None, make_pool: MakePool = WorkerPool
+) -> Scorer:
+    """`log`: takes what worker processes print; `model`: see `load_components`; `make_pool`: of worker processes.
+    Raises ConfigError with all unknown names and wrong parameters."""
+    return Scorer(load_components(config, model), config, log, make_pool)
 
 
 def check_sources(config: RewardConfig, known: Iterable[str]) -> None:

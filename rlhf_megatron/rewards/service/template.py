@@ -24,6 +24,7 @@ from typing import Any
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.plugins import load_plugins
+from rlhf_megatron.rewards.endpoint import share_limits
 from rlhf_megatron.rewards.process_tree import children
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.base import Prepared
@@ -168,6 +169,7 @@ def main() -> None:
     faulthandler.enable()
     control = socket.socket(fileno=control_fd)
     message = json.loads(control.recv(CONTROL_BYTES))
+    share_limits(message["num_machines"])
     load_plugins(message["plugins"])  # the controller has run them too, so they can be
     rewards, problems, notes = load(message["rewards"])
     if problems:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -245,8 +244,7 @@ def search_path(env: Mapping[str, str]) -> str:
 
 @dataclass
 class SGLangLaunch:
-    """A server, or the part of one on one machine. `is_engine`: it generates, and takes weights. `keeps_port`: others
-    know its address for good."""
+    """A server, or the part of one on one machine. `is_engine`: it generates, and takes weights."""
 
     name: str
     folder: Path
@@ -261,10 +259,9 @@ class SGLangLaunch:
     part: int = 0  # of a server that spans machines
     meeting: str = ""
     is_engine: bool = True
-    keeps_port: bool = False
     quantization: str | None = None
     process: ServerProcess | None = None
-    port: int | None = None  # that it had when it was up, where it keeps that
+    port: int | None = None  # the only one that will do, where others know its address for good
     log_start: int = 0  # of this attempt, bytes into the log
     host: str = LOOPBACK
     address: EngineAddress = field(init=False)
@@ -281,7 +278,7 @@ class SGLangLaunch:
         self.env |= seat.env
         if seat.address == LOOPBACK:
             return
-        if not self.transfer_dir.is_dir():
+        if self.is_engine and not self.transfer_dir.is_dir():
             raise EngineError(
                 f"{self.name} was given a place on {seat.address}, where the run's transfer directory"
                 f" ({self.transfer_dir}) is not: receipts of weight syncs go through it; set rollout.transfer_dir to a"
@@ -352,7 +349,6 @@ class SGLangLaunch:
             self.start()
         if self.is_engine and self.part == 0:
             SGLangEngine(self.address, self.transfer_dir).probe()
-        self.port = urlsplit(self.address.url).port if self.keeps_port else None
         return self.address
 
     def _is_up(self) -> bool:

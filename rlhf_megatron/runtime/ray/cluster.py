@@ -214,13 +214,14 @@ class Cluster:
         num_gpus: float = 0,
         environment: Mapping[str, str],
     ) -> RemoteObject:
-        """`make(*arguments)` in a new process in that bundle of the reservation. Returns at once.
+        """`make(*arguments)` in a new process in that bundle of the reservation, -1 the last. Returns at once.
 
         `num_gpus`: that Ray takes from the bundle's and shows to the process; with 0 it sees those that `environment`
         names. `make` and `arguments` are pickled by Ray: no secrets in them (Ray keeps them); those go by `call`.
         """
         assert self._group is not None, "reserve comes first"
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        number = bundle % len(self._bundles)
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         actor = ray.remote(_Holder).options(
             num_cpus=num_cpus,
             num_gpus=num_gpus,

@@ -20,17 +20,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.rules.run import megatron_sections
+from rlhf_megatron.config.rules.run import has_served_model, megatron_sections
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.bound_store import BoundStore
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.fleet.process import Place
+from rlhf_megatron.rewards.service.places import MakePool, Places
+from rlhf_megatron.rewards.service.pool import WorkerPool
 from rlhf_megatron.rollout.sockets import interface_towards
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.controller import Deadlines, control
@@ -45,15 +47,19 @@ from rlhf_megatron.runtime.ray.places import (
     cpus_of_own_cluster,
     engine_bundles,
     gpus_of_part,
+    gpus_per_server,
     must_share_machine,
     rank_bundles,
+    reward_bundles,
+    server_bundles,
 )
+from rlhf_megatron.runtime.ray.rewards import Part, RayWorkers
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import SIGNALS, ControllerStop, HostStop
 from rlhf_megatron.stop import StopRequest
 
 if TYPE_CHECKING:
-    from rlhf_megatron.runtime.ray.cluster import Cluster, Task, Whereabouts
+    from rlhf_megatron.runtime.ray.cluster import Cluster, RemoteObject, Task, Whereabouts
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _FAILED = 1
@@ -122,9 +128,9 @@ class RankProcess:
             raise ConnectionError(f"{order.place.where} cannot reach the driver at {order.address}.")
 
 
-def run_driver(run: Callable[[RoutedGroups, Place], int], job: RayJob, stop: StopRequest) -> int:
+def run_driver(run: Callable[[RoutedGroups, Places], int], job: RayJob, stop: StopRequest) -> int:
     """Connect to the cluster, or make one; reserve, start the ranks, `run`, end all. Returns what `run` does, which is
-    given the hosts and the place of its engines.
+    given the hosts, and where the rest of the run stands.
 
     A signal becomes `stop`, which `run` is to look at. Raises ValueError where there is no cluster or no room in it,
     and as `run_controller` of the torchrun launcher. On the main thread.
@@ -174,34 +180,44 @@ def _end_process(exit_code: int) -> None:
 class _Devices:
     has_gpus: bool  # ranks have one each
     of_engine: int  # GPUs of an engine on one machine; 0 on a CPU
+    of_server: int = 0  # of a server of the reward model
 
 
 def _devices(job: RayJob, cluster: Cluster) -> _Devices:
     kind = job.config.trainer.device
     has_gpus = kind == "cuda" or (kind == "auto" and cluster.has_gpus)
-    return _Devices(has_gpus, gpus_of_part(job.config.rollout) if has_gpus and job.has_engines else 0)
+    if not has_gpus or not job.has_engines:
+        return _Devices(has_gpus, 0)
+    of_server = gpus_per_server(job.config.reward_model.served) if has_served_model(job.config) else 0
+    return _Devices(has_gpus, gpus_of_part(job.config.rollout), of_server)
 
 
 def _bundles(job: RayJob, devices: _Devices, driver_address: str) -> list[Bundle]:
-    """The machines' shares of the ranks, then the engines'. Where weights go through memory of the driver's machine
-    (transport tensor, the bundled engine), the engines and the ranks that send are on it."""
+    """The machines' shares of the ranks, then the engines', then those of the rewards. Where weights go through memory
+    of the driver's machine (transport tensor, the bundled engine), the engines and the ranks that send are on it."""
     ranks = list(rank_bundles(job.config.trainer, job.config.ray, job.config.rollout, devices.has_gpus))
     if not job.has_engines:
         return ranks
     engines = engine_bundles(job.config.rollout, job.config.ray, devices.has_gpus, devices.of_engine)
+    rewards = _of_rewards(job, devices)
     if not must_share_machine(job.config.rollout):
-        return [*ranks, *engines]
+        return [*ranks, *engines, *rewards]
     return (
         [replace(b, machine=driver_address) for b in ranks[:1]]
         + ranks[1:]
         + [replace(b, machine=driver_address) for b in engines]
+        + rewards
     )
+
+
+def _of_rewards(job: RayJob, devices: _Devices) -> list[Bundle]:
+    return [*server_bundles(job.config, devices.of_server), *reward_bundles(job.config.ray)]
 
 
 def _run_on(
     cluster: Cluster,
     devices: _Devices,
-    run: Callable[[RoutedGroups, Place], int],
+    run: Callable[[RoutedGroups, Places], int],
     job: RayJob,
     stopping: ControllerStop,
 ) -> int:
@@ -239,8 +255,19 @@ def _run_on(
         ranks,
         ray_environment.of_engines(os.environ),
     )
+    is_shared, num_cpus = job.config.rollout.colocated, job.config.ray.num_cpus_per_engine
+    servers = RayEngines(
+        cluster,
+        job.config.rollout,
+        job.config.trainer.nnodes,
+        0 if is_shared else num_cpus,  # no more than one of those that take turns works
+        devices.of_server,
+        ranks,
+        ray_environment.of_engines(os.environ),
+        first_bundle=len(_bundles(job, devices, "")) - len(_of_rewards(job, devices)),
+    )
     return control(
-        lambda group: run(group, engines),
+        lambda group: run(group, Places(engines, servers, _reward_workers(cluster, job))),
         listener,
         secret,
         job.pools,
@@ -248,6 +275,24 @@ def _run_on(
         stopping,
         find_lost=lambda: _lost(tasks),
     )
+
+
+def _reward_workers(cluster: Cluster, job: RayJob) -> MakePool:
+    ray = job.config.ray
+    if ray.reward_actors == 0:
+        return WorkerPool
+
+    def begin(index: int) -> RemoteObject:
+        return cluster.start(
+            f"rewards{index}",
+            Part,
+            (os.getcwd(),),
+            bundle=index - ray.reward_actors,
+            num_cpus=ray.num_cpus_per_reward_actor,
+            environment=ray_environment.of_engines(os.environ),
+        )
+
+    return partial(RayWorkers, begin, ray.reward_actors)
 
 
 def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOrder, secret: bytes) -> list[Task]:

@@ -58,9 +58,11 @@ class RayEngines:
         num_gpus: int,
         ranks: Callable[[], Sequence[Whereabouts]],
         environment: Mapping[str, str],
+        first_bundle: int | None = None,
     ) -> None:
         """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `ranks`: where those of the trainer
-        run, in order; it waits until they do. `environment`: of the actors, and so of the servers."""
+        run, in order; it waits until they do. `environment`: of the actors, and so of the servers. `first_bundle`:
+        theirs, where they score and take no weights: others than the ranks and the driver ask them then."""
         self._cluster = cluster
         self._rollout = rollout
         self._num_machines = num_machines
@@ -68,33 +70,42 @@ class RayEngines:
         self._num_gpus = num_gpus
         self._ranks = ranks
         self._environment = environment
+        self._first_bundle = first_bundle
         self._num_placed = 0
 
     def __call__(self, launch: Launch) -> Launch:
         index = self._num_placed
         self._num_placed += 1
-        rollout, is_shared = self._rollout, self._rollout.colocated
+        rollout, is_shared, first = self._rollout, self._rollout.colocated, self._first_bundle
+        is_known = first is None or self._cluster.is_own  # who asks it
+        is_engine = first is None or is_shared
+        number = bundle_of_part(self._num_machines, is_shared, index) if is_engine else (first or 0) + index
 
         def begin(is_again: bool) -> tuple[Remote, Answer]:
             seating = Seating(
                 launch.name,
-                machine_id(),
+                machine_id() if is_known else "",
                 tuple(self._ranks()),
-                must_share_machine(rollout),
+                first is None and must_share_machine(rollout),
                 self._num_gpus if is_shared else 0,
                 index // self._num_machines * self._num_gpus,
-                num_parts(rollout) > 1,
+                first is None and num_parts(rollout) > 1,
             )
             keeper = self._cluster.start(
                 launch.name,
                 SeatedKeeper,
                 (os.getcwd(),),
-                bundle=bundle_of_part(self._num_machines, is_shared, index),
+                bundle=number,
                 num_cpus=self._num_cpus,
                 num_gpus=0 if is_shared else self._num_gpus,
                 environment=self._environment,
             )
-            makes = is_shared and rollout.weight_transport == "tensor" and not engine_kind(rollout.engine).is_elsewhere
+            makes = (
+                first is None
+                and is_shared
+                and rollout.weight_transport == "tensor"
+                and not engine_kind(rollout.engine).is_elsewhere
+            )
             return keeper, keeper.submit("begin_here", launch, seating, is_again, rollout.startup_timeout_s, makes)
 
         machine = index % self._num_machines if is_shared else 0

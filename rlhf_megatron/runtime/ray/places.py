@@ -16,7 +16,8 @@ from typing import Protocol
 
 from rlhf_megatron.config.rules.machines import part_names
 from rlhf_megatron.config.rules.parts import entry_of, reads
-from rlhf_megatron.config.schema import RayConfig, RolloutConfig, TrainerConfig
+from rlhf_megatron.config.rules.run import has_served_model
+from rlhf_megatron.config.schema import RayConfig, RolloutConfig, RunConfig, ServedConfig, SGLangConfig, TrainerConfig
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Seat
 from rlhf_megatron.rollout.sglang.environment import VISIBLE, Machine, check_sglang, gpus_per_part, on_cpu
@@ -68,6 +69,17 @@ def engine_bundles(
         return ()
     num_gpus = gpus_per_part if uses_gpus else 0
     return tuple(Bundle(name, ray.num_cpus_per_engine, num_gpus) for name in part_names(rollout))
+
+
+def server_bundles(config: RunConfig, num_gpus: int) -> tuple[Bundle, ...]:
+    """One a server of the reward model, which has `num_gpus`: () where they are colocated."""
+    count = config.reward_model.served.num_servers if has_served_model(config) and not config.rollout.colocated else 0
+    return tuple(Bundle(f"reward{index}", config.ray.num_cpus_per_engine, num_gpus) for index in range(count))
+
+
+def reward_bundles(ray: RayConfig) -> tuple[Bundle, ...]:
+    """One an actor of the rewards."""
+    return tuple(Bundle(f"rewards{index}", ray.num_cpus_per_reward_actor) for index in range(ray.reward_actors))
 
 
 def cpus_of_own_cluster(bundles: Sequence[Bundle], num_cores: int) -> int:
@@ -141,13 +153,15 @@ class Seating:
 
 def gpus_of_part(rollout: RolloutConfig) -> int:
     """GPUs of an engine on one machine; 0: its server runs on a CPU. Raises ValueError as `check_sglang`."""
-    if not reads(rollout, "rollout.sglang"):
-        return 1
-    sglang = rollout.sglang
+    elsewhere = Machine(has_others=True)
+    return gpus_per_server(rollout.sglang, elsewhere) if reads(rollout, "rollout.sglang") else 1
+
+
+def gpus_per_server(sglang: SGLangConfig | ServedConfig, machine: Machine | None = None) -> int:
+    """Return the same of servers with these settings."""
     arguments: Mapping[str, object] = {}
     if sglang.args:
-        elsewhere = Machine(has_others=True)
-        arguments = check_sglang(sglang.python, sglang.args, sglang.env, machine=elsewhere).arguments.values
+        arguments = check_sglang(sglang.python, sglang.args, sglang.env, machine=machine).arguments.values
     if on_cpu(arguments, sglang.env):
         return 0
     return gpus_per_part(arguments)

@@ -1,4 +1,5 @@
-"""Engines on several machines under torchrun: a keeper on each machine that has engines, but for the controller's.
+"""Servers on several machines under torchrun, of engines and reward models: a keeper on each machine that has some, but
+for the controller's.
 
     agent 0 --- host 0 --- controller --- server of machine 0
     agent 1 --- host 8 --- keeper ------- server of machine 1        as long as machine 1 has ranks
@@ -25,17 +26,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from rlhf_megatron.config.rules.machines import machines_of_parts
+from rlhf_megatron.config.rules.machines import machines_of_parts, machines_of_servers
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.device import visible_devices
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.transfer_dir import TransferDir, make_transfer_dir_at
+from rlhf_megatron.rewards.service.model_servers import SERVER, server_launches
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Launch, Progress, Seat, stop_together
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.sglang.environment import BASE, VISIBLE
+from rlhf_megatron.rollout.sglang.process import SGLangLaunch
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.controller import Deadlines
 from rlhf_megatron.runtime.failures import HostError, describe
@@ -52,7 +56,7 @@ from rlhf_megatron.runtime.keepers import (
 from rlhf_megatron.runtime.messages import BUILD, Call, Reply
 from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
 from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, on_signals, redirect_output
-from rlhf_megatron.runtime.ray.places import gpus_of_part
+from rlhf_megatron.runtime.ray.places import gpus_of_part, gpus_per_server
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.service import Service
 from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
@@ -80,11 +84,35 @@ class KeeperPool(PoolSpec):
 
 
 def keeper_pool(config: RunConfig) -> KeeperPool | None:
-    """Return the pool of keepers; None where all engines are on the controller's machine."""
-    machines = tuple(sorted(set(machines_of_parts(config)) - {0})) if config.job == "train" else ()
+    """Return the pool of keepers; None where all servers are on the controller's machine."""
+    used = {*machines_of_parts(config), *machines_of_servers(config)}
+    machines = tuple(sorted(used - {0})) if config.job == "train" else ()
     if not machines:
         return None
     return KeeperPool(ENGINES, Layout(len(machines)), pools_of(config)[-1].end, machines)
+
+
+def seat_of_server(config: RunConfig, index: int, address: str) -> Seat:
+    """The seat of a server of the reward model: behind the engines of its machine."""
+    machines, served = machines_of_servers(config), config.reward_model.served
+    names, place = {name.replace("_", "-") for name in served.args}, machines[:index].count(machines[index])
+    if config.trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in served.env:
+        return Seat(address)
+    size = gpus_per_server(served)
+    num_taken = 0
+    if not config.rollout.colocated:
+        has_ranks = machines[index] < config.trainer.nnodes
+        num_engines = machines_of_parts(config).count(machines[index])
+        num_taken = has_ranks * config.trainer.n_gpus_per_node + num_engines * gpus_of_part(config.rollout)
+    first = num_taken + place * size
+    own = visible_devices()[first : first + size]
+    if len(own) < size:
+        raise EngineError(
+            f"{SERVER}{index} needs devices {first} to {first + size - 1} of machine {machines[index]}, but"
+            f" {len(visible_devices())} are visible there; lower reward_model.served.num_servers, or set"
+            " reward_model.served.machines."
+        )
+    return Seat(address, {VISIBLE: ",".join(own)} if own else {})
 
 
 def seat_on(config: RunConfig, machine: int, place: int, address: str) -> Seat:
@@ -133,6 +161,18 @@ class MachineEngines:
         if machine == 0:
             launch.take(seat_on(self._config, 0, self._machines[:index].count(0), self._address))
             return launch
+        return self._kept(launch, machine, index)
+
+    def reward_server(self, launch: Launch) -> Launch:
+        """A `Place`, too: rewards are computed on the controller's machine."""
+        index = int(launch.name.removeprefix(SERVER))
+        machine = machines_of_servers(self._config)[index]
+        if machine == 0:
+            launch.take(seat_of_server(self._config, index, LOOPBACK))
+            return launch
+        return self._kept(launch, machine, index)
+
+    def _kept(self, launch: Launch, machine: int, index: int) -> Launch:
         remote = _Kept(self, machine, launch.name)
 
         def begin(is_again: bool) -> tuple[_Kept, Answer]:
@@ -221,7 +261,7 @@ def keep(machine: int, config: RunConfig, run_dir: Path, deadlines: Deadlines) -
     pool = keeper_pool(config)
     if pool is None or machine not in pool.machines:
         raise ValueError(
-            f"no engine of this run is on machine {machine}; name it in rollout.engine_machines, or start fewer"
+            f"no server of this run is on machine {machine}; name it in rollout.engine_machines, or start fewer"
             " machines."
         )
     rank = pool.machines.index(machine)
@@ -303,6 +343,7 @@ class MachineKeeper:
         self._run_dir = run_dir
         self._address = address
         self._launches: dict[str, Launch] = {}  # of all engines of the run, not started
+        self._servers: list[Launch] = []  # of the reward model, the same
         self._keepers: dict[str, ServerKeeper] = {}
         self._transfer: TransferDir | None = None  # made here
 
@@ -327,6 +368,11 @@ class MachineKeeper:
 
     def _begin(self, name: str, index: int, transfer_dir: Path, is_again: bool, meeting: str) -> str:
         rollout = self._config.rollout
+        if name.startswith(SERVER):
+            seat = partial(seat_of_server, self._config, index, self._address)
+            launches: Sequence[Launch] = self._servers or server_launches(self._config, self._run_dir, is_made=True)
+            self._servers = [*launches]
+            return self._start(launches[index], seat, is_again)
         if not engine_kind(rollout.engine).is_elsewhere and rollout.weight_transport == "tensor":
             # Weights come through memory of this machine alone, and so does what the engine says of them.
             self._transfer = self._transfer or make_transfer_dir_at(transfer_dir)
@@ -334,10 +380,17 @@ class MachineKeeper:
             EngineSetup.of(self._config).start(self._run_dir, transfer_dir, None, self._recorded)
         place = machines_of_parts(self._config)[:index].count(self._machine)
         seat = partial(seat_on, self._config, self._machine, place, self._address)
-        keeper = self._keepers[name] = ServerKeeper()
-        launch = copy.copy(self._launches[name])
+        return self._start(self._launches[name], seat, is_again, meeting)
+
+    def _start(self, launch: Launch, seat: Callable[[], Seat], is_again: bool, meeting: str = "") -> str:
+        former = self._keepers.get(launch.name)
+        address = None if former is None else former.report().address
+        if address is not None and isinstance(launch, SGLangLaunch) and not launch.is_engine:
+            launch.port = urlsplit(address.url).port  # rewards know it
+        keeper = self._keepers[launch.name] = ServerKeeper()
+        launch = copy.copy(launch)
         launch.meeting = meeting
-        return keeper.begin(launch, seat, is_again, rollout.startup_timeout_s)
+        return keeper.begin(launch, seat, is_again, self._config.rollout.startup_timeout_s)
 
     def _recorded(self, launch: Launch) -> Launch:
         self._launches[launch.name] = launch

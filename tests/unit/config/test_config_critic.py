@@ -215,7 +215,8 @@ SERVED = VALID + "\nreward_model: {path: judge, weight: 0.5, mean: 1.0, served: 
         ),
         (["reward_model.param_offload=true"], "reward_model.param_offload (true) would be ignored"),
         (["trainer.deterministic=true"], "a run with trainer.deterministic would not repeat; set it to 0"),
-        (["trainer.runtime=ray"], "servers on the controller's machine, whose devices others may have"),
+        (["reward_model.served.machines=[1,1]"], "reward_model.served.machines ([1, 1]) must name each machine once"),
+        (["trainer.runtime=ray", "reward_model.served.machines=[0]"], "because trainer.runtime is ray; remove it"),
         (
             ["reward.terms=[{name: reward_model, weight: 1.0, params: {}}]"],
             "a reward named reward_model would share its metrics",

@@ -20,10 +20,11 @@ from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.local.process import devices_of
 from rlhf_megatron.rollout.sglang.environment import gpus_per_part
 from rlhf_megatron.rollout.transports.delivery import served_by_copies
-from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_on
+from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_of_server, seat_on
 
 TWO = ["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]
 FOUR_ENGINES = [*TWO, "rollout.num_engines=4"]
+SERVED = ["reward_model.path=judge", "reward_model.served.num_servers=3"]
 DISK = "rollout.weight_transport=disk"
 RAY_SPLIT = ["trainer.n_gpus_per_node=1"]  # one tensor parallel group over both machines
 SPANS = ["rollout.engine=sglang", "rollout.sglang.args={nnodes: 2, tp_size: 4}", DISK]
@@ -60,6 +61,8 @@ def test_engines_are_dealt_to_machines_that_weights_reach(load, overrides: list[
 
 def test_the_rule_is_told(load) -> None:
     assert told(load(FOUR_ENGINES).config) == "machine 0: engine0, engine2; machine 1: engine1, engine3"
+    given = [*FOUR_ENGINES[:-1], *SERVED, "reward_model.served.machines=[1]"]
+    assert told(load(given).config) == "machine 0: engine0; machine 1: reward0, reward1, reward2"
     assert told(load([]).config) == ""
     ray = ["trainer.runtime=ray", *FOUR_ENGINES]
     assert told(load(ray).config) == "all on the driver's"
@@ -105,6 +108,9 @@ def test_keepers_are_where_the_controller_is_not(load) -> None:
     pool = keeper_pool(load([*FOUR_ENGINES, "rollout.engine_machines=[0,2,5]", DISK]).config)
     assert pool is not None and pool.machines == (2, 5) and pool.where(1) == "[engines of machine 5]"
     assert keeper_pool(load([]).config) is None
+    pool = keeper_pool(load([*SERVED, "reward_model.served.machines=[0,4]"]).config)
+    assert pool is not None and pool.machines == (4,)
+    assert keeper_pool(load(SERVED).config) is None, "the controller's machine has them"
 
 
 def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +128,23 @@ def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytes
     assert gpus_per_part({"tp-size": 16, "nnodes": 2}) == 8
     with pytest.raises(EngineError, match="engine 2 of machine 1 needs devices 8 to 8, but 8 are visible there"):
         devices(1, 2)
+
+
+def test_devices_of_a_server_of_the_reward_model_follow_those_of_the_engines(
+    load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "num_devices", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def devices(index: int, *overrides: str) -> str:
+        settings = [*FOUR_ENGINES, *SERVED, "trainer.n_gpus_per_node=4", "trainer.device=auto", *overrides]
+        return seat_of_server(load(settings).config, index, "10.0.0.2").env["CUDA_VISIBLE_DEVICES"]
+
+    assert [devices(index) for index in (0, 1)] == ["6", "7"], "behind 4 ranks and 2 of the 4 engines"
+    assert [devices(index, "reward_model.served.machines=[1,2]") for index in (0, 1, 2)] == ["6", "0", "7"]
+    assert devices(1, "rollout.colocated=true") == "1", "it takes turns with the ranks"
+    with pytest.raises(EngineError, match="reward2 needs devices 8 to 8 of machine 0, but 8 are visible there"):
+        devices(2)
 
 
 def test_bundled_servers_of_one_machine_share_its_free_devices_out(monkeypatch: pytest.MonkeyPatch) -> None:
