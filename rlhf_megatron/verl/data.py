@@ -107,7 +107,9 @@ def reward(draft: Draft) -> None:
     else:
         g.ignore(f"{FUNCTION}.*")
         draft.ask(
-            "reward.name: verl chooses a scorer by each row's data_source, which the file does not say; choose one with"
+            "reward.name: verl chooses a scorer by each row's data_source, which the file does not say (gsm8k for"
+            " openai/gsm8k, math for MATH, math_dapo for math* and aime*, short_answer for searchR1_*, code for apps,"
+            " taco and codecontests); choose one with"
             f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources with reward.by_source."
         )
     for replaced in ("reward.reward_model.enable", f"{SANDBOX}.url", f"{FUNCTION}.path"):
@@ -120,7 +122,8 @@ def reward(draft: Draft) -> None:
         if chosen in RIGHT_OR_WRONG:
             draft.put("reward.params.wrong_score", -1.0, (f"{MANAGER}.name",), scale)
         else:
-            g.notes.append(f"{scale}: reward.params.wrong_score -1 of {' and '.join(RIGHT_OR_WRONG)} gives that.")
+            others = " and ".join(RIGHT_OR_WRONG)
+            g.notes.append(f"{scale}, as reward.name math_dapo does, and {others} with reward.params.wrong_score -1.")
     if (manager is not None and manager not in PLAIN) or g.look(f"{MANAGER}.source") == "importlib":
         draft.leave(f"{MANAGER}.name", "a reward is a function of one sample: reward.name function", learns=True)
     g.ignore(f"{MANAGER}.*")
@@ -129,6 +132,7 @@ def reward(draft: Draft) -> None:
             why = "limits are those of a server: requests_per_s and concurrency of llm_judge, reward_server and code"
             draft.leave(f"reward.{name}", f"{why}; a function of your own keeps to its own")
     _overlong(draft)
+    draft.take("reward.timeout", "reward.timeout_s", note="seconds of work; waiting for a CPU does not count")
     draft.take("reward.num_workers", note="processes for rewards that run in processes of their own, of all the run")
 
 

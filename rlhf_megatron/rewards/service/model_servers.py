@@ -196,7 +196,10 @@ class ModelServers:
         self.num_restarts += 1
         logger.warning("%s is started again: %s", address.name, why)
         try:
-            self._check(self.servers.restart(address.name))
+            found = self.servers.restart(address.name)
+            if found.url != address.url:
+                raise EngineError(f"it stands at {found.url} now, and rewards know {address.url}; others score alone")
+            self._check(found)
         except (EngineError, EndpointError) as error:
             logger.error("%s was not started again: %s", address.name, error)
 
