@@ -162,7 +162,8 @@ class RowCounts:
 def read_rows(
     paths: Sequence[str | Path], prompt_key: str, label_key: str, skip_bad_rows: bool
 ) -> tuple[tuple[PromptRow, ...], RowCounts]:
-    """One object a row; `prompt_key` holds text or chat messages, `label_key` text or a number.
+    """One object a row; `prompt_key` holds text or chat messages, `label_key` text or a number, or a list or
+    an object, which become JSON.
 
     A key with points, such as reward_model.ground_truth, is looked up in nested objects. Raises ValueError for a
     missing file, for any bad row (unless `skip_bad_rows`), and when no good row is left.
@@ -222,6 +223,8 @@ def checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str)
         raise ValueError(f"a JSON {_json_type(value)}, not an object")
     prompt = prompt_of(look_up(value, prompt_key, "data.prompt_key"), prompt_key)
     label = look_up(value, label_key, "data.label_key")
+    if isinstance(label, dict | list):  # such as several right answers, which rewards read as JSON
+        label = json.dumps(label, ensure_ascii=False, default=str)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise ValueError(f"{label_key!r} must be a string or a number, not a JSON {_json_type(label)}")
     source = value.get(SOURCE_KEY, stem)

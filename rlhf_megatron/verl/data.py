@@ -139,10 +139,7 @@ def reward(draft: Draft) -> None:
 def _function(draft: Draft, path: str) -> None:
     g = draft.given
     name = g.get(f"{FUNCTION}.name") or "compute_score"
-    note = (
-        "it gets prompt, response, label, source, extra, finish_reason, num_tokens by name, not solution_str,"
-        " ground_truth, data_source, extra_info: rename its arguments"
-    )
+    note = "it gets solution_str, ground_truth, data_source and extra_info, one sample at a time"
     draft.put("reward.name", "function", (f"{FUNCTION}.path",), note)
     draft.put("reward.params.path", f"{path.removeprefix('file://')}:{name}", (f"{FUNCTION}.path", f"{FUNCTION}.name"))
     for key, value in g.below(f"{FUNCTION}.reward_kwargs").items():

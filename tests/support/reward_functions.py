@@ -109,6 +109,12 @@ def with_parts(response: str, num_tokens: int, scale: float = 1.0) -> dict[str, 
     return {"score": scale * len(response), "tokens": num_tokens}
 
 
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """As verl's users write it."""
+    is_right = solution_str == ground_truth and extra_info == {"index": 3} and data_source == "test"
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": solution_str}
+
+
 def needs_more(response: str, judge: object) -> float:
     return 0.0
 

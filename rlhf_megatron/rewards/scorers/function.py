@@ -1,7 +1,8 @@
 """A function of the user's own, named by a dotted path or a file: the way to a reward without touching this package.
 
 It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and num_tokens that its
-signature has, and `kwargs`. It returns a number, or a mapping with the number "score" and further numbers for metrics.
+signature has, also by verl's names, and `kwargs`. It returns a number, or a mapping with the number "score" and further
+numbers for metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 
 from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, BadResultError, RewardResult, RewardSample
 
-GIVEN = tuple(f.name for f in fields(RewardSample))
+OF_VERL = {"solution_str": "response", "ground_truth": "label", "data_source": "source", "extra_info": "extra"}
+GIVEN = (*(f.name for f in fields(RewardSample)), *OF_VERL)
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -107,26 +109,30 @@ def _accepted(path: str, function: Callable[..., Any], kwargs: tuple[str, ...]) 
     unused = [name for name in kwargs if name not in names]
     if unused and not takes_all:
         raise ValueError(f"path ({path!r}): the function does not take {', '.join(unused)} of kwargs; remove that.")
-    return GIVEN if takes_all else tuple(name for name in GIVEN if name in names)
+    return tuple(name for name in GIVEN if name in names or (takes_all and name not in OF_VERL))
 
 
 @REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
 def function(sample: RewardSample, params: FunctionParams) -> RewardResult:
     """Score with the user's function. A sample for which it raises is masked, not held against the policy."""
     call, names = load_function(params.path, tuple(params.kwargs))
-    given: dict[str, Any] = {name: getattr(sample, name) for name in names}
-    if "extra" in given:
-        given["extra"] = json.loads(sample.extra) if sample.extra else {}
+    given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
+    if {"extra", "extra_info"} & given.keys():
+        extra = json.loads(sample.extra) if sample.extra else {}
+        of_verl = extra.get("extra_info") or {}
+        given |= {name: value for name, value in (("extra", extra), ("extra_info", of_verl)) if name in given}
     return as_result(call(**given, **params.kwargs))
 
 
 def as_result(value: object) -> RewardResult:
-    """The result of what a user's function returned. Raises BadResultError for what is not a score."""
+    """The result of what a user's function returned; text beside the score is left out. Raises BadResultError for what
+    is not a score."""
     if not isinstance(value, Mapping):
         return RewardResult(_number("what the function returned", value))
     if "score" not in value:
         raise BadResultError(f"what the function returned has no 'score', only {sorted(map(str, value))}.")
-    parts = {str(name): _number(str(name), part) for name, part in value.items() if name != "score"}
+    others = {name: part for name, part in value.items() if name != "score" and not isinstance(part, str)}
+    parts = {str(name): _number(str(name), part) for name, part in others.items()}
     return RewardResult(_number("score", value["score"]), parts=parts)
 
 

@@ -19,14 +19,20 @@ KEYS = ("prompt", "answer")
 
 def test_good_rows(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + b'{"prompt": "1+1=", "answer": 2}', b"  ")
-    second = written(tmp_path / "b.jsonl", {"prompt": "é\u2028", "answer": "0.50"}, {"prompt": "1+1=", "answer": 2.5})
+    second = written(
+        tmp_path / "b.jsonl",
+        {"prompt": "é\u2028", "answer": "0.50"},
+        {"prompt": "1+1=", "answer": 2.5},
+        {"prompt": "who", "answer": {"target": ["é", "b"]}},
+    )
     rows, counts = read_rows([first, second], *KEYS, skip_bad_rows=False)
     assert rows == (
         PromptRow("1+1=", "2", "a", f"{first}:1"),
         PromptRow("é\u2028", "0.50", "b", f"{second}:1"),
         PromptRow("1+1=", "2.5", "b", f"{second}:2"),
+        PromptRow("who", '{"target": ["é", "b"]}', "b", f"{second}:3"),
     )
-    assert counts == RowCounts(num_rows=3, num_bad=0, num_duplicates=1)
+    assert counts == RowCounts(num_rows=4, num_bad=0, num_duplicates=1)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,13 @@ def test_scores_of_all_kinds(scorer: Scorer, value: str, score: float, parts: di
     assert (result.score, result.status, result.parts) == (score, "ok", {"function": score, **parts})
 
 
+def test_a_function_that_was_written_for_verl(tmp_path: Path) -> None:
+    with make_scorer(config("compute_score", num_workers=1), tmp_path / "log") as scorer:
+        right, wrong = scorer([sample("7", extra_info={"index": 3}, ability="x"), sample("7")])
+    assert right == RewardResult(1.0, "ok", {"function": 1.0, "function/acc": 1.0})
+    assert wrong == RewardResult(-1.0, "ok", {"function": -1.0, "function/acc": 0.0})
+
+
 def test_a_sample_whose_worker_died_is_tried_once_more(scorer: Scorer, tmp_path: Path) -> None:
     [result] = scorer([sample("die once", marker=str(tmp_path / "marker"))])
     assert (result.score, result.status) == (1.0, "ok")
