@@ -311,6 +311,20 @@ def test_kl_in_the_reward_reaches_group_estimators() -> None:
     assert train.advantages.tolist() == pytest.approx([0, 0.5, 0.5, 0, 0, -0.5]) and train.returns is None
 
 
+def test_rewards_of_steps_reach_estimators_where_they_were_earned() -> None:
+    """A reward model pays 0.25 and 0.5 at the two tokens of the first sample, -1 at that of the third, beside rules of
+    1 and 0.5. With gamma 0.5 the returns are 0.25 + (1.75 - 0.25) / 2, 1.5 and -0.5."""
+    paid = torch.tensor([0, 0.25, 0.5, 0, 0, -1.0])
+    batch = annotated(values=torch.tensor([9.0, 0.5, 0.25, 9.0, 9.0, 1.0]))
+    batch = replace(batch, rewards=torch.tensor([1.75, 0.0, -0.5]), process_rewards=paid)
+    train, _ = AdvantageStage(AlgorithmConfig(), parts_of("gae", whiten=False, gamma=0.5))(batch)
+    assert train.returns.tolist() == pytest.approx([0, 1.0, 1.5, 0, 0, -0.5])
+    assert train.advantages.tolist() == pytest.approx([0, 0.5, 1.25, 0, 0, -1.5])
+    group = replace(batch, group_ids=torch.tensor([7, 7, 7]))
+    train, _ = AdvantageStage(AlgorithmConfig(), parts_of("grpo", norm_adv_by_std_in_grpo=False))(group)
+    assert train.advantages.tolist() == pytest.approx([0, 1.125, 1.125, 0, 0, -1.125]), "the sums: 1.75 and -0.5"
+
+
 def test_token_rewards_without_kl_are_the_scores() -> None:
     stage = AdvantageStage(AlgorithmConfig(), parts_of("gae", whiten=False, lam=0.0))
     train, metrics = stage(annotated(values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0])))
