@@ -126,6 +126,8 @@ def reward(draft: Draft) -> None:
             g.notes.append(f"{scale}, as reward.name math_dapo does, and {others} with reward.params.wrong_score -1.")
     if (manager is not None and manager not in PLAIN) or g.look(f"{MANAGER}.source") == "importlib":
         draft.leave(f"{MANAGER}.name", "a reward is a function of one sample: reward.name function", learns=True)
+    if manager == "batch" and path:
+        draft.leave(f"{MANAGER}.name", "its function takes lists there, and one sample here: rewrite it", learns=True)
     g.ignore(f"{MANAGER}.*")
     for name in LIMITS:
         if g.look(f"reward.{name}") is not None:

@@ -371,3 +371,17 @@ def test_fp8_rollouts_are_those_of_the_engine() -> None:
     )
     other = translated(BASE, f"{key}=torchao")
     assert any("rollout.quantization (torchao) must be fp8" in str(problem) for problem in other.problems)
+
+
+def test_settings_of_rewards_by_former_names_and_managers() -> None:
+    plain = BASE.replace("custom_reward_function.path=score.py\n", "")
+    sandbox = ("sandbox_fusion.url=http://h/run_code", "sandbox_fusion.max_concurrent=32")
+    found = translated(plain, *sandbox, "reward.timeout=30", ours=["reward.params.test_timeout_s=5"])
+    assert values(found)["reward.params.server.url"] == "http://h/run_code"
+    assert values(found)["reward.params.server.concurrency"] == 32 and values(found)["reward.timeout_s"] == 30
+    own = ("reward_model.reward_loop_source=importlib", "reward_model.reward_loop_class_name=Mine")
+    [left] = [one for one in translated(plain, *own, ours=["reward.name=code"]).left if one.learns]
+    assert "a reward is a function of one sample" in left.reason
+    lists = ("custom_reward_function.path=my.py", "reward_manager.name=batch")
+    [left] = [one for one in translated(plain, *lists).left if one.learns]
+    assert "takes lists there" in left.reason
