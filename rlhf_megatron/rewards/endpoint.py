@@ -32,7 +32,7 @@ _num_machines = 1  # that have workers of the run
 
 
 def share_limits(num_machines: int) -> None:
-    """What a server may be asked is for so many machines together. For this process and those forked off it."""
+    """Divide what a server may be asked between so many machines, in this process and those that it forks."""
     global _num_machines
     _num_machines = num_machines
 

@@ -31,7 +31,7 @@ class AnswerParams:
 
     @property
     def needs_process(self) -> bool:
-        """A search for a pattern can take for ever, on a response that is made so."""
+        """Tell whether a pattern is searched, which can take for ever on a response that is made so."""
         return self.pattern is not None
 
     def can_read(self, sample: RewardSample) -> bool:
@@ -52,7 +52,7 @@ def parse_answer(response: str, pattern: str | None) -> str | None:
 
 
 def last_block(response: str, marks: Sequence[str]) -> str | None:
-    """The last fenced block with one of `marks` behind its fence; where there is none, the last that has no mark."""
+    """Return the last fenced block with one of `marks` behind its fence; without one the last that has no mark."""
     blocks = [(mark.strip().lower(), text) for mark, text in BLOCK.findall(response)]
     for wanted in (marks, ("",)):
         if found := [text for mark, text in blocks if mark in wanted]:

@@ -32,7 +32,7 @@ class MathDapoParams(RuleParams):
 
 
 def _compared(sample: RewardSample, answer: str | None, form: Callable[[str], str]) -> RewardResult:
-    """`form`: what is left of an answer by the rules; where it raises, text counts as it is."""
+    """Compare label and answer. `form`: what the rules leave of a text; where it raises, texts count as they are."""
     try:
         right, found = form(sample.label), None if answer is None else form(answer)
     except (IndexError, ValueError):
@@ -44,20 +44,20 @@ def _compared(sample: RewardSample, answer: str | None, form: Callable[[str], st
 
 @REWARDS.register("gsm8k", RuleParams)
 def gsm8k(sample: RewardSample, params: RuleParams) -> RewardResult:
-    """The number behind the last "#### ". Commas do not count, in the label neither; what follows it is not read."""
+    """Read the number behind the last "#### ". Commas do not count, nor those of the label, nor what follows it."""
     found = re.findall(r"#### (-?[0-9.,]+)", sample.response[-END_CHARS:])
     return _compared(sample, found[-1] if found else None, lambda text: text.strip().replace(",", ""))
 
 
 @REWARDS.register("math", RuleParams)
 def math(sample: RewardSample, params: RuleParams) -> RewardResult:
-    r"""The answer is in the last \boxed{...}."""
+    r"""Read the answer in the last \boxed{...}."""
     return _compared(sample, _in_last_box(sample.response), _plain)
 
 
 @REWARDS.register("math_dapo", MathDapoParams)
 def math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
-    r"""The answer stands behind the last "Answer:"; where there is none, in a \boxed{...} at the end, as it is."""
+    r"""Read the answer behind the last "Answer:"; where there is none, in a \boxed{...} at the end, as it is."""
     end = sample.response[-END_CHARS:]
     if found := re.findall(r"(?i)answer\s*:\s*([^\n]+)", end):
         return _compared(sample, found[-1], _minerva)
@@ -65,7 +65,7 @@ def math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
 
 
 def _braced(text: str, begin: str) -> str | None:
-    """The content of the last `begin`, which ends with a brace, up to the brace that closes it."""
+    """Return the content of the last `begin`, which ends with a brace, up to the brace that closes it."""
     start = text.rfind(begin)
     depth = 0
     for place in range(start + len(begin) - 1, len(text)) if start >= 0 else ():
@@ -76,7 +76,7 @@ def _braced(text: str, begin: str) -> str | None:
 
 
 def _in_last_box(text: str) -> str | None:
-    r"""Also of "\boxed 5$", which stands above all others."""
+    r"""Return its content; that of "\boxed 5$", without braces, stands above all others."""
     if "\\boxed " in text:
         return text.split("\\boxed ")[-1].split("$")[0]
     start = text.rfind("\\boxed")
@@ -87,7 +87,7 @@ LEFT_OUT = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 
 
 def _plain(text: str) -> str:
-    """The rules of MATH, in their order. Raises IndexError and ValueError for what they do not know."""
+    """Apply the rules of MATH, in their order. Raises IndexError and ValueError for what they do not know."""
     for what in LEFT_OUT[0]:
         text = text.replace(what, "")
     text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
@@ -110,7 +110,7 @@ def _plain(text: str) -> str:
 
 
 def _fractions(text: str) -> str:
-    r"""\frac12 and \frac1{72} with braces. Raises IndexError."""
+    r"""Write \frac12 and \frac1{72} with braces. Raises IndexError."""
     first, *others = text.split("\\frac")
     for one in others:
         if one[0] != "{" and len(one) < 2:
@@ -140,7 +140,7 @@ UNWRAPPED = (
 
 
 def _minerva(text: str) -> str:
-    """The rules of Minerva, in their order."""
+    """Apply the rules of Minerva, in their order."""
     text = text.split("=")[-1]
     for before, after in (*REPLACED, *((word, "") for word in WORDS)):
         text = text.replace(before, after)

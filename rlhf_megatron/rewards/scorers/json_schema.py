@@ -77,7 +77,7 @@ def json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
 
 
 def _is_endless(validator: Any) -> bool:
-    """Whether a schema follows itself without going deeper into the value."""
+    """Tell whether a schema follows itself without going deeper into the value."""
     try:
         for simple in SIMPLE:
             validator.is_valid(simple)

@@ -251,7 +251,7 @@ def _machine(config: RunConfig) -> Machine:
 
 
 def server_launches(config: RunConfig, run_dir: Path, is_made: bool = False) -> list[SGLangLaunch]:
-    """Of all servers, not yet started. `is_made`: see `with_bias`. Raises ValueError."""
+    """Return how each server is started. `is_made`: see `with_bias`. Raises ValueError."""
     served, installed, folder = config.reward_model.served, _environment(config), run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     model = with_bias(Path(str(config.reward_model.path)), folder / "model", is_made)

@@ -72,13 +72,13 @@ def engine_bundles(
 
 
 def server_bundles(config: RunConfig, num_gpus: int) -> tuple[Bundle, ...]:
-    """One a server of the reward model, which has `num_gpus`: () where they are colocated."""
+    """Return one a server of the reward model, which has `num_gpus`: () where they are colocated."""
     count = config.reward_model.served.num_servers if has_served_model(config) and not config.rollout.colocated else 0
     return tuple(Bundle(f"reward{index}", config.ray.num_cpus_per_engine, num_gpus) for index in range(count))
 
 
 def reward_bundles(ray: RayConfig) -> tuple[Bundle, ...]:
-    """One an actor of the rewards."""
+    """Return one an actor of the rewards."""
     return tuple(Bundle(f"rewards{index}", ray.num_cpus_per_reward_actor) for index in range(ray.reward_actors))
 
 

@@ -32,7 +32,7 @@ BATCH_S = 7 * 24 * 3600.0  # of a batch, whose samples have limits of their own
 
 
 class Part:
-    """In the actor's process."""
+    """Holds a share of the workers, in the process of an actor."""
 
     def __init__(self, directory: str) -> None:
         """`directory`: the driver's, from which relative paths of the settings count, where this machine has it."""
@@ -58,7 +58,7 @@ class Part:
         return []
 
     def take(self, tasks: Sequence[Task]) -> None:
-        """Of the next batch."""
+        """Keep tasks of the next batch."""
         self._tasks += tasks
 
     def run(self) -> list[RewardResult]:

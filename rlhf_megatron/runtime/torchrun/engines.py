@@ -93,7 +93,7 @@ def keeper_pool(config: RunConfig) -> KeeperPool | None:
 
 
 def seat_of_server(config: RunConfig, index: int, address: str) -> Seat:
-    """The seat of a server of the reward model: behind the engines of its machine."""
+    """Return the seat of a server of the reward model, behind the engines of its machine."""
     machines, served = machines_of_servers(config), config.reward_model.served
     names, place = {name.replace("_", "-") for name in served.args}, machines[:index].count(machines[index])
     if config.trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in served.env:
@@ -164,7 +164,7 @@ class MachineEngines:
         return self._kept(launch, machine, index)
 
     def reward_server(self, launch: Launch) -> Launch:
-        """A `Place`, too: rewards are computed on the controller's machine."""
+        """Place a server of the reward model. Rewards are computed on the controller's machine."""
         index = int(launch.name.removeprefix(SERVER))
         machine = machines_of_servers(self._config)[index]
         if machine == 0:
