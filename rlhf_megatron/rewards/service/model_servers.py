@@ -33,7 +33,8 @@ from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, 
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang, on_cpu
-from rlhf_megatron.rollout.sglang.process import MeetingPlace, Ports, SGLangLaunch, loopback
+from rlhf_megatron.rollout.sglang.meeting import MeetingPlace, Ports, loopback
+from rlhf_megatron.rollout.sglang.process import SGLangLaunch
 
 logger = logging.getLogger(__name__)
 WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")

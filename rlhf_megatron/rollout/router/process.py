@@ -16,7 +16,8 @@ from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import ServerProcess, await_ready, keep_log, write_private, write_token
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.environment import absolute_env, ask, find_python
-from rlhf_megatron.rollout.sglang.process import PORT_ATTEMPTS, Ports, search_path
+from rlhf_megatron.rollout.sglang.meeting import Ports
+from rlhf_megatron.rollout.sglang.process import PORT_ATTEMPTS, search_path
 
 logger = logging.getLogger(__name__)
 

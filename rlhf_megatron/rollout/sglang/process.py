@@ -8,9 +8,6 @@ import logging
 import os
 import re
 import shlex
-import socket
-import tempfile
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +36,7 @@ from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang.meeting import INIT_METHOD, MeetingPlace, Ports, loopback
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
 from rlhf_megatron.rollout.sockets import interface_towards
 
@@ -90,60 +88,6 @@ _PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already 
 
 
 OVERRIDE = "json-model-override-args"
-INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-
-
-def loopback(env: Mapping[str, str], inherited: Mapping[str, str], is_one_machine: bool) -> dict[str, str]:
-    """Environment that makes the ranks of a server listen to this machine only; not where others must reach them, and
-    not over what somebody has set."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: "lo" for name in names if is_one_machine and name not in env and name not in inherited}
-
-
-class MeetingPlace:
-    """The file in which the ranks of each server find one another. SGLang's own way is a TCP store, which torch
-    binds to all addresses of the machine, at a port that another process can have taken.
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-engines-", ignore_cleanup_errors=True)
-
-    def __reduce__(self) -> tuple[type[MeetingPlace], tuple[()]]:
-        """Become another place in another process."""
-        return MeetingPlace, ()
-
-    def env(self, name: str, port: int) -> dict[str, str]:
-        """Environment with a fresh file for the server of that name."""
-        path = Path(self._folder.name) / f"{name}-{port}"
-        path.unlink(missing_ok=True)
-        # SGLang names segments of shared memory after the port, where there is one.
-        return {INIT_METHOD: f"file://{path}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-class Ports:
-    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-        self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
-
-    def __reduce__(self) -> tuple[type[Ports], tuple[()]]:
-        """Become, in another process, the ports of its machine."""
-        return Ports, ()
-
-    def take(self) -> int:
-        """Raises EngineError when a thousand in a row are taken."""
-        with self._lock:
-            for port in range(self._next, self._next + 1000):
-                with socket.socket() as probe:
-                    try:
-                        probe.bind(("127.0.0.1", port))
-                    except OSError:
-                        continue
-                self._next = port + 1
-                return port
-        raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
 
 
 def start_sglang_engines(

@@ -20,7 +20,8 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.sglang.client import NEEDED
-from rlhf_megatron.rollout.sglang.process import Ports, own_error, start_sglang_engines
+from rlhf_megatron.rollout.sglang.meeting import Ports
+from rlhf_megatron.rollout.sglang.process import own_error, start_sglang_engines
 
 SERVER = """
 import http.server, json, sys, yaml
