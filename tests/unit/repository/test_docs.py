@@ -91,7 +91,7 @@ def test_pages_print_settings() -> None:
     assert len(YAML) > 15
 
 
-STARTS = re.compile(r"(?:train|torchrun\.sh|sbatch|check) (configs/[\w/]+\.yaml)((?: +[^\s#`]+)*)")
+STARTS = re.compile(r"(?:train|sft|torchrun\.sh|sbatch|check) ((?:configs|examples)/[\w/]+\.yaml)((?: +[^\s#`]+)*)")
 COMMANDS = [
     (document.name, config, tuple(word for word in shlex.split(words) if "=" in word))
     for document in DOCUMENTS
