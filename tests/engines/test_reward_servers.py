@@ -106,7 +106,7 @@ def test_a_keeper_on_another_machine(judge: tuple[Path, PreTrainedModel]) -> Non
     with closing(MachineKeeper(config, 1, folder, "127.0.0.1")) as keeper:
 
         def begun(is_again: bool) -> EngineAddress:
-            keeper.order(1, "reward0", "begin", [0, folder, is_again])
+            keeper.order(1, "reward0", "begin", [0, folder, is_again, ""])
             await_true(lambda: keeper.reports()["reward0"].address is not None)
             found = keeper.reports()["reward0"].address
             assert found is not None
