@@ -71,8 +71,8 @@ class Channel:
         if not self._send_lock.acquire(timeout=lock_timeout_s):
             raise ConnectionError("the peer stopped reading.")
         try:
-            self._socket.sendall(_HEADER.pack(size))
-            for part in parts:
+            self._socket.sendall(b"".join((_HEADER.pack(size), *parts[:1])))  # one piece wakes the reader once
+            for part in parts[1:]:
                 self._socket.sendall(part)
         except BlockingIOError as error:
             raise ConnectionError(f"the peer stopped reading for {SEND_TIMEOUT_S} s.") from error
@@ -91,7 +91,8 @@ class Channel:
         if size > self.max_frame_bytes:
             raise FrameError(f"a message of {size} bytes was announced; the limit is {self.max_frame_bytes}.")
         data = _receive_exactly(self._socket, size, deadline)
-        self._socket.settimeout(None)
+        if deadline is not None:
+            self._socket.settimeout(None)
         try:
             return codec.decode(data)
         except ValueError as error:

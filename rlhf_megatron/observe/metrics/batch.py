@@ -326,7 +326,7 @@ def bad_columns(batch: TrainBatch) -> tuple[BadColumn, ...]:
     found = []
     for name in COLUMNS:
         column = getattr(batch, name)
-        if column is None:
+        if column is None or _is_finite(column):  # reads it once, where all is well
             continue
         is_bad = ~column.isfinite() & batch.response_mask
         if is_bad.any():
@@ -334,6 +334,10 @@ def bad_columns(batch: TrainBatch) -> tuple[BadColumn, ...]:
             samples = owners.unique().tolist()
             found.append(BadColumn(name, tuple(samples), int(is_bad.sum())))
     return tuple(found)
+
+
+def _is_finite(column: Tensor) -> bool:
+    return column.numel() == 0 or bool(torch.stack(torch.aminmax(column)).isfinite().all())
 
 
 def describe(columns: Sequence[BadColumn], batch: TrainBatch) -> str:
