@@ -154,10 +154,9 @@ class Connections(asyncio.Semaphore):
         if self.locked() and not self._has_told:
             self._has_told = True
             logger.warning(
-                "generate calls wait for a connection: %d process(es) may not open more than %d files each; raise the"
-                " hard limit (ulimit -Hn) to %d more than the groups that each shall have in flight, or"
-                " rollout.num_drivers.",
-                *(self._num_processes, self._files, _OTHER_FILES),
+                "generate calls wait for a connection: %s may not open more than %d files; raise the hard limit"
+                " (ulimit -Hn) to %d more than the groups wanted in flight there, or rollout.num_drivers.",
+                *("this process" if self._num_processes == 1 else "each driver", self._files, _OTHER_FILES),
             )
         return await super().acquire()
 
