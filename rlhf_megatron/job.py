@@ -349,7 +349,7 @@ class TrainJob:
             from rlhf_megatron.runtime.torchrun.engines import MachineEngines
 
             is_spread = self.config.trainer.nnodes > 1 or keepers is not None
-            servers = MachineEngines(self.config, group) if is_spread else None
+            servers = MachineEngines(self.config, group, run_dir) if is_spread else None
             places = Places(servers, servers.reward_server) if servers is not None else None
             return self._run(run_dir, lock, stop, lambda: group, places)
 

@@ -1,31 +1,57 @@
 """Files in which engines write which experts the tokens of a sample met, and ranks read it: the bytes, up to 960 a
 token, pass no controller. A file is an array of numpy's, [tokens, layers x experts of a token] of one byte or two, in
 the order of the sample's tokens, prompt first, without the last one, which nothing has read. Its layers are those with
-experts, or all of the model."""
+experts, or all of the model. Its name ends with a digest of them.
+
+A handle is the path of a file, or HOST:PORT and the path where a process on its machine hands out what others do not
+see (`runtime.route_store`)."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+STORE_ENV = "RLHF_MEGATRON_ROUTE_STORE"  # HOST:PORT of this machine's store, in processes that write
 Ids = np.ndarray[Any, np.dtype[Any]]
 
 
+@dataclass(frozen=True)
+class Selected:
+    """A part of a file."""
+
+    num_tokens: int  # of the whole file
+    ids: Ids  # [those of the positions that are below num_tokens, layers, top_k]
+    num_fetched: int = 0  # bytes that came from another machine
+
+
+class Elsewhere(Protocol):
+    """Stores of other machines. `address`: HOST:PORT. `names`: paths there."""
+
+    def select(self, address: str, name: str, positions: Ids, layers_of: Mapping[int, Ids], top_k: int) -> Selected: ...
+    def are_there(self, address: str, names: Sequence[str]) -> bool: ...
+    def remove(self, address: str, names: Sequence[str], are_trained: bool) -> None: ...
+
+
+elsewhere: Elsewhere | None = None  # set once in each process of a run that may see handles of other machines
+
+
 def write_routes(directory: str, ids: Ids) -> str:
-    """The path of a new file with `ids` [tokens, ...], of whatever integers. It appears whole. Makes the directory.
+    """The handle of a new file with `ids` [tokens, ...], of whatever integers. It appears whole. Makes the directory.
     Raises OSError with what to do about it."""
     folder = Path(directory)
-    path = folder / f"{uuid.uuid4().hex}.npy"
+    compact = ids.reshape(len(ids), -1).astype(np.uint8 if ids.max(initial=0) < 256 else np.int16)
+    path = folder / f"{uuid.uuid4().hex}-{zlib.crc32(compact.tobytes()):08x}.npy"
     aside = path.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(aside, "wb") as file:
-            compact = ids.reshape(len(ids), -1).astype(np.uint8 if ids.max(initial=0) < 256 else np.int16)
             np.save(file, compact, allow_pickle=False)
         os.replace(aside, path)
     except OSError as error:
@@ -33,7 +59,23 @@ def write_routes(directory: str, ids: Ids) -> str:
             f"{folder} does not take which experts a sample met ({error.strerror or error}): make room there, or use"
             " actor.router_replay: r2, which writes no files."
         ) from error
-    return str(path)
+    return os.environ.get(STORE_ENV, "") + str(path)
+
+
+def place_of(handle: str) -> tuple[str, str]:
+    """(HOST:PORT of the store, or "", path)."""
+    address, slash, rest = handle.partition("/")
+    return address, slash + rest
+
+
+def select_routes(handle: str, positions: Ids, layers_of: Mapping[int, Ids], top_k: int) -> Selected:
+    """The tokens at `positions` of a file, from the store of its machine where this one does not see it. `layers_of`:
+    by the layers that a file may have, those that are wanted. Raises ValueError as `read_routes` does."""
+    address, name = place_of(handle)
+    if address and elsewhere is not None and not Path(name).is_file():
+        return elsewhere.select(address, name, positions, layers_of, top_k)
+    found = read_routes(name, tuple(layers_of), top_k)
+    return Selected(len(found), found[positions[positions < len(found)][:, None], layers_of[found.shape[1]]])
 
 
 def read_routes(name: str, num_layers: Sequence[int], top_k: int) -> Ids:
@@ -57,14 +99,41 @@ def check_ids(name: str, ids: Ids, num_experts: int) -> None:
         raise ValueError(f"{name} names expert {highest}, and a layer has {num_experts}: it is of another model.")
 
 
-def are_there(names: Iterable[str]) -> bool:
-    """Whether all of these files can be read. One that a machine's end has cut off is empty."""
-    paths = [Path(name) for name in names if name]
-    return all(path.is_file() and path.stat().st_size for path in paths)
+def are_there(handles: Iterable[str]) -> bool:
+    """Whether all of these files can be read and hold what was written. One that a machine's end has cut off does not;
+    a machine that does not answer has none."""
+    by_address = _by_address(handles)
+    return all(_is_whole(name) for name in by_address.pop("", [])) and all(
+        elsewhere is not None and elsewhere.are_there(address, names) for address, names in by_address.items()
+    )
 
 
-def remove_routes(names: Iterable[str]) -> None:
-    """Remove files, those that are there."""
-    for name in names:
-        if name:
+def remove_routes(handles: Iterable[str], are_trained: bool = False) -> None:
+    """Remove files, those that are there. `are_trained`: a step is over that trained on them, so that its journal was
+    read: stores then remove what a former process has left and nobody has asked for."""
+    for address, names in _by_address(handles).items():
+        if address:
+            if elsewhere is not None:
+                elsewhere.remove(address, names, are_trained)
+            continue
+        for name in names:
             Path(name).unlink(missing_ok=True)
+
+
+def _by_address(handles: Iterable[str]) -> dict[str, list[str]]:
+    """Files that this machine sees have the address ""."""
+    found: dict[str, list[str]] = {}
+    for handle in handles:
+        if handle:
+            address, name = place_of(handle)
+            found.setdefault("" if elsewhere is None or Path(name).is_file() else address, []).append(name)
+    return found
+
+
+def _is_whole(name: str) -> bool:
+    try:
+        ids: Ids = np.load(name, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return False
+    _, dash, digest = Path(name).stem.partition("-")
+    return not dash or f"{zlib.crc32(ids.tobytes()):08x}" == digest

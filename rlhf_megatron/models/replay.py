@@ -46,6 +46,7 @@ class RouterReplay:
     given: RoutedTokens | None = None
     is_trained: bool = False  # the pass has gradients
     is_recording: bool = False
+    num_fetched: int = 0  # bytes of routes from other machines, since the last `end`
 
     def enter(self, given: RoutedTokens | None, is_trained: bool) -> None:
         """Say which experts the tokens of the next forward pass meet; None: those that the routers pick."""
@@ -75,6 +76,9 @@ class RouterReplay:
             return {}
         device = self.world.device
         counts, peak = torch.zeros(3, device=device), torch.zeros(1, device=device)
+        fetched = torch.tensor([self.num_fetched / 1e6], device=device)
+        self.num_fetched = 0
+        dist.all_reduce(fetched, group=self.world.pg_collection.tp_dp_cp)
         if self.layers:
             sums = torch.stack([torch.cat([layer.counts, layer.loads_E]) for layer in self.layers])
             dist.all_reduce(sums, group=self.world.pg_collection.tp_dp_cp)
@@ -83,13 +87,15 @@ class RouterReplay:
             peak = (loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1e-9)).amax(keepdim=True)
             for layer in self.layers:
                 layer.forget()
+        counts = torch.cat([counts, fetched])
         dist.all_reduce(counts, group=self.world.pp_group)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.world.pp_group)
-        num_tokens, num_routed, num_changed = counts.tolist()
+        num_tokens, num_routed, num_changed, fetched_mb = counts.tolist()
         found = {
             "router_changed_share": num_changed / max(num_routed, 1),
             "router_unrouted_share": 1 - num_routed / max(num_tokens, 1),
             "router_load_max_over_mean": peak.item(),
+            "router_fetched_mb": fetched_mb,
         }
         return {name: value / self.world.layout.dp for name, value in found.items()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from rlhf_megatron.data.routes import remove_routes
+from rlhf_megatron.data.routes import place_of, remove_routes
 
 
 class RouteFiles:
@@ -31,13 +31,14 @@ class RouteFiles:
     def sweep(self, needed: Collection[str]) -> None:
         """Remove the files that a former process has left and that are not in `needed`, as the run begins."""
         if self.directory and not self._is_recorded:
+            paths = {place_of(handle)[1] for handle in needed}
             for path in Path(self.directory).glob("*"):
-                if str(path) not in needed:
+                if str(path) not in paths:
                     path.unlink(missing_ok=True)
 
     def saved(self, step: int) -> None:
         """A checkpoint has the run up to this step."""
         for done, names in self._trained:
             if done <= step:
-                remove_routes(names)
+                remove_routes(names, are_trained=True)
         self._trained = [(done, names) for done, names in self._trained if done > step]

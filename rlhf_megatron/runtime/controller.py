@@ -10,6 +10,7 @@ from rlhf_megatron.runtime import registration
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.remote import RemoteGroup
+from rlhf_megatron.runtime.route_store import reach_stores
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import ControllerStop
 
@@ -37,6 +38,7 @@ def control(
     Raises what `run` raises; HostError, also a ValueError where a user can fix it, for what goes wrong on hosts.
     """
     group: RoutedGroups | None = None
+    reach_stores(secret)
     try:
         links = registration.gather_hosts(listener, secret, pools, deadlines.startup_s, find_lost)
         group = RoutedGroups(

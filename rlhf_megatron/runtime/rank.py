@@ -17,6 +17,7 @@ from rlhf_megatron.runtime.hang import DUMP_SIGNAL
 from rlhf_megatron.runtime.host import Activity, BuildRoles
 from rlhf_megatron.runtime.pool import Pool, PoolSpec, join_pool, where
 from rlhf_megatron.runtime.processes import redirect_output
+from rlhf_megatron.runtime.route_store import reach_stores
 from rlhf_megatron.runtime.service import Service, serve
 from rlhf_megatron.runtime.stopping import HostStop
 
@@ -72,6 +73,7 @@ def run_rank(
         logger.exception("cannot reach the controller")
         os.write(console, f"{place.where} cannot reach the controller: {error}\n".encode())
         return False
+    reach_stores(secret)
     activity = Activity(place.where)
     service = Service(channel, activity, exit_code)
     stopping.send = service.tell

@@ -99,6 +99,11 @@ def train(
         tracker.note(description(trainer.experiment_name, config.model, _where(config), engines, sets))
         if spread := told(config):
             tracker.note(f"engines by machine: {spread}")
+            if config.actor.router_replay == "r3":
+                tracker.note(
+                    "routes stay on the machines of their engines: where the run directory is not shared, a run that"
+                    " goes on on other machines generates again what they have"
+                )
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
         reward_servers = stack.enter_context(

@@ -3,7 +3,7 @@
 The controller never sees an id. With R2 every rank sends what its routers picked to the token's home, and an update
 asks the homes for the tokens that a rank then has: whatever was planned anew in between, ids follow their token. The
 home of a sample is one of the ranks of a pipeline stage, which holds the ids of its layers in host memory: all ranks
-together hold each id once. With R3 a rank reads its layers of its samples' files.
+together hold each id once. With R3 a rank reads its tokens and layers of its samples' files, or fetches just these.
 
 Legend: N tokens, L layers with experts of this rank, K experts of a token.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.routes import check_ids, read_routes
+from rlhf_megatron.data.routes import check_ids, select_routes
 from rlhf_megatron.models.replay import RouterReplay, ids_dtype
 from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.world import World
@@ -117,12 +117,12 @@ class Routes:
         counts = torch.bincount(tokens.samples_N + 1, minlength=len(files) + 1)  # the first: of no sample
         for name, mine in zip(files, by_sample.split(counts.tolist())[1:], strict=True):
             if name and mine.numel():
-                found = read_routes(name, tuple(layers_of), replay.top_k)
-                is_told = tokens.positions_N[mine] < len(found)
-                places = mine[is_told]
-                ids = found[tokens.positions_N[places].numpy()[:, None], layers_of[found.shape[1]]]
-                check_ids(name, ids, replay.num_experts)
-                rows_NLK[places] = torch.from_numpy(ids.astype(np.int64)).to(rows_NLK.dtype)
+                positions = tokens.positions_N[mine]
+                found = select_routes(name, positions.numpy(), layers_of, replay.top_k)
+                replay.num_fetched += found.num_fetched
+                check_ids(name, found.ids, replay.num_experts)
+                places = mine[positions < found.num_tokens]
+                rows_NLK[places] = torch.from_numpy(found.ids.astype(np.int64)).to(rows_NLK.dtype)
         return rows_NLK
 
 

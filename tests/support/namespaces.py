@@ -29,6 +29,7 @@ for ((n = 0; n < num; n++)); do
     until [[ -e ready$n ]]; do sleep 0.05; done
     ip link add "towards$n" type veth peer name towards netns "${holders[n]}"
     ip link set "towards$n" master switch up
+    if [[ $n != 0 && -n ${OWN_FILES:-} ]]; then inside $n mount -t tmpfs tmpfs "$OWN_FILES"; fi
     inside $n ip address add "10.77.0.$((n + 1))/24" dev towards
     inside $n ip link set towards up && inside $n ip link set lo up
 done
@@ -73,7 +74,8 @@ class Machines(Nodes):
         self, config: Path, settings: dict[str, Any], num_machines: int, num_spares: int = 0, **variables: str
     ) -> None:
         """`settings` has trainer.nnodes; later machines have engines alone, and the last ones begin with `join`.
-        `variables`: of launch/torchrun.sh."""
+        `variables`: of launch/torchrun.sh, or OWN_FILES: a directory in whose place later machines have one of their
+        own."""
         words: Sequence[str] = [str(TORCHRUN), str(config), *overrides(settings)]
         marker = os.urandom(16).hex()
         nnodes, each = settings["trainer.nnodes"], settings["trainer.n_gpus_per_node"]

@@ -100,6 +100,8 @@ actor/entropy | nats | mean | {TOKENS} | entropy of the policy before the update
   finite
 actor/router_changed_share | share | mean | {MADE_STEPS} - | of tokens and layers with a replayed route, those whose
   router would now pick other experts
+actor/router_fetched_mb | MB | mean | {MADE_STEPS} | routes that all ranks fetched from other machines for an optimizer
+  step, the first of a step also for log-probs
 actor/router_load_max_over_mean | 1 | mean | {MADE_STEPS} - | tokens of the most loaded expert over the mean of its
   layer, in the layer where that is most; where routing is replayed
 actor/router_unrouted_share | share | mean | {MADE_STEPS} - | of tokens and layers, those without a route to replay

@@ -57,6 +57,7 @@ from rlhf_megatron.runtime.messages import BUILD, Call, Reply
 from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
 from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, on_signals, redirect_output
 from rlhf_megatron.runtime.ray.places import gpus_of_part, gpus_per_server
+from rlhf_megatron.runtime.route_store import reach_stores, serve_routes
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.service import Service
 from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
@@ -142,8 +143,10 @@ def seat_on(config: RunConfig, machine: int, place: int, address: str) -> Seat:
 class MachineEngines:
     """A `rollout.fleet.process.Place`: engines of machine 0 start here, others with their machine's keeper."""
 
-    def __init__(self, config: RunConfig, group: RoutedGroups) -> None:
+    def __init__(self, config: RunConfig, group: RoutedGroups, run_dir: Path) -> None:
         """`group`: of the job, keepers included."""
+        if config.actor.router_replay == "r3":
+            self._store = serve_routes(run_dir, group.own_address)
         self._config = config
         self._group = group
         self._address = LOOPBACK if config.rollout.weight_transport == "tensor" else group.own_address
@@ -294,6 +297,7 @@ def _registered(rank: int, machine: int, timeout_s: float) -> tuple[channel.Chan
     else:
         assert secret is not None, "who started this process gave it the secret"
         host, _, port = controller.rpartition(":")
+        reach_stores(secret)
         found = registration.register_host(host, int(port), secret, rank, ENGINES, timeout_s), lambda: 0
     die_with_parent(0)  # from here on it ends with the control channel, in order
     return found
@@ -313,6 +317,7 @@ def _registered_from_afar(
                 controller, drawn, store = place
                 host, _, port = controller.rpartition(":")
                 tried_s = min(left, _REGISTER_S)
+                reach_stores(drawn)
                 found = registration.register_host(host, int(port), drawn, rank, ENGINES, tried_s)
                 return found, partial(told_exit_code, store, machine)
         except (RuntimeError, ConnectionError) as error:  # the first: torch's, of a store that is not there
@@ -346,6 +351,8 @@ class MachineKeeper:
         self._servers: list[Launch] = []  # of the reward model, the same
         self._keepers: dict[str, ServerKeeper] = {}
         self._transfer: TransferDir | None = None  # made here
+        if config.actor.router_replay == "r3":
+            self._store = serve_routes(run_dir, address)
 
     def order(self, machine: int, name: str, verb: str, arguments: Sequence[Any]) -> Any:
         """Obey, where that is this machine."""

@@ -1,0 +1,79 @@
+"""Router replay where the machines of engines and ranks see no files of each other: routes come over the network."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end_tools import Finished, train, write_config
+from namespaces import Machines, has_namespaces
+from places import MODEL
+from test_launch_nodes import numbers
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.long,
+    pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces"),
+]
+LAYERS, TOP_K = 12, 32
+BYTES_A_TOKEN = LAYERS * TOP_K
+SHAPE = {"num_hidden_layers": LAYERS, "num_experts": 64, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 8}
+SETTINGS = {
+    "actor.megatron.tensor_model_parallel_size": 1,
+    "actor.megatron.pipeline_model_parallel_size": 2,
+    "actor.router_replay": "r3",
+    "rollout.num_engines": 2,
+    "rollout.weight_transport": "disk",
+    "trainer.deterministic": True,
+    "trainer.save_last": "none",
+    "trainer.val_before_train": False,
+    "warmup.max_steps": 0,
+}
+
+
+def settings(directory: Path, **more: Any) -> dict[str, Any]:
+    model = directory / "model"
+    shutil.copytree(MODEL.parent / "moe_model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | SHAPE))
+    return SETTINGS | {"model.path": str(model)} | more
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    two = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    machines = Machines(write_config(tmp_path), settings(tmp_path, **two), 2, NPROC_PER_NODE="2", OWN_FILES=str(runs))
+    yield machines
+    machines.end()
+
+
+def learned(run: Finished) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "actor/router_fetched_mb"} for row in numbers(run)]
+
+
+def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
+    machines: Machines, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """384 bytes a token: four ranks, pp2 dp2, on two machines with an engine each; the second sees no file of the
+    first, nor the first one of the second's engine."""
+    assert machines.wait() == [0, 0], machines.consoles()
+    run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+    assert "routes stay on the machines of their engines" in run.console
+    near = tmp_path_factory.mktemp("near")
+    alone = train(write_config(near), settings(near, **{"trainer.nnodes": 1, "trainer.n_gpus_per_node": 4}))
+    assert alone.exit_code == 0, alone.console
+    assert learned(run) == learned(alone), "bit for bit"
+    for row, same in zip(run.rows("step"), alone.rows("step"), strict=True):
+        assert same["actor/router_fetched_mb"] == 0.0
+        assert row["actor/router_unrouted_share"] == same["actor/router_unrouted_share"]
+        fetched = row["actor/router_fetched_mb"] * row["actor/num_optimizer_steps"] * 1e6
+        num_read = 16 * (6 + row["response_length/mean"] - 1)  # the last token of a sample is not read
+        # Log-probs and updates read each token once, all stages together all of its layers; half of the samples or so
+        # train where they were generated.
+        passes = fetched / (num_read * BYTES_A_TOKEN)
+        assert 0.1 < passes < 2.0, passes
+    assert not list((machines.directory / "runs" / "tiny" / "routes").glob("*")), "what was trained on is gone"

@@ -1,0 +1,83 @@
+"""Routes by handle (runtime/route_store.py): a real store process, asked as ranks of another machine ask it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_megatron.data import routes
+from rlhf_megatron.runtime.route_store import RouteStore, reach_stores
+
+SECRET = b"s" * 64
+LAYERS, TOP_K = 6, 8
+WANTED = {LAYERS: np.array([4, 5])}
+AFAR = "/another/machine"
+
+
+def ids_of(num_tokens: int, seed: int = 0) -> routes.Ids:
+    return np.random.default_rng(seed).integers(0, 200, (num_tokens, LAYERS, TOP_K), dtype=np.uint8)
+
+
+def from_afar(handle: str) -> str:
+    """The same handle with a path that this machine does not see; a store looks for a name in its own directory."""
+    address, path = routes.place_of(handle)
+    return f"{address}{AFAR}/{Path(path).name}"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouteStore]:
+    monkeypatch.setattr(routes, "elsewhere", None)
+    reach_stores(SECRET)
+    store = RouteStore(tmp_path / "routes", "127.0.0.1", SECRET)
+    yield store
+    store.close()
+
+
+def test_tokens_and_layers_that_are_wanted_are_fetched_and_no_others(store: RouteStore, tmp_path: Path) -> None:
+    ids = ids_of(50)
+    handle = routes.write_routes(str(tmp_path / "routes"), ids)
+    assert handle.startswith(f"{store.address}/")
+    positions = np.array([3, 4, 40, 60])  # the last one was never read
+    near = routes.select_routes(handle, positions, WANTED, TOP_K)
+    far = routes.select_routes(from_afar(handle), positions, WANTED, TOP_K)
+    assert far.num_tokens == near.num_tokens == 50
+    assert np.array_equal(far.ids, ids[[3, 4, 40], 4:]) and np.array_equal(near.ids, far.ids)
+    assert (near.num_fetched, far.num_fetched) == (0, 3 * 2 * TOP_K)
+    with pytest.raises(ValueError, match=r"ids of shape \(50, 48\), not \[tokens, 7 layers x 8\]"):
+        routes.select_routes(from_afar(handle), positions, {7: np.array([0])}, TOP_K)
+    assert routes.elsewhere is not None
+    with pytest.raises(ValueError, match=r"routes/passwd, where an engine .* is not there"):
+        routes.elsewhere.select(store.address, "/etc/passwd", positions, WANTED, TOP_K)  # its directory only
+
+
+def test_a_store_that_is_gone_has_lost_its_files_until_it_is_back(
+    store: RouteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = [from_afar(routes.write_routes(str(tmp_path / "routes"), ids_of(9, seed))) for seed in range(3)]
+    assert routes.are_there(handles)
+    store.close()
+    assert not routes.are_there(handles), "their groups are generated again"
+    routes.remove_routes(handles[:1])  # no error: its machine is gone
+    with pytest.raises(ValueError, match="generates again what is lost"):
+        routes.select_routes(handles[0], np.array([0]), WANTED, TOP_K)
+    again = RouteStore(tmp_path / "routes", "127.0.0.1", SECRET)
+    assert again.address == store.address, "handles of the journal lead to it"
+    assert routes.are_there(handles[:2])
+    assert routes.select_routes(handles[0], np.array([0]), WANTED, TOP_K).num_tokens == 9
+    routes.remove_routes(handles[:1], are_trained=True)
+    left = {path.name for path in (tmp_path / "routes").iterdir()}
+    assert left == {Path(handles[1]).name}, "what a former process has left and nobody has asked for is gone, too"
+    reach_stores(b"t" * 64)
+    assert not routes.are_there(handles[1:2]), "another secret"
+    again.close()
+
+
+def test_a_file_that_a_machines_end_has_cut_off_or_changed_is_not_there(tmp_path: Path) -> None:
+    handle = routes.write_routes(str(tmp_path), ids_of(20))
+    path = Path(handle)
+    whole = path.read_bytes()
+    assert routes.are_there([handle])
+    for damaged in (b"", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        path.write_bytes(damaged)
+        assert not routes.are_there([handle])
