@@ -1,9 +1,12 @@
-"""A whole GRPO step of the quickstart against TRL's GRPOTrainer: same cores, model, prompts, lengths and group size.
+"""A whole GRPO step against TRL's GRPOTrainer: same cores, model, prompts, lengths and group size.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--rounds 3 --steps 8]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--shape quickstart] [--rounds 3 --steps 8]
 
-A step: 32 prompts x 16 samples of up to 4 tokens, log-probs of the old policy, group advantages, four optimizer steps
-of 128 samples, weights to the engine. Runs, each a process (group) of its own, in turns, `rounds` times:
+A step of the quickstart: 32 prompts x 16 samples of up to 4 tokens, log-probs of the old policy, group advantages, four
+optimizer steps of 128 samples, weights to the engine. `SHAPES` has two more: its model (random, since the warm one ends
+after four tokens) with prompts of 512 and answers of up to 64 tokens, and SmolLM2-135M with 256 and up to 512.
+
+Runs, each a process (group) of its own, in turns, `rounds` times:
 
     ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine, which take turns
     ours_dp2   two ranks (dp2) and two local engines
@@ -16,8 +19,9 @@ the first step of a run is a warm-up and left out. CPU seconds a step are those 
 the entropy in its update, ours with the old log-probs; ours also compares the engine's log-probs with the trainer's and
 verifies digests of the weights in each step.
 
-Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json; the ratio is the median of our
-better run over the median of TRL's better run.
+Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json, or grpo_step_SHAPE.json; the
+ratio is the median of our better run over the median of TRL's better run. Results of processors of another name stay in
+the file.
 """
 
 from __future__ import annotations
@@ -32,32 +36,58 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, significant, spread, write_result
+from benchmarks.common import RESULTS, ROOT, machine, significant, spread, write_result
 
 MODEL = ROOT / "examples/quickstart/model"
 WARM_MODEL = ROOT / "examples/quickstart/warm_model"
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 TIMEOUT_S = 900
-MINI_BATCH = 128  # samples an optimizer step, on both sides
 SHORT = 1  # measured steps of the run that tells what starting costs
 OURS = {
-    "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1", "actor.ppo_max_token_len_per_gpu=1280"],
-    "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2", "actor.ppo_max_token_len_per_gpu=1280"],
+    "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1"],
+    "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"],
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
 STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One step, on both sides."""
+
+    num_prompts: int
+    group_size: int
+    mini_batch: int  # samples an optimizer step
+    prompt_tokens: int  # 0: the quickstart's own
+    response_tokens: int  # at most
+    token_budget: int  # of a micro-batch of ours
+    lr: float = 2e-4
+
+
+SHAPES = {
+    "quickstart": Shape(32, 16, 128, 0, 4, 1280),
+    "long": Shape(8, 8, 32, 512, 64, 4608),
+    "smollm2": Shape(2, 4, 8, 256, 512, 3072, lr=1e-5),
+}
+SMOLLM2 = ROOT / ".cache/smollm2-135m-instruct"
+TEXT = {"long": "07+45=", "smollm2": "One day a fox told a bear how to count fish in the river.\n"}
 Steps = list[dict[str, float]]
 """One entry a step: stage -> seconds, and "step"."""
 
 
-def make_model(directory: Path) -> str:
-    """The quickstart's warm weights where they exist, else random ones, for both sides. Returns which."""
-    if list(WARM_MODEL.glob("*.safetensors")):
+def make_model(directory: Path, shape: str) -> str:
+    """The quickstart's warm weights where they exist and are asked for, else random ones, or SmolLM2's, for both sides.
+    Returns which."""
+    if shape == "smollm2":
+        directory.symlink_to(SMOLLM2)
+        return "SmolLM2-135M-Instruct"
+    if shape == "quickstart" and list(WARM_MODEL.glob("*.safetensors")):
         shutil.copytree(WARM_MODEL, directory)
         return "warm"
     from safetensors.torch import save_file
@@ -65,23 +95,31 @@ def make_model(directory: Path) -> str:
     from rlhf_megatron.checkpoint.source import random_hf_tensors
 
     shutil.copytree(MODEL, directory)
-    config = json.loads((MODEL / "config.json").read_text())
+    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (directory / "config.json").write_text(json.dumps(config))
     save_file(dict(random_hf_tensors(config, seed=1)), directory / "model.safetensors", metadata={"format": "pt"})
     return "random"
 
 
-def write_prompts(path: Path, model: Path) -> None:
-    """The quickstart's training prompts, in its own order, for TRL."""
+def write_prompts(path: Path, model: Path, shape: str) -> None:
+    """Prompts for TRL: the quickstart's, in its own order, or one of the shape's length; ours reads the same."""
     from rlhf_megatron.config.load import load_run_config
     from rlhf_megatron.data.prompts import load_prompts
     from rlhf_megatron.data.tokenizer import load_tokenizer
 
+    if shape != "quickstart":
+        tokenizer, wanted = load_tokenizer(model), SHAPES[shape].prompt_tokens
+        prompts = [tokenizer.decode(tokenizer.encode(f"{n % 10}" + TEXT[shape] * wanted)[:wanted]) for n in range(64)]
+        rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+        path.write_text(json.dumps(rows))
+        path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
     config = load_run_config(ROOT / "configs/quickstart.yaml").config
     items = load_prompts(config.data, load_tokenizer(model)).train
     path.write_text(json.dumps([{"prompt": item.prompt, "answer": item.label} for item in items]))
 
 
-def run_ours(name: str, folder: Path, num_steps: int) -> Steps:
+def run_ours(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
     """A training run of num_steps + 1 steps through the command line; timings from its metrics.jsonl."""
     overrides = {
         "model.path": folder / "model",
@@ -89,7 +127,12 @@ def run_ours(name: str, folder: Path, num_steps: int) -> Steps:
         "actor.megatron.tensor_model_parallel_size": 1,
         "actor.megatron.pipeline_model_parallel_size": 1,
         "warmup.max_steps": 0,
-        "actor.mini_batch_size": MINI_BATCH,
+        "actor.mini_batch_size": shape.mini_batch,
+        "actor.optim.lr": shape.lr,
+        "actor.ppo_max_token_len_per_gpu": shape.token_budget,
+        "data.train_batch_size": shape.num_prompts,
+        "data.max_response_length": shape.response_tokens,
+        "rollout.n": shape.group_size,
         "trainer.total_training_steps": num_steps + 1,
         "trainer.val_before_train": "false",
         "trainer.test_freq": 0,
@@ -98,6 +141,12 @@ def run_ours(name: str, folder: Path, num_steps: int) -> Steps:
         "trainer.save_last": "none",
         "trainer.logger": "[jsonl]",
     }
+    if shape.prompt_tokens:
+        overrides |= {"data.task": "null", "data.max_prompt_length": shape.prompt_tokens + 8}
+        overrides |= {f"data.{part}_files": f"[{folder / 'prompts.jsonl'}]" for part in ("train", "val")}
+        reward = folder / "reward.py"
+        reward.write_text("def score(response):\n    return float(len(response) % 2)\n")  # as TRL's: all groups differ
+        overrides |= {"reward.name": "function", "reward.params": f"{{path: '{reward}:score'}}"}
     command = [sys.executable, "-m", "rlhf_megatron", "train", "configs/quickstart.yaml"]
     _run(command + [f"{key}={value}" for key, value in overrides.items()] + OURS[name], folder / f"{name}.log")
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
@@ -112,11 +161,11 @@ def our_step(before: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     return {"step": seconds, **parts, "other": seconds - sum(parts.values())}
 
 
-def run_trl(name: str, folder: Path, num_steps: int) -> Steps:
+def run_trl(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
     (launcher, threads), output = TRL[name], folder / f"{name}.json"
     command = [str(TRL_PYTHON), *launcher, "benchmarks/trl_grpo.py", str(folder / "model")]
     command += [str(folder / "prompts.json")]
-    command += [str(output), "--steps", str(num_steps), "--threads", str(threads)]
+    command += [str(output), "--steps", str(num_steps), "--threads", str(threads), "--shape", json.dumps(asdict(shape))]
     # Threads that wait must not spin: on a machine that others use too they would take each other's core.
     _run(command, folder / f"{name}.log", OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     return json.loads(output.read_text())["steps"]
@@ -185,6 +234,7 @@ def cpu_summary(cpu_s: dict[str, list[float]], more_steps: int) -> dict[str, Any
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="quickstart")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run, 2 at least")
     parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL], default=[*OURS, *TRL])
@@ -194,24 +244,38 @@ def main() -> int:
         return 1
     steps: dict[str, Steps] = {name: [] for name in args.runs}
     cpu_s: dict[str, list[float]] = {name: [] for name in args.runs}
+    shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        weights = make_model(folder / "model")
-        write_prompts(folder / "prompts.json", folder / "model")
+        weights = make_model(folder / "model", args.shape)
+        write_prompts(folder / "prompts.json", folder / "model", args.shape)
         for num_steps in [SHORT] + [args.steps] * args.rounds:
             for name in args.runs:
-                run: Callable[[str, Path, int], Steps] = run_ours if name in OURS else run_trl
+                run: Callable[[str, Path, int, Shape], Steps] = run_ours if name in OURS else run_trl
                 before = children_cpu_s()
-                measured = run(name, folder, num_steps)
+                measured = run(name, folder, num_steps, shape)
                 cpu_s[name].append(children_cpu_s() - before)
                 steps[name] += measured if num_steps != SHORT else []
     result = summarize(steps) | cpu_summary(cpu_s, args.steps - SHORT)
     print_table(result)
-    command = f"python -m benchmarks.bench_grpo_step --rounds {args.rounds} --steps {args.steps}"
+    command = f"python -m benchmarks.bench_grpo_step --shape {args.shape} --rounds {args.rounds} --steps {args.steps}"
     trl_requirements = (ROOT / "benchmarks/requirements-trl.txt").read_text().split()
     pins = [word for word in trl_requirements if "==" in word]
-    print(write_result("grpo_step", command, {"weights": weights, "trl_environment": pins, **result}))
+    output = "grpo_step" if args.shape == "quickstart" else f"grpo_step_{args.shape}"
+    facts = {"shape": asdict(shape), "weights": weights, "trl_environment": pins}
+    print(write_result(output, command, {**facts, **result, "other_machines": other_machines(output)}))
     return 0
+
+
+def other_machines(output: str) -> list[dict[str, Any]]:
+    """Earlier results of this name on processors of another name, one each."""
+    path = RESULTS / f"{output}.json"
+    if not path.is_file():
+        return []
+    before = json.loads(path.read_text())
+    rows = [*before.pop("other_machines", []), before]
+    by_cpu = {row["machine"]["cpu"]: row for row in rows}
+    return [row for cpu, row in by_cpu.items() if cpu != machine()["cpu"]]
 
 
 def print_table(result: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The baseline of bench_grpo_step: the quickstart's GRPO step by TRL's GRPOTrainer, tuned. Runs in .venv-trl.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/trl_grpo.py MODEL_DIR PROMPTS.json OUT.json --steps 6 --threads 1
+    OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/trl_grpo.py MODEL PROMPTS.json OUT.json --shape JSON --steps 6
 
 PROMPTS.json: a list of {"prompt", "answer"}. OUT.json: seconds of each step and of its parts. A step is one batch of
 rollouts (32 prompts x 16 samples) and four optimizer steps of 128 samples; it lasts from the start of one batch's
@@ -22,23 +22,21 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-NUM_PROMPTS, GROUP_SIZE, MINI_BATCH = 32, 16, 128
-OPTIMIZER_STEPS = NUM_PROMPTS * GROUP_SIZE // MINI_BATCH
 
-
-def grpo_config(num_steps: int, seed: int, num_processes: int) -> GRPOConfig:
-    """The same algorithmic work as ours in bench_grpo_step, and nothing beside it."""
+def grpo_config(num_steps: int, seed: int, num_processes: int, shape: dict[str, Any]) -> GRPOConfig:
+    """The same algorithmic work as ours in bench_grpo_step, and nothing beside it. `shape`: `bench_grpo_step.Shape`."""
+    optimizer_steps = shape["num_prompts"] * shape["group_size"] // shape["mini_batch"]
     return GRPOConfig(
         output_dir="trl-output",  # nothing is saved, so it is never made
         # The same work: 512 samples a step in four optimizer steps, each one forward and backward of all 128 samples.
         # Generation runs on all 512 at once: the largest batch is the fastest for four new tokens.
-        per_device_train_batch_size=MINI_BATCH // num_processes,
+        per_device_train_batch_size=shape["mini_batch"] // num_processes,
         gradient_accumulation_steps=1,
-        steps_per_generation=OPTIMIZER_STEPS,
+        steps_per_generation=optimizer_steps,
         num_iterations=1,
-        num_generations=GROUP_SIZE,
-        max_completion_length=4,
-        max_steps=(num_steps + 1) * OPTIMIZER_STEPS,  # one more: the start of its generation ends the last step
+        num_generations=shape["group_size"],
+        max_completion_length=shape["response_tokens"],
+        max_steps=(num_steps + 1) * optimizer_steps,  # one more: the start of its generation ends the last step
         temperature=1.0,
         # The same loss: token mean over the mini-batch, clip 0.2, dual clip 3 (delta), no KL term, no reference model.
         loss_type="bnpo",
@@ -48,7 +46,7 @@ def grpo_config(num_steps: int, seed: int, num_processes: int) -> GRPOConfig:
         scale_rewards="group",
         # The same optimizer, in torch's fused form.
         optim="adamw_torch_fused",
-        learning_rate=2e-4,
+        learning_rate=shape["lr"],
         lr_scheduler_type="constant",
         weight_decay=0.01,
         adam_beta1=0.9,
@@ -115,6 +113,10 @@ def exact_match(completions: list[str], answer: list[str], **unused: Any) -> lis
     return [float(text == label) for text, label in zip(completions, answer, strict=True)]
 
 
+def odd_length(completions: list[str], **unused: Any) -> list[float]:
+    return [float(len(text) % 2) for text in completions]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -130,8 +133,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
     trainer = TimedTrainer(
         model=model,
-        reward_funcs=exact_match,
-        args=grpo_config(args.steps + 1, args.seed, num_processes),
+        reward_funcs=odd_length if args.shape["prompt_tokens"] else exact_match,
+        args=grpo_config(args.steps + 1, args.seed, num_processes, args.shape),
         train_dataset=Dataset.from_list(json.loads(args.prompts.read_text())),
         processing_class=tokenizer,
     )

@@ -36,7 +36,8 @@ _is_fork_of_agent = False
 
 def can_fork(device: str) -> bool:
     """Whether this process may become the agent of ranks that are its forks. `device`: as in the configuration."""
-    has_accelerator = device != "cpu" and (bool(gpus_here()) or Path("/dev/nvidiactl").exists())
+    has_driver = bool(gpus_here()) or Path("/dev/nvidiactl").exists()
+    has_accelerator = device == "cuda" or (device == "auto" and has_driver)
     is_wanted = os.environ.get(FORKS_ENV) != "0" and "TORCHELASTIC_RUN_ID" not in os.environ
     return is_wanted and sys.platform == "linux" and not has_accelerator and _num_threads() == 1
 
@@ -139,7 +140,7 @@ def live_as_program(arguments: Sequence[str], environment: Mapping[str, str]) ->
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments[2:]
-    importlib.import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    importlib.import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     return 0
 
