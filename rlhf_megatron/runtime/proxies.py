@@ -220,7 +220,7 @@ class Workers:
         """The roles that are trained."""
         return [self.actor, self.critic] if has_critic else [self.actor]
 
-    def of_pools(self) -> dict[str, TrainedProxy | RewardModelProxy]:
+    def of_pools(self) -> dict[str, TrainedProxy | RewardModelProxy | ReferenceProxy]:
         """Return, by pool, the role that it is named after."""
-        by_name = {role.role: role for role in (self.actor, self.critic, self.reward_model)}
+        by_name = {role.role: role for role in (self.actor, self.critic, self.reward_model, self.reference)}
         return {pool: by_name[pool] for pool in self.group.layouts}
