@@ -143,9 +143,9 @@ def test_machines_with_engines_alone_go_on_with_a_run_that_is_started_again(star
 
 
 def lose(machines: Machines, machine: int) -> None:
-    """It loses its network, and then its power."""
-    metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
-    machines.wait_for(lambda: metrics.exists() and "step" in metrics.read_text())
+    """It loses its network, and then its power, after the first checkpoint."""
+    checkpoints = machines.directory / "runs" / "tiny" / "checkpoints"
+    machines.wait_for(lambda: list(checkpoints.glob("step_*")))
     machines.cut(machine)
     for pid in processes_with(f"{MARKER}={machines.marker}"):
         with contextlib.suppress(OSError):  # it has ended with its parent
@@ -176,7 +176,7 @@ def test_a_lost_machine_0_ends_the_others(start) -> None:
 
 def test_a_spare_machine_takes_the_place_of_machine_0(start) -> None:
     """All know its address beforehand."""
-    steps = {"trainer.total_training_steps": 60, "trainer.save_last": "none", "trainer.nnodes": 2}
+    steps = {"trainer.total_training_steps": 20, "trainer.save_last": "none", "trainer.nnodes": 2}
     both = {"MASTER_ADDR": "10.77.0.1,10.77.0.3", "MAX_RESTARTS": "1"}
     machines = start(ENDLESS | TWO | steps, 3, num_spares=1, **both)
     lose(machines, 0)
@@ -185,12 +185,12 @@ def test_a_spare_machine_takes_the_place_of_machine_0(start) -> None:
     assert codes == [137, 0, 0], machines.consoles()
     assert "node 0 (10.77.0.1) was lost" in machines.console(1)
     run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(2), "")
-    assert [row["step"] for row in run.rows("step")] == list(range(1, 61))
+    assert [row["step"] for row in run.rows("step")] == list(range(1, 21))
     assert machines.left_over() == []
 
 
 def test_a_spare_machine_takes_the_place_of_a_lost_one(start) -> None:
-    steps = {"trainer.total_training_steps": 60, "trainer.save_last": "none", "rollout.colocated": True}
+    steps = {"trainer.total_training_steps": 20, "trainer.save_last": "none", "rollout.colocated": True}
     machines = start(ENDLESS | FOUR_OF_TWO | steps, 5, num_spares=1, MAX_RESTARTS="1")
     lose(machines, 3)
     machines.join(4, node_rank=3)
@@ -199,5 +199,5 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(start) -> None:
     assert "HostLostError: the machine machine3 (10.77.0.4) is lost" in machines.console(0)
     assert "the run is started again (1 of 1)" in machines.console(0)
     run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
-    assert [row["step"] for row in run.rows("step")] == list(range(1, 61))
+    assert [row["step"] for row in run.rows("step")] == list(range(1, 21))
     assert machines.left_over() == []
