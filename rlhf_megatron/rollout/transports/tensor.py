@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_megatron.parallel.device import decline, share
 from rlhf_megatron.resharding.buffers import Buffers, Deliver, Lent, Segment, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineUnreachableError
 from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
 from rlhf_megatron.rollout.transports.base import (
@@ -177,19 +177,17 @@ class SGLangTensorTransport(Transport):
 
 @contextlib.contextmanager
 def given_back(lent: Lent) -> Iterator[None]:
-    """Around a request: an engine that fails it opens nothing of it any more, and may have died before it did. One that
-    is only late may yet."""
+    """Around a request: an engine that has died opens nothing of it any more. One that answers has closed what it
+    opened, and one that is late may open it yet."""
     try:
         yield
-    except EngineTimeoutError:
-        raise
-    except EngineError:
+    except EngineUnreachableError:
         decline_all(lent)
         raise
 
 
 def decline_all(lent: Lent) -> None:
-    """Take all of that for closed. Twice does no harm."""
+    """Take all of that for closed."""
     for segments in lent:
         for segment in segments:
             decline(segment.memory)

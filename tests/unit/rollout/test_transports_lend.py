@@ -43,7 +43,7 @@ def server() -> Iterator[Any]:
                 return
             if self.server.how == "is late":  # type: ignore[attr-defined]
                 is_over.wait(60)
-            self.send_response(200)
+            self.send_response(500 if self.server.how == "refuses it" else 200)  # type: ignore[attr-defined]
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -67,7 +67,7 @@ def address(server: Any) -> EngineAddress:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("dies", [b"own", b"of rank 1"]), ("is late", []), ("has loaded it", [])]
+    ("how", "expected"), [("dies", [b"own", b"of rank 1"]), ("is late", []), ("refuses it", []), ("has loaded it", [])]
 )
 def test_what_an_engine_that_fails_will_not_open_is_given_back(
     server: Any, declined: list[bytes], how: str, expected: list[bytes]
