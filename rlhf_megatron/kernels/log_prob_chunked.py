@@ -106,7 +106,8 @@ class _LinearLogProb(torch.autograd.Function):
                 elif kept is not None:
                     kept.values_RC[rows] = logits_RC
                 inverse_R = None if tiles.inv_temperature_R is None else tiles.inv_temperature_R[rows]
-                call.ops.update(logits_RC, inverse_R, columns_R[rows] - chunk.first, packed.rows(rows), stash_RC, max_R)
+                statistics = packed.rows(rows)
+                call.ops.update(logits_RC, inverse_R, columns_R[rows], statistics, stash_RC, max_R, chunk.first)
         group = call.tp_group if num_rows > 0 else None
         outcome = _outcome(packed.rows() if group is None else packed.over(group))
         ctx.save_for_backward(
@@ -332,13 +333,13 @@ def _grad_tile(
     ops: TileOps,
 ) -> Tensor:
     """d loss / d logits of one tile, as a GEMM operand."""
-    columns_R = columns_R[rows] - chunk.first
+    of_rows = (columns_R[rows], gradients, tiles.operand_dtype, chunk.first)
     if kept is None:
-        return ops.grad_logits(tiles.logits(rows, chunk), columns_R, gradients, tiles.operand_dtype)
+        return ops.grad_logits(tiles.logits(rows, chunk), *of_rows)
     kept = kept.of(rows if active_A is None else active_A[rows])
     if kept.max_R is None:
-        return ops.grad_logits(kept.values_RC, columns_R, gradients, tiles.operand_dtype)
-    return ops.grad_logits_from_stash(kept.values_RC, kept.max_R, columns_R, gradients, tiles.operand_dtype)
+        return ops.grad_logits(kept.values_RC, *of_rows)
+    return ops.grad_logits_from_stash(kept.values_RC, kept.max_R, *of_rows)
 
 
 def _spread(rows_XH: Tensor, index_X: Tensor | None, num_rows: int) -> Tensor:

@@ -47,10 +47,11 @@ class TritonTileOps:
         statistics: RowStatistics,
         stash_RC: Tensor | None = None,
         stash_max_R: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Leaves `logits_RC` as it is, which may be bfloat16 or float16 too: a tile that another GEMM rounded."""
         if logits_RC.dtype == torch.float64:
-            self._torch.update(logits_RC, inv_temperature_R, columns_R, statistics, stash_RC, stash_max_R)
+            self._torch.update(logits_RC, inv_temperature_R, columns_R, statistics, stash_RC, stash_max_R, first)
             return
         if logits_RC.numel() == 0:
             return
@@ -65,6 +66,7 @@ class TritonTileOps:
             logits_RC.stride(0),
             _dense(inv_temperature_R),
             _dense(columns_R),
+            first,
             *running,
             statistics.max_R.stride(0),
             stash_RC,
@@ -76,24 +78,32 @@ class TritonTileOps:
             **sizes,
         )
 
-    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
+    def grad_logits(
+        self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype, first: int = 0
+    ) -> Tensor:
         """Compute the gradient of a tile's logits, in the memory of `logits_RC` where that has `dtype`."""
         if logits_RC.dtype == torch.float64:
-            return self._torch.grad_logits(logits_RC, columns_R, rows, dtype)
+            return self._torch.grad_logits(logits_RC, columns_R, rows, dtype, first)
         logits_RC = _with_dense_rows(logits_RC)
         grad_RC = logits_RC if logits_RC.dtype == dtype else torch.empty_like(logits_RC, dtype=dtype)
-        _grad_logits(logits_RC, None, columns_R, rows, grad_RC, self.softcap)
+        _grad_logits(logits_RC, None, columns_R, first, rows, grad_RC, self.softcap)
         return grad_RC
 
     def grad_logits_from_stash(
-        self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
+        self,
+        stash_RC: Tensor,
+        stash_max_R: Tensor,
+        columns_R: Tensor,
+        rows: RowGradients,
+        dtype: torch.dtype,
+        first: int = 0,
     ) -> Tensor:
         """Compute the gradient from the stash, in the memory of `stash_RC` where `dtype` has 16 bits."""
         if rows.log_z_R.dtype == torch.float64:
-            return self._torch.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, dtype)
+            return self._torch.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, dtype, first)
         assert stash_RC.stride(1) == 1, "rows of a stash are dense"
         grad_RC = stash_RC.view(dtype) if dtype.itemsize == 2 else torch.empty_like(stash_RC, dtype=dtype)
-        _grad_logits(stash_RC, stash_max_R, columns_R, rows, grad_RC)
+        _grad_logits(stash_RC, stash_max_R, columns_R, first, rows, grad_RC)
         return grad_RC
 
 
@@ -116,6 +126,7 @@ def _grad_logits(
     tile_RC: Tensor,
     stash_max_R: Tensor | None,
     columns_R: Tensor,
+    first: int,
     rows: RowGradients,
     grad_RC: Tensor,
     softcap: float | None = None,
@@ -129,6 +140,7 @@ def _grad_logits(
         tile_RC.stride(0),
         _dense(stash_max_R),
         _dense(columns_R),
+        first,
         _dense(rows.log_z_R),
         _dense(rows.log_z_rest_R),
         _dense(rows.inv_temperature_R),
@@ -196,12 +208,13 @@ def _store_stash(stash, stride, rows_R, is_row_R, columns_B, num_columns, exp_RB
     tl.store(_tile_pointers(stash, stride, rows_R, columns_B), (exp_RB * _SCALE).to(tl.float16), mask=is_here_RB)
 
 
-@triton.jit(do_not_specialize=["num_rows", "running_stride", "stash_max_stride"])
+@triton.jit(do_not_specialize=["first", "num_rows", "running_stride", "stash_max_stride"])
 def _update_kernel(
     logits,
     logits_stride,
     inv_temperatures,
     columns,
+    first,
     maxima,
     sums,
     targets,
@@ -260,7 +273,7 @@ def _update_kernel(
                 exp_RB = tl.exp(z_RB - max_R[:, None])
                 _store_stash(stash, stash_stride, rows_R, is_row_R, columns_B, num_columns, exp_RB)
 
-    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1)
+    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1) - first
     is_target_R = is_row_R & (column_R >= 0) & (column_R < num_columns)
     target_R = tl.load(logits + rows_R * logits_stride + column_R, mask=is_target_R, other=0.0).to(tl.float32)
     if softcap is not None:
@@ -286,12 +299,13 @@ def _update_kernel(
     tl.store(maxima + running_R, new_max_R, mask=is_row_R)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["first", "num_rows"])
 def _grad_kernel(
     tile,
     tile_stride,
     stash_maxima,
     columns,
+    first,
     log_zs,
     log_z_rests,
     inv_temperatures,
@@ -318,7 +332,7 @@ def _grad_kernel(
     inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
     if inv_temperatures is not None:
         inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
-    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1).to(tl.int32)  # of this tile or near it: small
+    column_R = (tl.load(columns + rows_R, mask=is_row_R, other=-1) - first).to(tl.int32)  # fits: of a vocabulary
     target_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
 
     # x is e^(y), and p = factor x: of logits y = z - log Z, of a stash y = log(stash). All else goes into the row's

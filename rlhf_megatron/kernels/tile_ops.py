@@ -86,21 +86,31 @@ class TileOps(Protocol):
         statistics: RowStatistics,
         stash_RC: Tensor | None = None,
         stash_max_R: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         """Take a tile into `statistics`, in place. May destroy `logits_RC`.
 
-        `inv_temperature_R`: None where the logits are z already. `columns_R`: int64, the target's column in this tile,
-        or outside of [0, C). `stash_RC` (float16, contiguous) gets STASH_SCALE e^(z - n) with n the largest z of the
-        row in this tile, `stash_max_R` gets n.
+        `inv_temperature_R`: None where the logits are z already. `columns_R`: int64, the target's column in the shard,
+        whose column `first` is the tile's first: outside of [first, first + C) where another tile has it. `stash_RC`
+        (float16, contiguous) gets STASH_SCALE e^(z - n) with n the largest z of the row in this tile, `stash_max_R`
+        gets n.
         """
         ...
 
-    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
+    def grad_logits(
+        self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype, first: int = 0
+    ) -> Tensor:
         """[R, C] d loss / d logit in `dtype`, contiguous. May destroy `logits_RC`, and may return its memory."""
         ...
 
     def grad_logits_from_stash(
-        self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
+        self,
+        stash_RC: Tensor,
+        stash_max_R: Tensor,
+        columns_R: Tensor,
+        rows: RowGradients,
+        dtype: torch.dtype,
+        first: int = 0,
     ) -> Tensor:
         """Compute `grad_logits` from what `update` stashed: p = stash / STASH_SCALE e^(n - log Z), and p log p = 0
         where the stash is 0. It may destroy `stash_RC`, and may return its memory where `dtype` has 16 bits.
@@ -123,12 +133,13 @@ class TorchTileOps:
         statistics: RowStatistics,
         stash_RC: Tensor | None = None,
         stash_max_R: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         if self.softcap is not None:
             logits_RC.div_(self.softcap).tanh_().mul_(self.softcap)
         if inv_temperature_R is not None:
             logits_RC.mul_(inv_temperature_R[:, None])
-        is_here_R, index_R1 = _target(logits_RC, columns_R)
+        is_here_R, index_R1 = _target(logits_RC, columns_R - first)
         found_R = logits_RC.gather(1, index_R1)[:, 0]
         statistics.target_R.copy_(torch.where(is_here_R, found_R, statistics.target_R))
 
@@ -154,7 +165,9 @@ class TorchTileOps:
             stash_max_R.copy_(max_R)
         _merge(statistics, tile)
 
-    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
+    def grad_logits(
+        self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype, first: int = 0
+    ) -> Tensor:
         weights = _Weights.of(rows)
         for block in _blocks(logits_RC):
             z_BC = logits_RC[block]
@@ -167,13 +180,19 @@ class TorchTileOps:
             log_p_BC = z_BC.sub_(rows.log_z_R[block, None])
             p_BC = _exp(log_p_BC, log_p_BC if weights.slope_R is None else self._like(log_p_BC))
             weights.apply(log_p_BC, p_BC, block)
-            _add_at_target(log_p_BC, columns_R[block], weights.target_R[block])
+            _add_at_target(log_p_BC, columns_R[block] - first, weights.target_R[block])
             if slope_BC is not None:
                 log_p_BC.mul_(slope_BC)
         return logits_RC.to(dtype)
 
     def grad_logits_from_stash(
-        self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
+        self,
+        stash_RC: Tensor,
+        stash_max_R: Tensor,
+        columns_R: Tensor,
+        rows: RowGradients,
+        dtype: torch.dtype,
+        first: int = 0,
     ) -> Tensor:
         weights = _Weights.of(rows)
         scale_R = (stash_max_R - rows.log_z_R).exp() / STASH_SCALE
@@ -184,7 +203,7 @@ class TorchTileOps:
             p_BC = stash_RC[block].to(scale_R.dtype).mul_(scale_R[block, None])
             log_p_BC = p_BC if weights.slope_R is None else p_BC.clamp_min(torch.finfo(p_BC.dtype).tiny).log_()
             weights.apply(log_p_BC, p_BC, block)
-            out_RC[block] = _add_at_target(log_p_BC, columns_R[block], weights.target_R[block])
+            out_RC[block] = _add_at_target(log_p_BC, columns_R[block] - first, weights.target_R[block])
         return out_RC
 
     def _like(self, block_BC: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     first, second = x.chunk(2, -1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out_first, out_second = out.chunk(2, -1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    torch.mul(x.unflatten(-1, (2, -1)), cos[..., None, :], out=out.unflatten(-1, (2, -1)))  # both halves at once
+    out_first.addcmul_(second, sin, value=-direction)
+    out_second.addcmul_(first, sin, value=direction)
     return out

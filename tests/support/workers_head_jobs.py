@@ -30,9 +30,11 @@ from rlhf_megatron.workers.log_prob_head import MainGradSink
 class WrongGradient(TorchTileOps):
     """The entropy's part of the gradient has the other sign."""
 
-    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype) -> Tensor:
+    def grad_logits(
+        self, logits_RC: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype, first: int = 0
+    ) -> Tensor:
         flipped = type(rows)(**{**vars(rows), "grad_entropies_R": -rows.grad_entropies_R})
-        return super().grad_logits(logits_RC, columns_R, flipped, dtype)
+        return super().grad_logits(logits_RC, columns_R, flipped, dtype, first)
 
 
 class WrongStatistics(TorchTileOps):
@@ -48,9 +50,9 @@ class WrongStash(TorchTileOps):
     """What was stashed is taken for e^(max - z)."""
 
     def grad_logits_from_stash(
-        self, stash_RC: Tensor, max_R: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype
+        self, stash_RC: Tensor, max_R: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype, first: int = 0
     ) -> Tensor:
-        return super().grad_logits_from_stash(stash_RC, -max_R, columns_R, rows, dtype)
+        return super().grad_logits_from_stash(stash_RC, -max_R, columns_R, rows, dtype, first)
 
 
 class Crashing(TorchTileOps):

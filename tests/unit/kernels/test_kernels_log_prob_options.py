@@ -167,9 +167,11 @@ class Watched(TorchTileOps):
 
     num_rows: tuple[int, ...] = ()
 
-    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
+    def grad_logits(
+        self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype, first: int = 0
+    ) -> Tensor:
         Watched.num_rows += (len(logits_RC),)
-        return super().grad_logits(logits_RC, columns_R, rows, dtype)
+        return super().grad_logits(logits_RC, columns_R, rows, dtype, first)
 
 
 @pytest.mark.parametrize("is_selected", [False, True])

@@ -74,7 +74,8 @@ def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
     stash_max_R = torch.full((num_rows, 3), torch.nan, device=device)[:, 1]
     stash = (stash_RC, stash_max_R) if case.has_stash else (None, None)
     ops.update(tile(case, 1.0, device), inv_temperature_R, columns_R, statistics)
-    ops.update(tile(case, case.growth, device), inv_temperature_R, columns_R - num_columns // 3, statistics, *stash)
+    second = tile(case, case.growth, device)
+    ops.update(second, inv_temperature_R, columns_R, statistics, *stash, first=num_columns // 3)
 
     log_z_R = max_R + sum_R.log()
     entropies_R, grad_entropies_R = 0.5 * log_z_R, randn(num_rows, seed=4).to(device)
@@ -87,10 +88,11 @@ def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
         0.2 * randn(num_rows, seed=6).to(device) if case.has_rest else None,
     )
     found = {name: x_R for name, x_R in vars(statistics).items() if x_R is not None}
-    found["grad"] = ops.grad_logits(tile(case, 1.0, device), columns_R, rows, case.grad_dtype)
+    found["grad"] = ops.grad_logits(tile(case, 1.0, device), columns_R, rows, case.grad_dtype, first=num_columns // 5)
     if case.has_stash:
         found |= {"stash": stash_RC.clone(), "stash max": stash_max_R.clone()}
-        found["grad from stash"] = ops.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, case.grad_dtype)
+        of_rows = (columns_R, rows, case.grad_dtype, num_columns // 3)
+        found["grad from stash"] = ops.grad_logits_from_stash(stash_RC, stash_max_R, *of_rows)
     return found
 
 
