@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_tools import NEEDS_CUDA_BUILD, PYTHON
 from places import ROOT, SUPPORT
 
-from tools.cuda_rehearsal.build import missing_tools
 from tools.cuda_rehearsal.environment import environment
 
-PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
-WHY_NOT = missing_tools() if PYTHON.is_file() else "`make cuda-rehearsal` has not made .venv-cuda"
-pytestmark = [pytest.mark.dist, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.dist, NEEDS_CUDA_BUILD]
 
 # Waits for the device in one call of an actor on one rank, in bfloat16: none of them a micro-batch.
 ONCE_A_STEP = "the verdict on an optimizer step: whether it is skipped is decided on the host"
@@ -80,6 +78,15 @@ def test_mistakes_are_caught_by_the_pass_that_can(built: Path) -> None:
     assert "FlashAttention only support fp16 and bf16" in found["attention in float32"]
     assert "does not have a deterministic implementation" in found["no deterministic form"]
     assert "called a synchronizing CUDA operation" in found["the host waits"]
+    assert found["a copy that is waited for"] == "nothing"
+    for what in ("nobody waits for the copy", "the copy waits for nobody"):
+        assert "CUDASanitizerErrors" in found[what]
+
+
+def test_a_kernel_that_spills_is_named(built: Path) -> None:
+    found = told(start(built, "mistakes", "spill", has_numbers=False))
+    (words,) = found["spill"]
+    assert words.startswith("_shares spills") and words.endswith("a thread on sm_90")
 
 
 def test_the_host_waits_where_the_list_says_and_in_no_micro_batch(built: Path) -> None:
@@ -93,6 +100,13 @@ def test_ranks_that_call_different_things_are_told_what_each_called(built: Path,
         assert found["sum"] == 3.0
         words = f"ranks differ on rank {rank} of 2; rank 0: all_reduce of 40 B rank 1: broadcast of 40 B"
         assert words in found["differ"]
+
+
+def test_ranks_of_a_group_have_the_same_settings(built: Path, tmp_path: Path) -> None:
+    name = "NCCL_CUMEM_ENABLE"
+    ranks = [start(built, "mistakes", "rank", str(tmp_path / "store"), str(rank), name) for rank in range(2)]
+    for found in map(told, ranks):
+        assert f"rank 0: {name} unset, NCCL_NVLS_ENABLE unset rank 1: {name} 0" in found["lacks"]
 
 
 def test_ranks_lend_their_own_device_memory_to_the_ranks_of_an_engine(built: Path, tmp_path: Path) -> None:

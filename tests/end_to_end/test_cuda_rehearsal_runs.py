@@ -8,17 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cuda_tools import NEEDS_CUDA_BUILD, PYTHON
 from places import ROOT
 
 from rlhf_megatron.api import load_config
 from tools.cuda_rehearsal.branches import EXCUSED, TAKEN, device_branches, not_seen
-from tools.cuda_rehearsal.build import missing_tools
 from tools.cuda_rehearsal.cases import BASELINES, CASES, Case
 from tools.cuda_rehearsal.runs import differences, settings_of
-
-PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
-WHY_NOT = missing_tools() if PYTHON.is_file() else "`make cuda-rehearsal` has not made .venv-cuda"
-NEEDS_CUDA_BUILD = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def run_of(folder: Path, loss: float, response: str, steps: tuple[int, ...] = (1, 2)) -> Path:

@@ -2,6 +2,7 @@
 
 .venv-cuda/bin/python -m tools.cuda_rehearsal                            # all runs, each against the CPU
 .venv-cuda/bin/python -m tools.cuda_rehearsal --cases "pp2,tp2 pp2"      # some of them
+.venv-cuda/bin/python -m tools.cuda_rehearsal --alone layouts            # one rank of each layout, without numbers
 .venv-cuda/bin/python -m tools.cuda_rehearsal --devices 2 -- .venv-cuda/bin/python my_script.py
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,15 @@ from tools.cuda_rehearsal.cases import CASES
 from tools.cuda_rehearsal.environment import BRANCHES_ENV, REPOSITORY, environment
 from tools.cuda_rehearsal.runs import rehearse
 
+ALONE = ("layouts", "kernels", "memory", "launches")
+
+
+def alone(built: Path, part: str, words: list[str]) -> int:
+    """Run a module of alone/. 1 where something failed."""
+    command = [sys.executable, "-m", f"tools.cuda_rehearsal.alone.{part}", *words]
+    env = environment(built, has_numbers=False, num_devices=1, is_alone=True)
+    return min(1, subprocess.run(command, cwd=REPOSITORY, env=env).returncode)
+
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_rehearsal", description=__doc__.splitlines()[0])
@@ -25,6 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(names)}; all")
     parser.add_argument("--steps", type=int, default=2, help="of each run (%(default)s)")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/cuda_rehearsal", help="of runs (%(default)s)")
+    parser.add_argument("--alone", choices=ALONE, help="one process for a rank of any world; the rest: parts of it")
     parser.add_argument("--no-numbers", action="store_true", help="kernels do nothing; CUDA's own checks are made")
     parser.add_argument("--devices", type=int, default=1, help="that the command sees (%(default)s)")
     parser.add_argument("--cache", type=Path, default=Path(sys.prefix) / "null_cuda", help="what is compiled")
@@ -33,6 +45,8 @@ def main(argv: list[str]) -> int:
     if why := missing_tools():
         parser.error(f"nothing can be compiled here: {why}.")
     built = build(args.cache)
+    if args.alone:
+        return alone(built, args.alone, args.command)
     if args.command:
         os.execvpe(args.command[0], args.command, environment(built, not args.no_numbers, args.devices))
     wanted = [name.strip() for name in args.cases.split(",")] if args.cases else names
@@ -42,6 +56,7 @@ def main(argv: list[str]) -> int:
     os.environ[BRANCHES_ENV] = str(path := listed(args.out))
     num_failed = rehearse([case for case in CASES if case.name in wanted], args.out, built, args.steps)
     if len(wanted) == len(CASES):
+        num_failed += sum(alone(built, part, []) for part in ("layouts", "kernels"))
         TAKEN.write_text("".join(f"{name}\n" for name in sorted(seen(path) & device_branches())))
         if missing := not_seen(path):
             print("FAILED no process came to these on device cuda:", *missing, sep="\n       ")

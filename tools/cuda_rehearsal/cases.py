@@ -63,6 +63,7 @@ BASELINES = {
     "grpo": Baseline("quickstart_warm"),
     "ppo": Baseline("quickstart_ppo", {"trainer.critic_warmup": 0}),
     "experts": Baseline("quickstart_moe", EXPERTS),
+    "latent": Baseline("quickstart_mla", EXPERTS),
     "async": Baseline(
         "quickstart_async",
         {
@@ -90,5 +91,6 @@ CASES = (
     Case("experts", "experts", 1),
     Case("experts ep2", "experts", 2, {EP: 2}),
     Case("experts tp2 ep2", "experts", 2, {TP: 2, EP: 2, "actor.megatron.sequence_parallel": True}),
+    Case("latent tp2 ep2", "latent", 2, {TP: 2, EP: 2, "actor.megatron.sequence_parallel": True}),
     Case("asynchronous", "async", 1, {"trainer.deterministic": False}, is_compared=False),
 )

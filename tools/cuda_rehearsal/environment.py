@@ -17,9 +17,9 @@ def on_cpu() -> dict[str, str]:
     return {**given, **own, "PYTHONPATH": str(REPOSITORY)}
 
 
-def environment(built: Path, has_numbers: bool, num_devices: int) -> dict[str, str]:
+def environment(built: Path, has_numbers: bool, num_devices: int, is_alone: bool = False) -> dict[str, str]:
     """`built`: what build.py made. `has_numbers`: the host computes each kernel, and one that it does not is an error;
-    else kernels do nothing, and torch's own CUDA kernels check what they are given."""
+    else kernels do nothing, and torch's own CUDA kernels check what they are given. `is_alone`: NCCL has no peers."""
     return {
         **on_cpu(),
         **({BRANCHES_ENV: os.environ[BRANCHES_ENV]} if BRANCHES_ENV in os.environ else {}),
@@ -28,6 +28,7 @@ def environment(built: Path, has_numbers: bool, num_devices: int) -> dict[str, s
         "TRITON_LIBCUDA_PATH": str(built),
         "NULLCUDA_DEVICES": str(num_devices),
         "NULLCUDA_KERNELS": "refuse" if has_numbers else "skip",
+        **({"NULLCUDA_NCCL": "alone"} if is_alone else {}),
         "TORCHDYNAMO_DISABLE": "1",  # what it compiles for CUDA, the host could not run
         "PYTHONPATH": f"{HOST}:{built}:{REPOSITORY}" if has_numbers else str(REPOSITORY),
     }

@@ -120,7 +120,8 @@ cudaError_t cudaHostUnregister(void *p) {
 }
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
   *total = TOTAL;
-  *available = TOTAL - null_bytes - (1ull << 30);
+  size_t used = null_bytes + (1ull << 30);
+  *available = used < TOTAL ? TOTAL - used : 0;
   return 0;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *p) {
@@ -138,6 +139,7 @@ static int copy(void *to, const void *from, size_t n) {
   int is_to_device = find(to).kind == DEVICE, is_from_device = find(from).kind == DEVICE;
   null_to_host += is_from_device && !is_to_device;
   null_to_device += is_to_device && !is_from_device;
+  if (is_to_device && is_from_device && n > NULL_SMALL && null_skips()) return 0; /* untouched pages take no memory */
   memmove(to, from, n);
   return 0;
 }
@@ -154,7 +156,7 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_row, const void *from, size_t 
   return 0;
 }
 cudaError_t cudaMemset(void *p, int value, size_t n) {
-  memset(p, value, n);
+  if (n <= NULL_SMALL || !null_skips()) memset(p, value, n);
   return 0;
 }
 cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t s) { return cudaMemset(p, value, n); }

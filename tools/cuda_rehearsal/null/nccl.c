@@ -1,5 +1,6 @@
 /* NCCL between processes of one machine, with right values: collectives and send / recv through a shared file in
-   /dev/shm. NULLCUDA_NCCL=alone: no peers, each call keeps its own part (one process stands for any rank of a world).
+   /dev/shm. NULLCUDA_NCCL=alone: no peers, each call keeps its own part (one process stands for any rank of a world),
+   and only of what is small: pages that nobody touches take no memory.
    The host makes each call at once, so an order of calls that only works because NCCL is asynchronous waits here, until
    NULLCUDA_NCCL_TIMEOUT seconds (60) are over; the error then tells what each rank called last, and so it does where
    ranks call different things. */
@@ -69,6 +70,16 @@ static int meet(Comm *c) { /* all ranks of the communicator */
   return OK;
 }
 
+static int differ(Comm *c) { /* after a meeting: whether ranks have told different things */
+  for (int i = 0; i < c->size; i++)
+    if (strcmp(c->shared->called[i], c->shared->called[c->rank])) return fail(c, "ranks differ", INVALID);
+  return OK;
+}
+static const char *setting(const char *name) {
+  const char *found = getenv(name);
+  return found ? found : "unset";
+}
+
 /* ---- communicators ---- */
 typedef struct {
   char bytes[128];
@@ -102,10 +113,13 @@ static int join(void **out, int size, const char *id, int rank) {
   c->shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   close(fd);
   c->boxes = (Box *)(c->shared + 1);
-  strcpy(c->shared->called[rank], "init");
+  /* With these alike or not at all: NCCL hangs or crashes otherwise. */
+  snprintf(c->shared->called[rank], 64, "NCCL_CUMEM_ENABLE %s, NCCL_NVLS_ENABLE %s", setting("NCCL_CUMEM_ENABLE"),
+           setting("NCCL_NVLS_ENABLE"));
   int error = meet(c);
   if (!error) unlink(path);
-  return error;
+  if (!error) error = differ(c);
+  return error ? error : meet(c);
 }
 int ncclCommInitRank(void **c, int n, Id id, int rank) { return join(c, n, id.bytes, rank); }
 int ncclCommInitRankConfig(void **c, int n, Id id, int rank, void *config) { return join(c, n, id.bytes, rank); }
@@ -195,8 +209,7 @@ static int show(Comm *c, const char *name, const char *mine, size_t bytes, size_
     size_t n = bytes - o < CHUNK ? bytes - o : CHUNK;
     if (mine) memcpy(parts[c->rank], mine + o, n);
     int error = meet(c);
-    for (int i = 0; !error && o == 0 && i < c->size; i++)
-      if (strcmp(c->shared->called[i], c->shared->called[c->rank])) error = fail(c, "ranks differ", INVALID);
+    if (!error && o == 0) error = differ(c);
     if (!error) use(c, parts, o, n, what);
     if (error || (error = meet(c))) return error;
   }
@@ -219,26 +232,30 @@ static void use_all(Comm *c, char **parts, size_t offset, size_t n, void *what) 
   Job *j = what;
   for (int i = 0; i < c->size; i++) memcpy(j->out + i * j->bytes + offset, parts[i], n);
 }
+static int keep_own(void *out, const void *in, size_t bytes) {
+  if (bytes <= NULL_SMALL) memmove(out, in, bytes);
+  return OK;
+}
 int ncclAllReduce(const void *in, void *out, size_t n, int type, int op, void *comm, void *stream) {
   Comm *c = comm;
   size_t bytes = n * width(type);
   Job j = {out, bytes, type, op, -1};
   null_collectives++;
-  return c->is_alone ? (memmove(out, in, bytes), OK) : show(c, "all_reduce", in, bytes, bytes, use_reduced, &j);
+  return c->is_alone ? keep_own(out, in, bytes) : show(c, "all_reduce", in, bytes, bytes, use_reduced, &j);
 }
 int ncclReduce(const void *in, void *out, size_t n, int type, int op, int root, void *comm, void *stream) {
   Comm *c = comm;
   size_t bytes = n * width(type);
   Job j = {out, bytes, type, op, root};
   null_collectives++;
-  return c->is_alone ? (memmove(out, in, bytes), OK) : show(c, "reduce", in, bytes, bytes, use_reduced, &j);
+  return c->is_alone ? keep_own(out, in, bytes) : show(c, "reduce", in, bytes, bytes, use_reduced, &j);
 }
 int ncclBroadcast(const void *in, void *out, size_t n, int type, int root, void *comm, void *stream) {
   Comm *c = comm;
   size_t bytes = n * width(type);
   Job j = {out, bytes, type, SUM, root};
   null_collectives++;
-  if (c->is_alone) return memmove(out, in, bytes), OK;
+  if (c->is_alone) return keep_own(out, in, bytes);
   return show(c, "broadcast", c->rank == root ? in : NULL, bytes, bytes, use_root, &j);
 }
 int ncclBcast(void *p, size_t n, int type, int root, void *c, void *s) { return ncclBroadcast(p, p, n, type, root, c, s); }
@@ -248,14 +265,14 @@ int ncclAllGather(const void *in, void *out, size_t n, int type, void *comm, voi
   Job j = {out, bytes, type, SUM, -1};
   null_collectives++;
   if (!c->is_alone) return show(c, "all_gather", in, bytes, bytes, use_all, &j);
-  for (int i = 0; i < c->size; i++) memmove((char *)out + i * bytes, in, bytes);
+  for (int i = 0; i < c->size; i++) keep_own((char *)out + i * bytes, in, bytes);
   return OK;
 }
 int ncclReduceScatter(const void *in, void *out, size_t n, int type, int op, void *comm, void *stream) {
   Comm *c = comm;
   size_t bytes = n * width(type);
   null_collectives++;
-  if (c->is_alone) return memmove(out, (char *)in + c->rank * bytes, bytes), OK;
+  if (c->is_alone) return keep_own(out, (char *)in + c->rank * bytes, bytes);
   char *mine = malloc(bytes + 1); /* `out` may be a part of `in` */
   int error = OK;
   for (int owner = 0; owner < c->size && !error; owner++) {
@@ -339,7 +356,7 @@ int ncclGroupEnd(void) {
 int ncclAlltoAll(const void *in, void *out, size_t n, int type, void *comm, void *stream) {
   Comm *c = comm;
   size_t bytes = n * width(type);
-  if (c->is_alone) return memmove(out, in, bytes * c->size), OK;
+  if (c->is_alone) return keep_own(out, in, bytes * c->size);
   ncclGroupStart();
   for (int i = 0; i < c->size; i++) {
     if (i == c->rank) memmove((char *)out + i * bytes, (char *)in + i * bytes, bytes);

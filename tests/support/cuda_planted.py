@@ -1,0 +1,30 @@
+"""Ranks without peers whose trainer has a mistake, under the rehearsal without numbers. Prints what each stage said.
+
+cuda_planted.py: rotated values that come from the CPU, and from a type that no product takes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from unittest import mock
+
+from tools.cuda_rehearsal.alone.children import in_children
+from tools.cuda_rehearsal.alone.layouts import pass_through
+
+MISTAKES = {"none": lambda x: x, "on the CPU": lambda x: x.cpu(), "in float64": lambda x: x.double()}
+
+
+def with_mistake(name: str) -> list[str]:
+    from rlhf_megatron.models import attention
+
+    rotate = attention.rotate
+
+    def rotated(x: Any, *tables: Any) -> Any:
+        return MISTAKES[name](rotate(x, *tables))
+
+    with mock.patch.object(attention, "rotate", rotated):
+        return pass_through("tp2_sequence", "qwen3_untied", 1)
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: found for (name,), found in in_children(with_mistake, [(name,) for name in MISTAKES])}))

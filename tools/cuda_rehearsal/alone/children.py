@@ -1,0 +1,50 @@
+"""Each call in a child that is forked off before CUDA has begun: it has an allocator and groups of its own, and modules
+are imported once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+Arguments = tuple[Any, ...]
+
+
+def in_children(function: Callable[..., Any], calls: Iterable[Arguments]) -> Iterator[tuple[Arguments, Any]]:
+    """(arguments, what the function returned, or in words why it failed) of each call, one after the other."""
+    with mock.patch("torch._C._cuda_getDeviceCount", return_value=1):  # the real one forbids forks
+        prepare()
+    with TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        for arguments in calls:
+            answer.unlink(missing_ok=True)
+            if not (child := os.fork()):
+                _answer(function, arguments, answer)
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            yield arguments, pickle.loads(answer.read_bytes()) if code == 0 else f"the process ended with code {code}"
+
+
+def _answer(function: Callable[..., Any], arguments: Arguments, answer: Path) -> None:
+    """In the child, which ends here."""
+    try:
+        found = function(*arguments)
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-6:]))
+        found = f"{type(error).__name__}: {str(error)[:500]} ({places})"
+    answer.write_bytes(pickle.dumps(found))
+    os._exit(0)
+
+
+def prepare() -> None:
+    """Import what every child needs."""
+    from rlhf_megatron.parallel.prepare import prepare_megatron
+
+    prepare_megatron()
+    from rlhf_megatron.workers import actor, critic, megatron, reference  # noqa: F401

@@ -1,0 +1,153 @@
+"""Every layout and every family of the parity list on the null library: ranks of any world, through all stages of a
+trainer. An operator's own check of devices, types, shapes or deterministic form fails the stage that called it.
+
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone layouts"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.parity.cases import DENSE_FAMILIES, EXPERT_FAMILIES
+from benchmarks.parity.layouts import LAYOUTS, Axes, divides
+from rlhf_megatron.config.schema import ActorConfig, CriticConfig, KernelsConfig, OptimConfig
+from rlhf_megatron.data.batch import MiniBatch, ValueMiniBatch, offsets_from_lengths
+from rlhf_megatron.data.plan import plan_replicas, take
+from rlhf_megatron.parallel.layout import Layout, layout_of
+from tools.cuda_rehearsal.alone.children import in_children
+from tools.cuda_rehearsal.alone.world import NoWeights, alone
+
+FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
+BUDGET = 96  # tokens of a micro-batch: several of each replica
+LENGTHS = (2, 5, 12, 40, 41, 64, 90)
+KERNELS = KernelsConfig(num_self_checks=0)  # which look at values
+OPTIM = OptimConfig(lr=1e-3)
+NEEDS_PACKAGE = "transformer_engine"  # which has no wheel
+
+
+def cells() -> list[tuple[str, str, int]]:
+    """(layout, family, rank): each layout with one family, in turns, and each family in one layout at least. Of a
+    pipeline its first and its last rank."""
+    names = {name: axes for name, axes in LAYOUTS.items() if axes.impl != NEEDS_PACKAGE}
+    found, uses = [], dict.fromkeys(FAMILIES, 0)
+    for name, axes in names.items():
+        fitting = [family for family, config in FAMILIES.items() if divides(axes, config)]
+        family = min(fitting, key=lambda one: uses[one])
+        uses[family] += 1
+        found += [(name, family, rank) for rank in _ranks(axes)]
+    left = [family for family, count in uses.items() if not count]
+    assert not left, f"no layout for {left}"
+    return found
+
+
+def _ranks(axes: Axes) -> list[int]:
+    return [0, axes.num_ranks - 1] if axes.pp > 1 else [axes.num_ranks - 1]
+
+
+def pass_through(layout_name: str, family: str, rank: int) -> list[str]:
+    """What failed, by stage."""
+    hf_config, axes = FAMILIES[family], LAYOUTS[layout_name]
+    megatron = replace(axes.megatron, transformer_impl="local")
+    problems = []
+    with alone(layout_of(megatron, axes.num_ranks), rank, hf_config) as world, TemporaryDirectory() as folder:
+        for name, stage in _stages(hf_config, megatron, world, Path(folder)).items():
+            try:
+                stage()
+            except Exception as error:
+                problems.append(f"{name}: {type(error).__name__}: {str(error)[:400]}")
+                if name == "build":
+                    break
+    return problems
+
+
+def _stages(hf_config: dict[str, Any], megatron: Any, world: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """By name, in their order. The first makes what the others use."""
+    from rlhf_megatron.checkpoint.value_model import with_value_head
+    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.workers.critic import Critic
+    from rlhf_megatron.workers.megatron import MegatronBackend
+    from rlhf_megatron.workers.reference import Reference
+    from rlhf_megatron.workers.trained_model import Phase
+
+    made: dict[str, Any] = {}
+    layout, phases = world.layout, {"rl": Phase(OPTIM, 100)}
+    batch, values, plan = _batches(layout, world.coordinates.dp)
+
+    def build() -> None:
+        backend = MegatronBackend(hf_config, NoWeights(), world, torch.bfloat16, megatron)
+        config = ActorConfig(megatron=megatron, optim=OPTIM, kernels=KERNELS, entropy_coeff=0.01, use_kl_loss=True)
+        made["actor"] = Actor(backend, config, phases)
+
+    def reference() -> None:
+        backend = MegatronBackend(hf_config, NoWeights(), world, torch.bfloat16, megatron, is_frozen=True)
+        Reference(backend, 512, KERNELS, is_offloaded=True).log_probs(batch, plan, 1.0)
+
+    def critic() -> None:
+        first = with_value_head(NoWeights(), 0.02, 1)
+        backend = MegatronBackend(hf_config, first, world, torch.bfloat16, megatron, "value")
+        model = Critic(backend, CriticConfig(optim=OPTIM), phases, seed=1)
+        model.values(values, plan)
+        model.update(values, plan)
+
+    def checkpoint() -> None:
+        made["actor"].save(folder / "checkpoint")
+        made["actor"].load(folder / "checkpoint")
+
+    return {
+        "build": build,
+        "log-probs": lambda: made["actor"].log_probs(batch, plan, 0.7, with_entropy=True, with_sum_squares=True),
+        "update": lambda: made["actor"].update(batch, plan, 1.0),
+        "supervised update": lambda: made["actor"].update(batch, plan, 1.0, "sft"),
+        "look again": lambda: made["actor"].look_again(batch, plan, 1.0),
+        "sync": lambda: _sync(made["actor"], world),
+        "offload": lambda: (made["actor"].offload(), made["actor"].onload()),
+        "update again": lambda: made["actor"].update(batch, plan, 1.0),
+        **({"checkpoint": checkpoint} if layout.world_size == 1 else {}),  # else ranks tell each other what they write
+        "critic": critic,
+        "reference": reference,
+    }
+
+
+def _sync(actor: Any, world: Any) -> None:
+    from rlhf_megatron.resharding.buffers import in_memory
+    from rlhf_megatron.resharding.sender import Order, send_weights
+
+    order = Order(1, torch.bfloat16, 1 << 16)
+    send_weights(actor.export(), world, order, lambda size, num: in_memory(world.device, size, num, lambda *_: None))
+
+
+def _batches(layout: Layout, dp: int) -> tuple[MiniBatch, ValueMiniBatch, Any]:
+    lengths = torch.tensor(LENGTHS * layout.dp)
+    num_tokens = int(lengths.sum())
+    offsets = offsets_from_lengths(lengths)
+    mask = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, offsets[:-1], False)
+    column = torch.full((num_tokens,), 1 / num_tokens)
+    common = {"offsets": offsets, "token_ids": torch.ones(num_tokens, dtype=torch.int64), "response_mask": mask}
+    common |= {"loss_weights": column, "metric_weights": column}
+    batch = MiniBatch(**common, advantages=column, old_log_probs=column, ref_log_probs=column)
+    values = ValueMiniBatch(**common, old_values=column, returns=column)
+    multiples = (layout.document_multiple, layout.packed_multiple, layout.micro_batch_multiple)
+    plan = plan_replicas(lengths.tolist(), layout.dp, BUDGET * layout.cp, *multiples)[dp]
+    return take(batch, plan), take(values, plan), plan
+
+
+def main(only: list[str]) -> int:
+    """Prints a line a rank; the number of those with problems."""
+    num_failed = 0
+    for cell, found in in_children(pass_through, [cell for cell in cells() if not only or cell[0] in only]):
+        problems = [found] if isinstance(found, str) else found
+        num_failed += bool(problems)
+        print(f"{'FAILED' if problems else 'ok':7}{cell[0]}, {cell[1]}, rank {cell[2]}", flush=True)
+        for words in problems:
+            print(f"       {words}", flush=True)
+    return num_failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(sys.argv[1:])))

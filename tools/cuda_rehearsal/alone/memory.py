@@ -1,0 +1,135 @@
+"""Peak bytes of an update, counted by torch's CUDA allocator: one rank of a recipe's world, at its full depth.
+
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone memory     # benchmarks/results/peak_memory.json
+
+Pages that no kernel touches take no memory, so a rank that needs 80 GB runs in 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_megatron.api import load_config
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.config.rules.run import actor_ranks
+from rlhf_megatron.config.schema import KernelsConfig, RunConfig
+from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
+from rlhf_megatron.data.plan import plan_replicas, take
+from rlhf_megatron.parallel.layout import Layout, layout_of
+from tools.cuda_rehearsal.alone.children import in_children
+from tools.cuda_rehearsal.alone.world import NoWeights, alone
+
+RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
+RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "peak_memory.json"
+SHAPES = {
+    "8B": "qwen3_8b_dapo",
+    "32B": "qwen3_32b_grpo",
+    "30B-A3B": "qwen3_30b_a3b_gspo",
+    "235B-A22B": "qwen3_235b_a22b_gspo",
+    "671B-A37B": "deepseek_v3_grpo",
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "none": {"recompute_granularity": "none", "recompute_method": None, "recompute_num_layers": None},
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What was counted on a rank."""
+
+    shape: str
+    recompute: str  # of RECOMPUTE
+    stage: int
+    layout: str
+    tokens: int  # of a micro-batch
+    states: int  # bytes before the update: weights, gradients, optimizer
+    peak: int  # bytes in it, at most
+
+
+def questions() -> list[tuple[str, str, int]]:
+    """(shape, recompute, stage) of each that is counted: the first stage, and the last, which has the head."""
+    found = []
+    for shape in SHAPES:
+        last = config_of(shape, "full").actor.megatron.pipeline_model_parallel_size - 1
+        found += [(shape, how, stage) for how in RECOMPUTE for stage in sorted({0, last})]
+    return found
+
+
+def config_of(shape: str, recompute: str) -> RunConfig:
+    """The recipe of a shape, with what decides on its activations."""
+    settings = {f"actor.megatron.{name}": value for name, value in RECOMPUTE[recompute].items()}
+    return load_config(RECIPES / f"{SHAPES[shape]}.yaml", settings, with_files=False)
+
+
+def batch_of(num_samples: int, length: int) -> MiniBatch:
+    """Samples of one prompt token each: all others train, which needs the most of the head."""
+    num_tokens = num_samples * length
+    mask = (torch.arange(num_tokens) % length) > 0
+    ones = torch.ones(num_tokens)
+    columns = {"loss_weights": ones, "metric_weights": ones, "advantages": ones, "old_log_probs": ones}
+    ids = torch.zeros(num_tokens, dtype=torch.int64)
+    offsets = offsets_from_lengths(torch.full((num_samples,), length))
+    return MiniBatch(offsets=offsets, token_ids=ids, response_mask=mask, **columns)
+
+
+def count(shape: str, recompute: str, stage: int) -> Peak:
+    """Build the rank, and train it twice: the first pass leaves what stays."""
+    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.workers.losses import moving_correction
+    from rlhf_megatron.workers.megatron import MegatronBackend
+    from rlhf_megatron.workers.trained_model import Phase
+
+    config = config_of(shape, recompute)
+    hf_config = read_hf_config(Path(config.model.path))
+    actor = replace(config.actor, kernels=KernelsConfig(num_self_checks=0), use_kl_loss=False)
+    if recompute == "none":
+        actor = replace(actor, megatron=replace(actor.megatron, recompute_granularity=None))
+    layout = layout_of(actor.megatron, actor_ranks(config))
+    tokens = actor.ppo_max_token_len_per_gpu
+    with alone(layout, layout.rank(dp=0, pp=stage, tp=0), hf_config, loads_weights=False) as world:
+        dtype = getattr(torch, config.model.dtype)
+        backend = MegatronBackend(hf_config, NoWeights(), world, dtype, actor.megatron)
+        phases = {"rl": Phase(actor.optim, 100)}
+        model = Actor(backend, actor, phases, moving_correction(config.algorithm.rollout_correction))
+        batch = batch_of(layout.pp * layout.dp, tokens * layout.cp)  # as many as are under way at the first stage
+        plan = plan_replicas(batch.lengths.tolist(), layout.dp, tokens * layout.cp, *multiples(layout))[0]
+        shard = take(batch, plan)
+        model.update(shard, plan, 1.0)
+        states = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model.update(shard, plan, 1.0)
+        return Peak(shape, recompute, stage, str(layout), tokens, states, torch.cuda.max_memory_allocated())
+
+
+def multiples(layout: Layout) -> tuple[int, int, int]:
+    return layout.document_multiple, layout.packed_multiple, layout.micro_batch_multiple
+
+
+def main(shapes: list[str]) -> int:
+    """Prints a line each, and writes those into the file in place of its own; the number of those that failed."""
+    known = {(peak.shape, peak.recompute, peak.stage): peak for peak in recorded()}
+    num_failed = 0
+    for question, peak in in_children(count, [one for one in questions() if not shapes or one[0] in shapes]):
+        if isinstance(peak, str):
+            num_failed += 1
+        else:
+            known[question] = peak  # type: ignore[index]
+        print(*question, peak if isinstance(peak, str) else f"{peak.peak / 1e9:.2f} GB", flush=True)
+    order = [known[question] for question in questions() if question in known]
+    RESULT.write_text(json.dumps({"peaks": [vars(peak) for peak in order]}, indent=1) + "\n")
+    return num_failed
+
+
+def recorded() -> list[Peak]:
+    """What the file says."""
+    return [Peak(**row) for row in json.loads(RESULT.read_text())["peaks"]] if RESULT.is_file() else []
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(sys.argv[1:])))
