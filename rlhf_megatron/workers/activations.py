@@ -40,7 +40,7 @@ def layer_bytes(model: Trained, layout: Layout, impl: Impl, has_experts: bool = 
     """Return the bytes that a layer keeps of a micro-batch, with nothing recomputed, flash attention and fused
     SwiGLU.
 
-    Of one with experts: where tokens are routed evenly; that part was not measured.
+    Of one with experts: where tokens are routed evenly.
     """
     arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
     tp, sequence = layout.tp, layout.tp if layout.sequence_parallel else 1
@@ -50,9 +50,9 @@ def layer_bytes(model: Trained, layout: Layout, impl: Impl, has_experts: bool = 
         kept += _latent_elements(arguments, layout)
     else:
         kept += _grouped_elements(arguments, layout, impl)
-    if has_experts:  # each choice of a token: its way in and out, and gate, up and product of an expert
+    if has_experts:  # each choice of a token: as it came to its expert, and gate, up and product there
         choices = arguments["moe_router_topk"] * layout.etp / sequence
-        kept += choices * (2 * hidden + 3 * arguments["moe_ffn_hidden_size"] / layout.etp)
+        kept += choices * (hidden + 3 * arguments["moe_ffn_hidden_size"] / layout.etp)
     else:
         kept += 3 * arguments["ffn_hidden_size"] / tp
     return math.ceil(kept * model.tokens * model.dtype.itemsize)
@@ -85,24 +85,26 @@ def _latent_elements(arguments: Mapping[str, Any], layout: Layout) -> float:
 
 
 def kept_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, impl: Impl, stage: int) -> int:
-    """Return the most that all layers of a stage keep, over the micro-batches under way there at one time."""
+    """Return the most that all layers of a stage keep, over the micro-batches under way there at one time. And, where
+    no head takes as much in its turn, the gradients of a layer while it is passed backward: about what it keeps."""
     arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
     stage_of = layout.stage_of_layers(arguments["num_layers"])
     kinds = arguments.get("moe_layer_freq") or [0] * arguments["num_layers"]
     here = [bool(has_experts) for has_experts, own in zip(kinds, stage_of, strict=True) if own == stage]
     whole, num_layers = [layer_bytes(model, layout, impl, has_experts) for has_experts in here], len(here)
+    gradients = max(whole) if stage < layout.pp - 1 or model.head == "value" else 0
     under_way = layout.pp - stage
     if layout.vpp > 1:  # chunks of layers, in rounds of pp micro-batches
         under_way = math.ceil((2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
     if megatron.recompute_granularity != "full":
-        return sum(whole) * under_way
+        return sum(whole) * under_way + gradients
     sequence = layout.tp if layout.sequence_parallel else 1
     of_input = arguments["hidden_size"] * model.tokens * model.dtype.itemsize // sequence
     group = megatron.recompute_num_layers or 1
     if megatron.recompute_method == "block":  # the others of a chunk keep all
         again = min(num_layers, group * layout.vpp)
-        return (again * of_input + sum(whole[again:])) * under_way + max(whole)
-    return -(-num_layers // group) * of_input * under_way + group * max(whole)
+        return (again * of_input + sum(whole[again:])) * under_way + max(whole) + gradients
+    return -(-num_layers // group) * of_input * under_way + group * max(whole) + gradients
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         engine_dtype,
         config.rollout.update_weights_bucket_megabytes * MIB,
     )
-    head = _head(config.actor, hf_config, dtype, config.trainer.device == "cpu")
+    head = head_of(config.actor, hf_config, dtype, config.trainer.device == "cpu")
     has_critic_pool, is_on_host = critic_ranks(config) > 0, config.reference.param_offload
     model = Trained(hf_config, dtype, config.actor.ppo_max_token_len_per_gpu)
     activations = _activations(model, megatron, actor_ranks(config))
@@ -134,7 +134,7 @@ def _activations(model: Trained, megatron: MegatronConfig, num_ranks: int) -> tu
     return tuple(kept_bytes(model, megatron, layout, impl, stage) for stage in range(layout.pp))
 
 
-def _head(actor: ActorConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, is_cpu: bool) -> HeadMemory | None:
+def head_of(actor: ActorConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, is_cpu: bool) -> HeadMemory | None:
     """Memory of a micro-batch that fills the token budget with response tokens."""
     tp, backend = actor.megatron.tensor_model_parallel_size, actor.kernels.backend
     if backend == "reference":

@@ -121,7 +121,8 @@ def test_a_layer_of_qwen3_8b_is_as_measured() -> None:
     assert layer_bytes(model, sequence, "local") == layer_bytes(model, Layout(1), "local") / 2
     stages = Layout(4, pp=4)
     kept = [kept_bytes(model, MegatronConfig(), stages, "local", stage) for stage in range(4)]
-    assert kept[0] == 36 * layer_bytes(model, Layout(1), "local") and kept[3] == kept[0] / 4
+    layer = layer_bytes(model, Layout(1), "local")
+    assert kept == [37 * layer, 28 * layer, 19 * layer, 9 * layer], "gradients of a layer where there is no head"
 
 
 def test_states_of_qwen3_8b() -> None:
