@@ -138,6 +138,9 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
         mock.patch.object(MoEAllGatherTokenDispatcher, "dispatch_postprocess", after_gather),
         mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", before_exchange),
         mock.patch("rlhf_megatron.workers.trained_model.check_finite"),
+        mock.patch("rlhf_megatron.workers.head_backend.try_triton", return_value=""),
+        mock.patch("rlhf_megatron.kernels.policy_loss.try_triton", return_value=""),
+        mock.patch("rlhf_megatron.kernels.policy_loss._kernel_problem", return_value=""),
     ]
     if not loads_weights:
         patches.append(mock.patch("rlhf_megatron.workers.megatron.load_on_rank"))
