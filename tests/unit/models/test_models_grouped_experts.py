@@ -14,6 +14,7 @@ from rlhf_megatron.checkpoint.dist_checkpoint import without_extra_state
 from rlhf_megatron.checkpoint.load_model import named_weights
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models import transformer_config
+from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.grouped_experts import filled_groups, grouped_linear
@@ -111,3 +112,20 @@ def test_grouped_experts_are_those_one_after_the_other(world: World, family: str
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
         assert (one - other).norm() <= 2e-6 * one.norm()
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_no_layer_keeps_the_graph_of_a_pass_that_is_over(world: World, dispatcher: str) -> None:
+    """Under full recompute it would keep the layer's input, and the input's gradient."""
+    how: Any = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    megatron = MegatronConfig(moe_token_dispatcher_type=dispatcher, **how)  # type: ignore[arg-type]
+    chunk = build_model(EXPERT_FAMILIES["qwen3_moe"], world, torch.float32, megatron).chunks[0]
+    positions = torch.arange(8)
+    documents = packed_documents(torch.tensor([0, 8], dtype=torch.int32), 8, positions)
+    out = chunk(torch.zeros_like(positions)[None], positions[None], None, packed_seq_params=documents)
+    out.sum().backward()
+    kept = [module.mlp.token_dispatcher for module in chunk.decoder.layers if hasattr(module.mlp, "token_dispatcher")]
+    assert len(kept) == 3
+    for each in kept:
+        alive = [name for name, value in vars(each).items() if torch.is_tensor(value) and value.grad_fn is not None]
+        assert not alive
