@@ -3,8 +3,8 @@ are imported once."""
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ Arguments = tuple[Any, ...]
 
 
 def in_children(function: Callable[..., Any], calls: Iterable[Arguments]) -> Iterator[tuple[Arguments, Any]]:
-    """(arguments, what the function returned, or in words why it failed) of each call, one after the other."""
+    """(arguments, what the function returned as JSON has it, or in words why it failed) of each call, in order."""
     with mock.patch("torch._C._cuda_getDeviceCount", return_value=1):  # the real one forbids forks
         prepare()
     with TemporaryDirectory() as folder:
@@ -27,7 +27,7 @@ def in_children(function: Callable[..., Any], calls: Iterable[Arguments]) -> Ite
                 _answer(function, arguments, answer)
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
-            yield arguments, pickle.loads(answer.read_bytes()) if code == 0 else f"the process ended with code {code}"
+            yield arguments, json.loads(answer.read_text()) if code == 0 else f"the process ended with code {code}"
 
 
 def _answer(function: Callable[..., Any], arguments: Arguments, answer: Path) -> None:
@@ -38,7 +38,7 @@ def _answer(function: Callable[..., Any], arguments: Arguments, answer: Path) ->
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-6:]))
         found = f"{type(error).__name__}: {str(error)[:500]} ({places})"
-    answer.write_bytes(pickle.dumps(found))
+    answer.write_text(json.dumps(found))
     os._exit(0)
 
 

@@ -115,8 +115,8 @@ def launch_head(num_columns: int, has_entropy: bool, num_rows: int = 64) -> None
     ops.grad_logits_from_stash(stash, ones, columns, rows, torch.bfloat16)
 
 
-def compiled(capability: int) -> list[Usage]:
-    return usage_of(capability, launch_all)
+def compiled(capability: int) -> list[dict[str, Any]]:
+    return [vars(usage) for usage in usage_of(capability, launch_all)]
 
 
 def main(only: list[str]) -> int:
@@ -128,7 +128,7 @@ def main(only: list[str]) -> int:
             print(f"FAILED sm_{capability}: {found}", flush=True)
             num_failed += 1
             continue
-        for usage in found:
+        for usage in (Usage(**row) for row in found):
             problems = usage.problems(capability)
             num_failed += bool(problems)
             print(f"{'FAILED' if problems else 'ok':7}sm_{capability} {vars(usage)}", *problems, flush=True)

@@ -111,16 +111,20 @@ def multiples(layout: Layout) -> tuple[int, int, int]:
     return layout.document_multiple, layout.packed_multiple, layout.micro_batch_multiple
 
 
+def _row(*question: Any) -> dict[str, Any]:
+    return vars(count(*question))
+
+
 def main(shapes: list[str]) -> int:
     """Prints a line each, and writes those into the file in place of its own; the number of those that failed."""
     known = {(peak.shape, peak.recompute, peak.stage): peak for peak in recorded()}
     num_failed = 0
-    for question, peak in in_children(count, [one for one in questions() if not shapes or one[0] in shapes]):
-        if isinstance(peak, str):
+    for question, found in in_children(_row, [one for one in questions() if not shapes or one[0] in shapes]):
+        if isinstance(found, str):
             num_failed += 1
         else:
-            known[question] = peak  # type: ignore[index]
-        print(*question, peak if isinstance(peak, str) else f"{peak.peak / 1e9:.2f} GB", flush=True)
+            known[question] = Peak(**found)  # type: ignore[index]
+        print(*question, found if isinstance(found, str) else f"{found['peak'] / 1e9:.2f} GB", flush=True)
     order = [known[question] for question in questions() if question in known]
     RESULT.write_text(json.dumps({"peaks": [vars(peak) for peak in order]}, indent=1) + "\n")
     return num_failed
