@@ -23,6 +23,7 @@ class Chunk:
     requests: Sequence[GenerateRequest]
     failures: dict[str, str] = field(default_factory=dict)  # engine name -> what it said last
     num_failures: int = 0
+    num_losses: int = 0  # with drivers that ended
     is_open: bool = False  # of a session
 
     @property

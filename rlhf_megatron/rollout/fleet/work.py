@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 _ABORT_S = 5.0
+_MOST_LOSSES = 20  # of a piece with drivers that end: then it may be what ends them
 _GIVEN_UP_S = 60.0  # that an engine gets to end what nobody awaits any more; its connection is closed then
 # Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not counted, end before.
 _ALLOWANCE_S = 86400.0
@@ -293,16 +294,24 @@ class Generation:
             act(sent.member, words)
 
     def _again(self, sent: Sent, words: str, who: str = "") -> None:
-        """Ask for the chunk again, with the same seeds. `who` failed; "": whom it was sent to. Raises EngineError when
-        it has used up its retries."""
-        chunk, who = sent.chunk, who or sent.name
+        """Ask for the chunk again, with the same seeds. `who`: a driver, which was lost; "": whom it was sent to has
+        failed. Raises EngineError when it has used up its retries."""
+        chunk = sent.chunk
+        chunk.num_failures += not who
+        chunk.num_losses += bool(who)
+        who = who or sent.name
         chunk.failures[who] = words
-        chunk.num_failures += 1
         logger.warning("%s failed with %d samples: %s", who, chunk.num_samples, words.splitlines()[0])
         if chunk.num_failures > self._means.request_retries:
             words = f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
             words += f" {self._means.request_retries}): {'; '.join(chunk.failures.values())}"
             self._give_up(chunk, EngineError(words))
+            return
+        if chunk.num_losses > _MOST_LOSSES:
+            words = (
+                f"{chunk.num_samples} samples were lost with {chunk.num_losses} drivers (set rollout.num_drivers to 0)"
+            )
+            self._give_up(chunk, EngineError(f"{words}: {chunk.failures[who]}"))
             return
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
         self._todo.appendleft(chunk)
