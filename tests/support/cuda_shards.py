@@ -6,6 +6,7 @@ cuda_shards.py all DIRECTORY | trainer RANK DIRECTORY URL | engine RANK DIRECTOR
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import pickle
@@ -137,6 +138,7 @@ def trainer(rank: int, directory: Path, url: str) -> None:
             groups, transport = Groups(), "process_group" if kind == "links" else "tensor"
             report = deliver_weights(export, place, groups, dtype="bfloat16", transport=transport, **how)
             groups.close()
+        gc.collect()  # an error that a request raised holds on to its bucket in a cycle
         torch.cuda.ipc_collect()
         said = {"kind": kind, "kept": torch.cuda.memory_allocated(device) - before, **vars(report)}
         if rank == 0:
