@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from rlhf_megatron import __version__
@@ -18,6 +19,7 @@ from rlhf_megatron.cli.commands import COMMANDS, add_traceback
 from rlhf_megatron.config.errors import ConfigError
 
 USAGE_ERROR = 2
+_FIRST_TELLS_S = 60.0  # for the checks of a node's first rank, which the other ranks leave to it
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,11 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if hasattr(args, "traceback"):
             raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun all ranks of a node find the same
-            _complain(
-                f"{error.subject or _where(args)}: {len(error.problems)} problem(s)",
-                *(f"  {p}" for p in error.problems),
-            )
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # the first rank of the node finds the same, and ends this one
+            time.sleep(_FIRST_TELLS_S)
+            return USAGE_ERROR
+        _complain(
+            f"{error.subject or _where(args)}: {len(error.problems)} problem(s)",
+            *(f"  {p}" for p in error.problems),
+        )
         return USAGE_ERROR
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

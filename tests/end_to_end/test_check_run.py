@@ -227,9 +227,10 @@ def test_without_a_run_memory_is_told(tmp_path: Path) -> None:
     assert head["tile"] == 8192 * 8192 * (4 + 2), "logits in float32 and their gradient in bfloat16"
     assert head["hidden_gradient"] == 16384 * 5120 * 4 + 16384 // 4 * 5120 * 2, "of all tokens, then of this part"
     assert sum(head[part] for part in ("tile", "hidden_gradient", "stash")) < head["peak"] < 2**31
-    kept = found["memory"]["activations"]  # full recompute: inputs of 16 layers and a whole one; 11 chunks under way
+    # Full recompute: inputs of 16 layers, 11 chunks under way; a whole layer and, where no head is, its gradients.
+    kept = found["memory"]["activations"]
     inputs = 16 * 6 * 16384 * 5120 * 2 // 4
-    assert inputs < kept[0] < inputs + 1.2e9 and kept == sorted(kept, reverse=True)
+    assert inputs < kept[0] < inputs + 2 * 1.2e9 and kept == sorted(kept, reverse=True)
     assert found["memory"]["peaks"][3] == max(stages[3]["totals"]) + kept[3] + head["peak"]
     assert "Not included: temporary tensors" in result.report
     assert "nothing is said about the layout's results" in result.report

@@ -87,4 +87,5 @@ def test_nothing_forks_in_a_process_that_may_have_a_device() -> None:
         "rewards/sandbox/guardian.py",  # an interpreter of its own without torch, as the harness below it
         "rewards/sandbox/harness.py",
         "rewards/service/template.py",  # an interpreter of its own, which imports rewards and nothing else
+        "runtime/torchrun/forks.py",  # where `can_fork` finds no device and none is asked for
     }

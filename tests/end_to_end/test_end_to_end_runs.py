@@ -65,7 +65,7 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     assert names == {
         *("summary.json", "metrics.jsonl", "curve.png", "tensorboard", "config.yaml", "engines", "logs", "record"),
         *("samples.jsonl", "mismatch.jsonl", "trace.json", "run.lock", "attempts.jsonl", "checkpoints"),
-        "config.lock.yaml",
+        *("config.lock.yaml", "rewards.log"),
     }
     samples = [json.loads(line) for line in (one_rank.run_dir / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1] * 6 + [2] * 6

@@ -175,7 +175,8 @@ def test_a_closed_batch_gives_the_same_bits_whatever_else_runs(rig: Rig) -> None
     for call in calls:
         call.join(60)
     assert fleet.take_counters() == dict.fromkeys(
-        ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued"), 0.0
+        ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued", "rollout/driver_restarts"),
+        0.0,
     )
     fleet.close()
 
@@ -226,6 +227,7 @@ def test_the_only_engine_is_killed(rig: Rig) -> None:
     assert fleet.take_counters() == {
         "rollout/engine_failures": 1.0,
         "rollout/engine_restarts": 1.0,
+        "rollout/driver_restarts": 0.0,
         "rollout/requests_reissued": 6.0,
     }
     assert fleet.take_counters()["rollout/engine_restarts"] == 0.0

@@ -209,7 +209,9 @@ def run_scenario(name: str, group: RoutedGroups, directory: Path, stop: StopRequ
         engine = ServerProcess("engine0", stubborn, directory / "engine0.log", {})
         future = group.broadcast("toy.hang", sleeper=1, stopped=-1)
         inherited = [
-            name for name in os.environ if name.startswith(("RLHF_MEGATRON", "TORCHELASTIC")) and name != MARKER
+            name
+            for name in os.environ
+            if name.startswith(("RLHF_MEGATRON", "TORCHELASTIC")) and name not in (MARKER, "RLHF_MEGATRON_FORKS")
         ]
         (directory / "ready").write_text(json.dumps(inherited))
         try:

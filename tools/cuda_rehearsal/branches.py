@@ -10,19 +10,21 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "rlhf_megatron"
 KINDS = ("cuda", "cpu")
 ATTRIBUTES, CALLS = ("is_available", "is_cuda", "device_count"), ("has_accelerator", "num_devices")
-# Text about devices, or a setting of another program: nothing is computed there.
-APART = ("cli/", "verl/", "config/", "proof/", "simulator/", "parallel/cpu_platform.py")
+# Text and arithmetic about devices, or a setting of another program: nothing is computed on one there.
+APART = ("cli/", "verl/", "config/", "proof/", "simulator/", "parallel/cpu_platform.py", "kernels/head_memory.py")
+APART += ("runtime/torchrun/engines.py",)  # devices of servers, from numbers alone, with unit tests
 TAKEN = Path(__file__).with_name("branches.txt")  # those that the last rehearsal of all cases has come to
 _NO_PACKAGE = "Transformer Engine and Apex have no wheels: nothing of theirs is installed where this runs"
 _NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
 _STOCK = "stock SGLang's CUDA server has kernels that the host cannot compute"
 EXCUSED: dict[str, str] = {
     "algorithms/aggregate.py:_is_one_block": "sums of columns on the controller, which has them on the CPU",
-    "generation/source.py:_defaults": "chooses stock SGLang where it sees a GPU, for files without a configuration",
-    "kernels/head_memory.py:head_memory": "arithmetic on shapes: the device is an argument, tests give both",
+    "checkpoint/quantised.py:to_fp8": "takes more numbers at once on a GPU, by the same formula",
+    "generation/source.py:_engine": "chooses stock SGLang where it sees a GPU, for files without a configuration",
     "kernels/log_prob_chunked.py:_rows_with_gradient": _NO_TRACE,
     "kernels/log_prob_fused_triton.py:_num_processors": "a Triton kernel: by its interpreter, which asks nothing",
     "kernels/log_prob_fused_triton.py:fused_forward": "a Triton kernel: by its interpreter, apart from whole runs",
+    "models/backend.py:_experts_under_its_names": _NO_PACKAGE,
     "models/fused.py:choose_adam": _NO_PACKAGE,
     "parallel/device.py:backend": _STOCK,
     "parallel/weight_grad.py:wgrad_gemm_accum_fp32": _NO_TRACE,
@@ -31,7 +33,6 @@ EXCUSED: dict[str, str] = {
     "rollout/sglang/environment.py:on_cpu": _STOCK,
     "rollout/transports/tensor.py:SGLangTensorTransport.deliver": _STOCK,
     "runtime/ray/driver.py:_devices": "Ray counts devices by itself, and finds none of the null library's",
-    "runtime/torchrun/engines.py:seat_on": "several machines: arithmetic on numbers of devices, with a unit test",
 }
 
 

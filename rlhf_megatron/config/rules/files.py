@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.hub import is_hub_name, name_of_copy
-from rlhf_megatron.config.hub_data import Split
+from rlhf_megatron.config.hub_data import SUFFIXES, Split
 from rlhf_megatron.config.rules.model import (
     critic_model_problems,
     model_problems,
@@ -120,7 +120,8 @@ def _way_to(file: str) -> str:
     if Split.of(file) is not None:
         return f"`rlhf-megatron fetch {file}` brings it from the hub, as `train` and `sft` do"
     name = "/".join(Path(file).parts[-2:])
-    hub = f", or name the split of a data set of the hub ({name}:train)" if is_hub_name(name) else ""
+    is_file = Path(file).suffix in SUFFIXES
+    hub = f", or name the split of a data set of the hub ({name}:train)" if is_hub_name(name) and not is_file else ""
     return f"correct the path{hub}"
 
 

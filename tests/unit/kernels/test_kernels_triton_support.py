@@ -124,10 +124,10 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, types: dict
         if name in constants:
             signature[name], values[(index,)] = "constexpr", constants[name]
             continue
-        is_number = "stride" in name or name.startswith("num_")
+        is_number = "stride" in name or name.startswith("num_") or name == "first"
         signature[name] = {**POINTERS, **types}.get(name, "i32" if is_number else "*fp32")
         if (
-            name not in ("num_rows", "running_stride", "stash_max_stride", "num_splits", "softcap")
+            name not in ("num_rows", "running_stride", "stash_max_stride", "num_splits", "softcap", "first")
             and "tensordesc" not in signature[name]
         ):
             attributes[(index,)] = [["tt.divisibility", 16]]
