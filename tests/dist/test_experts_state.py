@@ -79,10 +79,11 @@ def tensors(directory: Path) -> dict[str, Tensor]:
             Axes(dp=2, ep=2, distributed=True),
             Axes(tp=2, sequence_parallel=True, etp=1, impl=TE, is_grouped=True),
         ),
-        (
+        pytest.param(
             "gpt_oss",
             Axes(tp=2, sequence_parallel=True, ep=2, etp=1),
             Axes(pp=2, first_layers=1, ep=2, dp=2, distributed=True),
+            marks=pytest.mark.long,  # a minute
         ),
         ("deepseek_v3", Axes(tp=2, sequence_parallel=True, ep=2, etp=1), Axes(cp=2, ep=2, distributed=True, impl=TE)),
         pytest.param(
