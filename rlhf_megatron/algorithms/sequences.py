@@ -21,7 +21,7 @@ def _same(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which row belongs to which sequence, and how to sum over sequences. No tensor in it has a gradient."""
+    """The sequence of each row, and how to sum over sequences. No tensor in it has a gradient."""
 
     ids_T: Tensor  # int64, the sequence of each row, in [0, num_sequences)
     num_sequences: int

@@ -76,7 +76,7 @@ def download(name: str, out: Path | None = None, files: Sequence[str] = MODEL_FI
 
 
 def asked(name: str, ask: Callable[[], Answer]) -> Answer:
-    """What the hub answers about `name`. Raises ValueError with the cause and what else can be done."""
+    """Return the hub's answer about `name`. Raises ValueError with the cause and what else can be done."""
     try:
         return ask()
     except Exception as error:  # the library's own, those of its HTTP library, of the disk

@@ -37,7 +37,7 @@ class Split:
 
     @staticmethod
     def of(text: str) -> Split | None:
-        """None for what is no such name."""
+        """Read a name; None where the text is no name of a split."""
         found = re.fullmatch(r"([^:]+)(?::([\w.-]+))?:([\w.-]+)", text)
         return Split(*found.groups()) if found is not None and is_hub_name(found[1]) else None
 
@@ -113,7 +113,7 @@ def fetch_data(data: DataConfig, say: Callable[[str], None]) -> None:
 
 
 def files_of(split: Split, there: Sequence[str], card: str) -> list[str]:
-    """Which files of a repository are those of a split: what its card says, else by their names.
+    """Return the files of a split of a repository: those that its card names, else those whose names say so.
 
     Raises ValueError, with what there is, where none or more than one subset is meant.
     """

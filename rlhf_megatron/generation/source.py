@@ -108,6 +108,6 @@ def _defaults(model: Path) -> list[str]:
 
 
 def _engine() -> list[str]:
-    """Those of engines for this machine, of which a model, or a job without rewards, says nothing."""
+    """Choose engines for this machine, since a model, or a job without rewards, names none."""
     engine = "sglang" if has_accelerator() else "local"
     return [f"rollout.engine={engine}", f"rollout.num_engines={max(1, num_devices())}"]

@@ -186,7 +186,7 @@ def _tile_pointers(tile, stride, rows_R, columns_B):
 
 @triton.jit
 def _tanh(x):
-    """By e^(-2 |x|), which does not overflow; exact to the last bits of 1."""
+    """Compute tanh by e^(-2 |x|), which does not overflow; exact to the last bits of 1."""
     below = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - below) / (1.0 + below)
     return tl.where(x < 0, -size, size)

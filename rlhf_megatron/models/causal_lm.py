@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
         self._body = ""
         self.is_plain = False  # `forward` hands out logits of rows, by the model's own head
         self.agree: Callable[[int], int] | None = None
-        """Where packed documents would see each other: number of a rank's batches -> of all ranks' the largest."""
+        """Given where packed documents would see each other. Returns the largest of all ranks' numbers of batches."""
         if head == "value":
             self.decoder = nn.Module()
             setattr(self.decoder, causal.base_model_prefix, causal.base_model)
@@ -83,7 +83,8 @@ class PackedModel(nn.Module):
         return found
 
     def _in_rows(self, token_ids: Tensor, position_ids: Tensor, agree: Callable[[int], int]) -> Tensor:
-        """As `_decoded`, one document a row of padded batches, which have at most as many places as there are tokens.
+        """Compute what `_decoded` does with one document a row of padded batches, each of at most as many places as
+        there are tokens.
 
         What stands behind a document cannot change it. Layers are gathered by all ranks at once: each goes through as
         many batches as the one that has most.

@@ -125,7 +125,9 @@ class TorchGroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For megatron's checkpoints: one tensor for the experts of all ranks, as of experts one after the other."""
+        """Return, for megatron's checkpoints, one tensor for the experts of all ranks, as experts one after the
+        other do.
+        """
         groups, axes = self.groups, {"weight": self.tp_axis, **({"bias": 0} if self.tp_axis == 0 else {})}
         first, total = dist.get_rank(groups.ep) * self.num_gemms, dist.get_world_size(groups.ep) * self.num_gemms
         state = {}

@@ -94,7 +94,7 @@ class EngineLayout:
 
     @staticmethod
     def of(rollout: RolloutConfig) -> EngineLayout:
-        """As `rollout.sglang.args` say. Raises ValueError for sizes that cannot be."""
+        """Return the layout that `rollout.sglang.args` ask for. Raises ValueError for impossible sizes."""
         if rollout.engine != "sglang":
             return EngineLayout()
         given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}

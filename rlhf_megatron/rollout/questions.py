@@ -64,7 +64,7 @@ _askers: dict[asyncio.AbstractEventLoop, Asker] = {}
 
 
 def use(asker: Asker | None) -> None:
-    """From now on questions of the running loop go to `asker`; None: they are asked here."""
+    """Send questions of the running loop to `asker` from now on; None: this process asks the engines itself."""
     loop = asyncio.get_running_loop()
     _askers.pop(loop, None)
     if asker is not None:

@@ -195,12 +195,12 @@ class _Files:
         return RoutesFound(found.num_tokens, torch.from_numpy(found.ids))
 
     def _own(self, name: str) -> str:
-        """Nothing but files of this directory is read or removed."""
+        """Return the path of a file of this directory, whatever folders `name` has: nothing else is read or removed."""
         return str(self._directory / Path(name).name)
 
 
 def _listener(port_file: Path, host: str) -> socket.socket:
-    """On the port that the former store of this machine had, where that is free."""
+    """Listen on the port that the former store of this machine had, where that is free, else on another."""
     with contextlib.suppress(OSError, ValueError):
         port = int(port_file.read_text())
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

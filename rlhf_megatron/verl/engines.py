@@ -365,6 +365,6 @@ def _servers(draft: Draft) -> None:
         draft.put("rollout.weight_transport", "process_group", (), "to engines on devices of their own")
         if nnodes > 1:
             g.notes.append(
-                f"{nnodes} machines: engines cannot take turns with the trainer's devices here, as verl's do; they need"
-                " devices of their own (rollout.endpoints for servers on other machines)."
+                f"{nnodes} machines: engines get devices of their own here. They can take turns with the trainer's, as"
+                " verl's do, where each copy of the actor lies within a machine (rollout.colocated, docs/launching.md)."
             )

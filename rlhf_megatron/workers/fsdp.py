@@ -297,13 +297,13 @@ class FSDPBackend:
             )
 
     def _largest(self, number: int) -> int:
-        """Of a number of all ranks."""
+        """Return the largest of the numbers of all ranks."""
         largest = torch.tensor([number], device=self.world.device)
         all_reduce(largest, ReduceOp.MAX, group=self.world.dp_group)
         return int(largest.item())
 
     def _leak(self) -> float:
-        """By how much a document depends on the one before it, relative."""
+        """Return by how much a document depends on the one before it, relative."""
         vocab_size, generator = require_int(self.hf_config, "vocab_size"), torch.Generator().manual_seed(0)
         first, other, second = (
             torch.randint(0, vocab_size, (n,), generator=generator) for n in (LENGTHS[0], LENGTHS[0], LENGTHS[1])

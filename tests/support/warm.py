@@ -12,7 +12,6 @@ A command that is not known (another interpreter, another PYTHONPATH, a shell) s
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -30,12 +29,13 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from rlhf_megatron.runtime.torchrun.forks import exit_with
 
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
@@ -225,7 +225,7 @@ def _serve(connection: socket.socket, starter: int) -> NoReturn:
             if os.fork() == 0:
                 while os.getppid() == between:
                     time.sleep(0.0002)
-                _run_as(partial(_become, json.loads(message), descriptors, connection))
+                exit_with(partial(_become, json.loads(message), descriptors, connection))
             os._exit(0)
         os.waitpid(between, 0)
         for descriptor in descriptors:
@@ -285,7 +285,7 @@ def _copy() -> socket.socket:
         os.closerange(0, HIGH)
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
-        _run_as(lambda: _serve(socket.socket(fileno=held), me))
+        exit_with(lambda: _serve(socket.socket(fileno=held), me))
     theirs.close()
     held = fcntl.fcntl(ours.detach(), fcntl.F_DUPFD_CLOEXEC, HIGH)
     return socket.socket(fileno=held)
@@ -308,7 +308,7 @@ def _become_another(path: Any, words: Sequence[str], environment: Mapping[str, s
             signal.signal(number, signal.SIG_DFL)
     logging.getLogger().handlers.clear()
     _rename(words, environment)
-    _run_as(lambda: _execute(program))
+    exit_with(lambda: _execute(program))
 
 
 def _rename(words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -357,29 +357,6 @@ def _execute(program: Sequence[str]) -> int | str | None:
     code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
     exec(code, module.__dict__)
     return None
-
-
-def _run_as(function: Callable[[], Any]) -> NoReturn:
-    """`function` is the rest of the life of this process, which ends as an interpreter does."""
-    code: Any = 1
-    try:
-        code = function()
-    except SystemExit as error:
-        code = error.code
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(BaseException):
-        if isinstance(code, str):
-            sys.stderr.write(code + "\n")
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 _standard_path = list(sys.path)

@@ -26,6 +26,7 @@ from rlhf_megatron.checkpoint.hf_reader import INDEX, HFReader, read_json
 from rlhf_megatron.config.rules.run import has_served_model
 from rlhf_megatron.config.schema import RewardTermConfig, RunConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.resharding.shards import EngineLayout
 from rlhf_megatron.rewards.endpoint import EndpointError
 from rlhf_megatron.rewards.scorers.reward_server import PROBE, TOLERANCE, compare, number_of
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
@@ -246,8 +247,7 @@ def _machine(config: RunConfig) -> Machine:
     found = EngineSetup.of(config).machine(is_placed=config.trainer.runtime == "ray" or config.trainer.nnodes > 1)
     taken = found.num_trainer
     if not rollout.endpoints and not on_cpu(given, rollout.sglang.env):
-        span = given.get("tp-size", given.get("tensor-parallel-size", 1)) if rollout.engine == "sglang" else 1
-        taken += rollout.num_engines * int(str(span))
+        taken += rollout.num_engines * EngineLayout.of(rollout).tp
     return replace(found, num_trainer=taken)
 
 

@@ -14,7 +14,7 @@ from rlhf_megatron.rollout.fleet.process import Place, here
 
 
 class Pool(Protocol):
-    """What a `WorkerPool` does, wherever its workers are."""
+    """A pool of reward workers, on this machine or on others."""
 
     def start(self) -> None: ...
     def await_ready(self) -> object: ...
@@ -37,7 +37,7 @@ class MakePool(Protocol):
 
 @dataclass(frozen=True)
 class Places:
-    """By default all is on this machine, below this process."""
+    """The places of engines, reward servers and reward workers. By default all are children of this process."""
 
     engines: Place = here
     reward_servers: Place = here

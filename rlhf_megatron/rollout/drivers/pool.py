@@ -40,7 +40,7 @@ def default_count(num_engines: int) -> int:
 
 
 class Drivers:
-    """From now on the questions of this process go through `count` drivers, until `close`."""
+    """The drivers of this process: its questions go through `count` of them, until `close`."""
 
     def __init__(self, count: int) -> None:
         self._num_restarts = 0
@@ -57,7 +57,9 @@ class Drivers:
         return all(driver.is_ready for driver in self._drivers)
 
     async def ask(self, question: Question) -> Groups:
-        """As `questions.ask`. Raises DriverLostError where the driver ends before it answers."""
+        """Ask a driver, as `questions.ask` asks an engine. Raises DriverLostError where the driver ends before it
+        answers.
+        """
         able = [driver for driver in self._drivers if not driver.is_given_up]
         if not able:
             raise DriverLostError(f"no driver is left: {self._drivers[0].ending}; set rollout.num_drivers to 0.")
@@ -134,7 +136,7 @@ class _Driver:
                 self._port.send(number)
 
     def look(self) -> None:
-        """It is killed where it has said nothing for a minute."""
+        """Kill the driver if it has said nothing for a minute."""
         self._num_silent += 1
         if self._num_silent >= _SILENT and not self.is_given_up:
             logger.warning("driver%d (process %d) hangs and is killed", self._number, self.pid)
@@ -173,7 +175,7 @@ class _Driver:
             future.set_exception(error)
 
     def _ended(self) -> None:
-        """Its end of the connection is closed."""
+        """Start the driver again, or give it up: its end of the connection is closed."""
         code = self._reap()
         self._lose(f"driver{self._number} (process {self.pid}) has ended with code {code}")
         self._num_starts = max(1, self._num_starts + (code >= 0))  # whoever kills one may do so at any time
@@ -185,7 +187,7 @@ class _Driver:
         self._start()
 
     def _reap(self) -> int:
-        """Its exit code. It is not there any more."""
+        """Kill what is left of the process and return its exit code."""
         self._process.kill()
         return self._process.wait()
 

@@ -26,7 +26,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Port:
-    """To be made and used in the loop that runs."""
+    """One end of the connection between controller and driver. Make and use it in the loop that runs."""
 
     def __init__(self, sock: socket.socket, take: Callable[[int, bytearray], None], ended: Callable[[], None]) -> None:
         """`take` is called with each message, `ended` when the other end is gone."""
@@ -39,7 +39,7 @@ class Port:
 
     @property
     def is_free(self) -> bool:
-        """Nothing waits to be sent."""
+        """Whether nothing waits to be sent."""
         return not self._outbox
 
     def send(self, number: int, parts: Sequence[codec.Buffer] = ()) -> None:

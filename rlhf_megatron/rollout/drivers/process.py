@@ -26,7 +26,7 @@ BEAT_S = 1.0
 
 
 class Driver:
-    """Its questions are tasks of one loop, by number."""
+    """The work of a driver: its questions are tasks of one loop, by number."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._port = Port(sock, self._take, lambda: os._exit(0))
@@ -39,7 +39,7 @@ class Driver:
             await asyncio.sleep(BEAT_S)
 
     def _take(self, number: int, data: bytearray) -> None:
-        """Without data the question is wanted no more."""
+        """Begin with a question; without data, cancel it."""
         if data:
             self._tasks[number] = asyncio.get_running_loop().create_task(self._answer(number, data))
         elif number in self._tasks:

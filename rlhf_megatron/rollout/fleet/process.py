@@ -187,7 +187,7 @@ class Process(Protocol):
 
     @property
     def log(self) -> Path:
-        """Its log, on its machine."""
+        """The path of its log, on its machine."""
 
     @property
     def pid(self) -> int: ...

@@ -60,7 +60,7 @@ class RouterError(EngineError):
 @codec.register
 @dataclass(frozen=True)
 class RouterQuestion(SGLangQuestion):
-    """For one sample."""
+    """A question for one sample, through the router."""
 
     routing_key: str
 

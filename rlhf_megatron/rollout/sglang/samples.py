@@ -232,7 +232,7 @@ def version_name(version: int) -> str:
 
 
 def own_prefix() -> str:
-    """What the names of this process's versions begin with."""
+    """Return what the names of this process's versions begin with."""
     return _prefix_of(os.getpid())
 
 

@@ -88,7 +88,7 @@ class Fork(subprocess.Popen[bytes]):
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _exit_with(partial(self._begin, str(self.args[0])))  # type: ignore[index]
+            exit_with(partial(self._begin, str(self.args[0])))  # type: ignore[index]
         self._child_created = True
 
     def _begin(self, name: str) -> int:
@@ -136,7 +136,9 @@ def _live_as_rank(read_end: int, arguments: Sequence[str]) -> int:
 
 
 def live_as_program(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """In a fork: what `python -m MODULE ARGUMENTS`, in `arguments`, does in that environment. Returns its exit code."""
+    """Do, in a fork, what `python -m MODULE ARGUMENTS`, in `arguments`, does in that environment. Returns its exit
+    code.
+    """
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments[2:]
@@ -178,13 +180,17 @@ def _num_threads() -> int:
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
 
 
-def _exit_with(function: Callable[[], int]) -> NoReturn:
-    """Ends this process as an interpreter ends."""
+def exit_with(function: Callable[[], Any]) -> NoReturn:
+    """Call `function`, the rest of the life of this process, and end as an interpreter does."""
     code: Any = 1
     try:
         code = function()
     except SystemExit as error:
         code = error.code
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(BaseException):

@@ -281,7 +281,7 @@ def test_several_machines_and_other_shapes() -> None:
     result = translated(BASE, "trainer.nnodes=2", "critic.enable=True", "actor_rollout_ref.actor.strategy=fsdp2")
     found = values(result)
     assert "rollout.colocated" not in found and found["rollout.weight_transport"] == "process_group"
-    assert any("2 machines: engines cannot take turns" in note for note in result.notes)
+    assert any("2 machines: engines get devices of their own" in note for note in result.notes)
     assert found["actor.backend"] == "fsdp" and "actor.megatron.tensor_model_parallel_size" not in found
     assert any(one.name == "critic.enable" and not one.learns for one in result.left)
 
