@@ -117,7 +117,7 @@ def _registered(registry: Registry[Any], key: str, provided: set[str]) -> Iterat
             name,
             registry.kind,
             key,
-            _first_sentence(text),
+            _line_of(text, name) or _first_sentence(text),
             tuple(_parameters(entry)),
             entry.needs,
             tuple(sorted(set(entry.needs) - provided)),

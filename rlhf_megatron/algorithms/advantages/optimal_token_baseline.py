@@ -10,8 +10,9 @@ proxy of a token's squared gradient norm:
 over the valid samples of the group that have a response token at position t. rho is 1, or the importance weight of the
 trainer's policy against the engine's where a threshold truncates it.
 
-Position t counts all tokens from the first of the response on, a tool's too. `tir_optimal_token_baseline` counts only
-those that the policy sampled (tool-integrated reasoning).
+Position t counts all tokens from the first of the response on, a tool's too.
+
+    tir_optimal_token_baseline  the same for tool-integrated reasoning: only tokens that the policy sampled count
 """
 # B samples, T packed tokens, N response tokens of valid samples, G groups, C cells: positions of each group
 

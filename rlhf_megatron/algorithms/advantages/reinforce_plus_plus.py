@@ -5,7 +5,8 @@
     A_t = whiten(G_t)        G_t = r_t + gamma G_{t+1}        over the response tokens of the step
 
 With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last token has a reward.
-`reinforce_plus_plus_baseline` takes the mean of the group as baseline: rewards centered by group, then whitened.
+
+    reinforce_plus_plus_baseline  REINFORCE++ with groups: rewards minus the mean of their group, whitened over the step
 """
 # B samples, T packed tokens, N response tokens of valid samples
 

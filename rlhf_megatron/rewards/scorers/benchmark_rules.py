@@ -1,8 +1,11 @@
 r"""The rules by which GSM8K, MATH and DAPO's problems are scored elsewhere: text after some rules, no algebra.
 
-`gsm8k`, `math` and `math_dapo` say what verl's scorers of the data sources openai/gsm8k, MATH and math_dapo say. The
-rules of `math` are those of arXiv 2103.03874, of `math_dapo` those of Minerva (arXiv 2206.14858), both as in
-lm-evaluation-harness. The end of a response is read also where it was cut by length. A label that would equal an empty
+    gsm8k      1 when the number behind the last "#### " is the label's
+    math       1 when text in the last \boxed{...} equals the label after the rules of MATH
+    math_dapo  1 when text behind the last "Answer:" equals the label after the rules of Minerva, else -1
+
+They say what verl's scorers of the data sources openai/gsm8k, MATH and math_dapo say. The rules of MATH are those of
+arXiv 2103.03874, Minerva's those of arXiv 2206.14858, both as in lm-evaluation-harness. The end of a response is read also where it was cut by length. A label that would equal an empty
 answer is masked.
 """
 

@@ -29,8 +29,8 @@ def test_the_pages_print_what_the_command_prints(
     assert capsys.readouterr().out == printed
 
 
-def test_the_pages_print_two_examples() -> None:
-    assert len(PRINTED) == 2
+def test_the_page_prints_an_example() -> None:
+    assert len(PRINTED) == 1
 
 
 def placed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
