@@ -30,7 +30,6 @@ class Member:
 
     name: str
     overrides: tuple[str, ...]
-    page: str  # of docs/algorithms
     note: str = ""  # settings beside the algorithm's name, and why
 
 
@@ -45,14 +44,14 @@ def right_digits(response: str, label: str) -> float:
     return sum(a == b for a, b in zip(response.strip(), label, strict=False)) / len(label)
 
 
-def estimator(name: str, *overrides: str, note: str = "", page: str = "") -> Member:
-    return Member(name, (f"algorithm.adv_estimator={name}", *overrides), page or name, note)
+def estimator(name: str, *overrides: str, note: str = "") -> Member:
+    return Member(name, (f"algorithm.adv_estimator={name}", *overrides), note)
 
 
 def loss(name: str, *overrides: str, note: str = "", adv_estimator: str = "grpo") -> Member:
     """A policy loss without parameters of its own in `overrides` has its defaults, not the quickstart's."""
     chosen = (f"algorithm.adv_estimator={adv_estimator}", f"actor.policy_loss={{loss_mode: {name}, params: {{}}}}")
-    return Member(name, (*chosen, *overrides), name, note)
+    return Member(name, (*chosen, *overrides), note)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -75,7 +74,6 @@ FAMILIES: tuple[Family, ...] = (
             Member(
                 "dr_grpo",
                 (GRPO, CENTERED, CONSTANT_NORM),
-                "grpo",
                 "no division by the deviation; seq-mean-token-sum-norm",
             ),
             estimator("rloo"),
@@ -83,7 +81,6 @@ FAMILIES: tuple[Family, ...] = (
             Member(
                 "gpg",
                 ("algorithm.adv_estimator=gpg", "actor.policy_loss={loss_mode: gpg, params: {}}", ON_POLICY),
-                "gpg",
                 "estimator and loss; one optimizer step a step, since the loss has no ratio",
             ),
         ),
@@ -147,16 +144,14 @@ FAMILIES: tuple[Family, ...] = (
             Member(
                 "decoupled_token_is",
                 (BFLOAT16_ENGINE, "algorithm.rollout_correction.preset=decoupled_token_is"),
-                "../rollout_correction",
                 "grpo; bfloat16 engine, float32 trainer",
             ),
             Member(
                 "bypass_ppo_clip",
                 (BFLOAT16_ENGINE, "algorithm.rollout_correction.preset=bypass_ppo_clip"),
-                "../rollout_correction",
                 "likewise",
             ),
-            Member("uncorrected", (BFLOAT16_ENGINE,), "../rollout_correction", "likewise, and nothing is corrected"),
+            Member("uncorrected", (BFLOAT16_ENGINE,), "likewise, and nothing is corrected"),
         ),
     ),
 )

@@ -48,8 +48,8 @@ def generated(result: Row) -> str:
             f" megatron-core {versions['megatron-core']}, commit {commits}.",
             f"Accuracy before, seeds {', '.join(map(str, before))}: {seeds} (mean {mean(before.values()):.3f}).",
             "",
-            "| family | algorithm | accuracy after [95 %] | lowest, highest | samples right | CPU s | settings |",
-            "|---|---|---|---|---|---|---|",
+            "| family | algorithm | accuracy after [95 %] | samples right | CPU s | settings |",
+            "|---|---|---|---|---|---|",
             *(line for family in FAMILIES for line in table_lines(result, family)),
             "",
         ]
@@ -66,8 +66,8 @@ def table_lines(result: Row, family: Family) -> list[str]:
     for index, member in enumerate(family.members):
         title = family.title if index == 0 else ""
         rows = rows_of(result, member.name)
-        figures = figures_of(rows) if rows else "not run yet | | | "
-        lines.append(f"| {title} | [{member.name}]({member.page}.md) | {figures} | {member.note} |")
+        figures = figures_of(rows) if rows else "not run yet | | "
+        lines.append(f"| {title} | {member.name} | {figures} | {member.note} |")
     return lines
 
 
@@ -80,7 +80,6 @@ def figures_of(rows: Sequence[Row]) -> str:
     first, last = (mean(mean(row["reward"][part]) for row in rows) for part in (slice(5), slice(-5, None)))
     cells = (
         f"{mean(after):.3f}{interval}{few}",
-        f"{min(after):.3f}, {max(after):.3f}",
         f"{first:.3f} to {last:.3f}",
         f"{mean(row['cpu_s'] for row in rows):.0f}",
     )

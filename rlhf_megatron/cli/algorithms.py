@@ -61,6 +61,7 @@ class Part:
     kind: str
     key: str  # setting that names it
     summary: str
+    text: str = ""  # what its file says of it
     parameters: tuple[Parameter, ...] = ()
     needs: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # of the needs, what a run does not compute
@@ -118,6 +119,7 @@ def _registered(registry: Registry[Any], key: str, provided: set[str]) -> Iterat
             registry.kind,
             key,
             _line_of(text, name) or _first_sentence(text),
+            text,
             tuple(_parameters(entry)),
             entry.needs,
             tuple(sorted(set(entry.needs) - provided)),
@@ -183,7 +185,9 @@ def table(chosen: list[Part], with_parameters: bool) -> str:
         if part.kind != kind:
             kind = part.kind
             lines += ["", f"{kind} ({part.key})"] if lines else [f"{kind} ({part.key})"]
-        if len(part.name) > INDENT - 4:
+        if with_parameters and part.text:
+            lines += [f"  {part.name}", "", *textwrap.indent(part.text, "    ").splitlines(), ""]
+        elif len(part.name) > INDENT - 4:
             lines += [f"  {part.name}", *_wrapped(" " * INDENT, part.summary)]
         else:
             lines += _wrapped(f"  {part.name:<{INDENT - 3}} ", part.summary)

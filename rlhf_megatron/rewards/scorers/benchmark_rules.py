@@ -5,8 +5,8 @@ r"""The rules by which GSM8K, MATH and DAPO's problems are scored elsewhere: tex
     math_dapo  1 when text behind the last "Answer:" equals the label after the rules of Minerva, else -1
 
 They say what verl's scorers of the data sources openai/gsm8k, MATH and math_dapo say. The rules of MATH are those of
-arXiv 2103.03874, Minerva's those of arXiv 2206.14858, both as in lm-evaluation-harness. The end of a response is read also where it was cut by length. A label that would equal an empty
-answer is masked.
+arXiv 2103.03874, Minerva's those of arXiv 2206.14858, both as in lm-evaluation-harness. The end of a response is read
+also where it was cut by length. A label that would equal an empty answer is masked.
 """
 
 from __future__ import annotations

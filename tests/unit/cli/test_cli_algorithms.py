@@ -65,6 +65,7 @@ def test_one_part_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert grpo["parameters"][1]["doc"] == "added to the standard deviation"
     assert grpo["needs"] == ["rewards", "group_ids"] and grpo["missing"] == []
     assert {"title": "DeepSeekMath", "arxiv": "2402.03300"} in grpo["papers"]
+    assert "A = (r - mean_g) / (std_g + " in run(["grpo"], capsys)[1]
     (gdpo,) = listed(["gdpo"], capsys)
     assert gdpo["parameters"][0]["default"] is None
     code, out, _ = run(["gdpo"], capsys)
