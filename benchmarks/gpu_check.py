@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_check [--part 1|2] [--only tests G1 ...] [--budget-s 570] [--output DIR] [--commit NAME]
 
-Part 1: the tests of kernels and training, then G1 to G9. Part 2: G10, G11, the tests that start servers, and the
-bundled engine's benchmark. Without --part both, one after the other; each takes `budget-s` seconds at most, and what
-does not fit is named. Installs nothing and needs no network: megatron-core, transformers, liger-kernel and
-cut-cross-entropy may come as wheels on PYTHONPATH; what needs a missing one is skipped by name.
+Part 1: the tests of kernels and training, then G1 to G9. Part 2: G10, G11, the tests that start servers, whole runs of
+`train` against the same on the CPU (tools/cuda_rehearsal/cases.py), and the bundled engine's benchmark. Without --part
+both, one after the other; each takes `budget-s` seconds at most, and what does not fit is named. Installs nothing and
+needs no network: megatron-core, msgspec, transformers, liger-kernel and cut-cross-entropy may come as wheels on
+PYTHONPATH; what needs a missing one is skipped by name.
 
 Prints one line a test and a figure, and writes benchmarks/results/gpu_check-<date>-<commit>[-part<n>].json after each
 of them: device, clocks and power, versions, outcomes, figures with their bars. --quick: tiny sizes, on a CPU too.
@@ -17,8 +18,8 @@ says so, writes nothing, and exits with 0.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,11 +27,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, commit, versions, write_result
-from benchmarks.gpu.children import CASES, environment, num_missed, run_case
+from benchmarks.gpu.children import CASES, environment, num_missed, run_case, run_group
 from benchmarks.gpu.published import PUBLISHED
 
 PACKAGES = (
@@ -46,9 +48,10 @@ PACKAGES = (
 )
 PARTS = {
     1: ("tests", "G1", "G2", "G3", "G4", "G6", "G8", "G9", "G5", "G7"),
-    2: ("G10", "G11", "slow-tests", "local-engine"),
+    2: ("G10", "G11", "slow-tests", "runs", "local-engine"),
 }
-TESTS_BUDGET_S, SLOW_TESTS_BUDGET_S, ENGINE_BUDGET_S = 170.0, 150.0, 200.0
+TESTS_BUDGET_S, SLOW_TESTS_BUDGET_S, ENGINE_BUDGET_S, RUNS_BUDGET_S = 170.0, 150.0, 200.0, 240.0
+CORES_PER_RUN = 3  # trainer, engine, controller
 LEAST_S = 15.0  # less time than this is no time for another process
 
 
@@ -87,6 +90,7 @@ class Check:
     @property
     def has_failed(self) -> bool:
         broken = [case for case in self.result["cases"].values() if case["outcome"] == "failed"]
+        broken += [row for row in self.result.get("runs", ()) if row.get("problems")]
         return bool(broken or self.result["counts"].get("failed") or "failed" in self.result.get("local_engine", {}))
 
 
@@ -100,6 +104,8 @@ def run_part(check: Check, steps: Sequence[str], budget_s: float, is_quick: bool
             print("  left out: the time is up")
         elif step in CASES:
             check.result["cases"][step] = run_case(step, min(CASES[step].budget_s, left_s), is_quick)
+        elif step == "runs":
+            check.result["runs"] = run_runs(min(RUNS_BUDGET_S, left_s))
         elif step == "local-engine":
             check.result["local_engine"] = run_local_engine(min(ENGINE_BUDGET_S, left_s))
         else:
@@ -111,7 +117,7 @@ def run_part(check: Check, steps: Sequence[str], budget_s: float, is_quick: bool
 def add_tests(check: Check, is_slow_wanted: bool, budget_s: float) -> None:
     from benchmarks.gpu import gpu_tests
 
-    if importlib.util.find_spec("pytest") is not None:
+    if find_spec("pytest") is not None:
         files = [file for file in gpu_tests.files_with_gpu_tests() if gpu_tests.is_slow(file) == is_slow_wanted]
         outcomes = gpu_tests.run_pytest(files, budget_s=budget_s)
     else:
@@ -125,7 +131,7 @@ def add_tests(check: Check, is_slow_wanted: bool, budget_s: float) -> None:
 
 def run_local_engine(budget_s: float) -> dict[str, Any]:
     """The local engine against transformers on the GPU; {"skipped": why} where it cannot run."""
-    missing = [name for name in ("transformers", "numpy") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("transformers", "numpy") if find_spec(name) is None]
     if missing:
         return {"skipped": f"needs {', '.join(missing)}"}
     with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +154,26 @@ def run_local_engine(budget_s: float) -> dict[str, Any]:
         return json.loads(output.read_text())
 
 
+def run_runs(budget_s: float) -> list[dict[str, Any]]:
+    """Whole runs on the machine's GPUs: a row a case, with its difference to the CPU."""
+    missing = [name for name in ("megatron", "transformers", "aiohttp", "msgspec") if find_spec(name) is None]
+    if missing:
+        return [{"skipped": f"needs {', '.join(missing)}"}]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "runs.json"
+        command = [
+            sys.executable,
+            "-m",
+            "tools.cuda_rehearsal",
+            "--on-gpus",
+            "--jobs",
+            str(max(1, (os.cpu_count() or 1) // 3)),
+        ]
+        code = run_group([*command, "--out", folder, "--json", str(output)], budget_s)
+        rows: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
+    return rows if code is not None else [*rows, {"out of time": f"not done after {budget_s:.0f} s"}]
+
+
 def summarise(check: Check) -> None:
     """The last lines: what is asked first."""
     for name, case in check.result["cases"].items():
@@ -164,6 +190,9 @@ def summarise(check: Check) -> None:
     for test in check.result["tests"]:
         if test["outcome"] in ("failed", "not run"):
             print(f"{test['outcome']}: {test['name']}: {last_line(test['message'])}")
+    for row in check.result.get("runs", ()):
+        words = "; ".join(last_line(problem) for problem in row.get("problems", ())) or "as on the CPU"
+        print(f"run {row['name']}: {words}" if "name" in row else f"runs: {row}")
     counts = ", ".join(f"{number} {kind}" for kind, number in check.result["counts"].items())
     left_out = ", ".join(check.result.get("out_of_time", ())) or "nothing"
     print(f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; left out: {left_out}")
@@ -176,7 +205,7 @@ def last_line(text: str) -> str:
 
 def has_device() -> bool:
     """Says what is missing where there is none."""
-    if importlib.util.find_spec("torch") is None:
+    if find_spec("torch") is None:
         word = "a" if Path("/dev/nvidia0").exists() else "no"
         print(f"gpu-check: {word} CUDA device, and {sys.executable} has no torch; nothing was run.")
         print("Set PYTHON to the interpreter that has it: make gpu-check PYTHON=/path/to/python3")
@@ -200,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU too: shows that everything runs")
     args = parser.parse_args(arguments)
     if not args.quick and not has_device():
-        return 1 if importlib.util.find_spec("torch") is None and Path("/dev/nvidia0").exists() else 0
+        return 1 if find_spec("torch") is None and Path("/dev/nvidia0").exists() else 0
     has_failed = False
     for part in [args.part] if args.part else list(PARTS):
         chosen = [step for step in PARTS[part] if args.only is None or step in args.only]

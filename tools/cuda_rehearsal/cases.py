@@ -84,6 +84,8 @@ CASES = (
     Case("colocated", "grpo", 1, {"rollout.colocated": True}),
     Case("colocated tp2", "grpo", 2, {TP: 2, "rollout.colocated": True}),
     Case("files", "grpo", 1, {"rollout.weight_transport": "disk"}),
+    Case("bfloat16", "grpo", 1, {"model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}, is_compared=False),
+    Case("fsdp", "grpo", 1, {"actor.backend": "fsdp"}),
     Case("fsdp dp2", "grpo", 2, {"actor.backend": "fsdp"}),
     Case("resumed", "grpo", 1, resumes="one rank"),
     Case("ppo", "ppo", 1),
@@ -91,6 +93,7 @@ CASES = (
     Case("experts", "experts", 1),
     Case("experts ep2", "experts", 2, {EP: 2}),
     Case("experts tp2 ep2", "experts", 2, {TP: 2, EP: 2, "actor.megatron.sequence_parallel": True}),
+    Case("latent", "latent", 1),
     Case("latent tp2 ep2", "latent", 2, {TP: 2, EP: 2, "actor.megatron.sequence_parallel": True}),
     Case("asynchronous", "async", 1, {"trainer.deterministic": False}, is_compared=False),
 )

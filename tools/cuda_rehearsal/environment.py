@@ -14,7 +14,12 @@ def on_cpu() -> dict[str, str]:
     """The environment of a run that a rehearsal is compared with."""
     own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     given = {name: value for name, value in os.environ.items() if name != BRANCHES_ENV}
-    return {**given, **own, "PYTHONPATH": str(REPOSITORY)}
+    return {**given, **own, "PYTHONPATH": python_path(REPOSITORY)}
+
+
+def python_path(*places: Path) -> str:
+    """`places`, before what lies on this process's path: packages may have come as wheels."""
+    return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def environment(built: Path, has_numbers: bool, num_devices: int, is_alone: bool = False) -> dict[str, str]:
@@ -30,5 +35,5 @@ def environment(built: Path, has_numbers: bool, num_devices: int, is_alone: bool
         "NULLCUDA_KERNELS": "refuse" if has_numbers else "skip",
         **({"NULLCUDA_NCCL": "alone"} if is_alone else {}),
         "TORCHDYNAMO_DISABLE": "1",  # what it compiles for CUDA, the host could not run
-        "PYTHONPATH": f"{HOST}:{built}:{REPOSITORY}" if has_numbers else str(REPOSITORY),
+        "PYTHONPATH": python_path(HOST, built, REPOSITORY) if has_numbers else python_path(REPOSITORY),
     }

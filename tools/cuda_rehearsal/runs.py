@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +40,27 @@ class RunFailedError(Exception):
     """A run did not end well. The message has the end of its output."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Of a case. `problems`: none where it passed. `largest`: the largest relative difference of a figure."""
+
+    name: str
+    seconds: float
+    problems: tuple[str, ...]
+    largest: float = 0.0
+
+
 def run_baseline(name: str, folder: Path, num_steps: int) -> Path:
     """Returns the directory of the run on the CPU."""
     settings = {**SHORT, **BASELINES[name].settings, **_ranks(1), "trainer.device": "cpu", STEPS: num_steps}
     return _train(f"cpu-{name}", BASELINES[name], settings, folder, on_cpu())
 
 
-def run_case(case: Case, folder: Path, built: Path, num_steps: int) -> Path:
-    """Returns the directory of the run on device cuda."""
+def run_case(case: Case, folder: Path, built: Path | None, num_steps: int) -> Path:
+    """Returns the directory of the run on device cuda. `built`: None for the machine's own GPUs."""
     settings = settings_of(case, folder) | {STEPS: num_steps}
-    return _train(
-        _directory(case.name), BASELINES[case.baseline], settings, folder, environment(built, True, case.num_ranks)
-    )
+    env = on_cpu() if built is None else environment(built, True, case.num_ranks)
+    return _train(_directory(case.name), BASELINES[case.baseline], settings, folder, env)
 
 
 def settings_of(case: Case, folder: Path) -> dict[str, Any]:
@@ -134,21 +145,56 @@ def _samples(run: Path) -> dict[tuple[Any, ...], int]:
     return counts
 
 
-def rehearse(cases: Sequence[Case], folder: Path, built: Path, num_steps: int = 2) -> int:
-    """Runs all and prints a line each. Returns the number of those that failed."""
-    baselines: dict[str, Path] = {}
-    num_failed = 0
-    for case in cases:
-        start = time.monotonic()
-        try:
-            if case.is_compared and case.baseline not in baselines:
-                baselines[case.baseline] = run_baseline(case.baseline, folder, num_steps)
-            found = run_case(case, folder, built, num_steps)
-            problems = differences(found, baselines[case.baseline], bool(case.resumes)) if case.is_compared else []
-        except (RunFailedError, subprocess.TimeoutExpired) as error:
-            problems = [str(error)]
-        num_failed += bool(problems)
-        print(f"{'FAILED' if problems else 'ok':7}{case.name:24}{time.monotonic() - start:6.0f} s", flush=True)
-        for words in problems[:10]:
-            print(f"       {words}", flush=True)
-    return num_failed
+def largest_difference(found: Path, expected: Path) -> float:
+    """The largest relative difference of a compared figure of the steps; below ABSOLUTE counts as none."""
+    there = {row["step"]: row for row in _rows(expected, "step")}
+    pairs = [
+        (value, there[row["step"]][key])
+        for row in _rows(found, "step")
+        for key, value in row.items()
+        if isinstance(value, float) and not key.startswith(NOT_COMPARED) and key in there.get(row["step"], {})
+    ]
+    return max((abs(a - b) / abs(b) for a, b in pairs if b and abs(a - b) > ABSOLUTE), default=0.0)
+
+
+def rehearse(
+    cases: Sequence[Case], folder: Path, built: Path | None, num_steps: int = 2, num_jobs: int = 1
+) -> list[Outcome]:
+    """Run all, `num_jobs` at a time, and print a line each. `built`: None for the machine's own GPUs."""
+    compared = list(dict.fromkeys(case.baseline for case in cases if case.is_compared))
+    with ThreadPoolExecutor(num_jobs) as jobs:
+        baselines = {name: jobs.submit(run_baseline, name, folder, num_steps) for name in compared}
+        outcomes: dict[str, Future[Outcome]] = {}
+        for case in cases:
+            waits = (outcomes.get(case.resumes), baselines.get(case.baseline) if case.is_compared else None)
+            outcomes[case.name] = jobs.submit(_outcome, case, folder, built, num_steps, *waits)
+        return [future.result() for future in outcomes.values()]
+
+
+def _outcome(
+    case: Case,
+    folder: Path,
+    built: Path | None,
+    num_steps: int,
+    resumed: Future[Outcome] | None,
+    baseline: Future[Path] | None,
+) -> Outcome:
+    """`resumed` and `baseline` were submitted before it: no job waits for a later one."""
+    start, largest = time.monotonic(), 0.0
+    try:
+        if resumed is not None:
+            resumed.result()
+        found = run_case(case, folder, built, num_steps)
+        problems: list[str] = []
+        if baseline is not None:
+            expected = baseline.result()
+            problems = differences(found, expected, bool(case.resumes))
+            largest = largest_difference(found, expected)
+    except (RunFailedError, subprocess.TimeoutExpired) as error:
+        problems = [str(error)]
+    outcome = Outcome(case.name, round(time.monotonic() - start, 1), tuple(problems[:10]), largest)
+    verdict = "FAILED" if problems else "ok"
+    print(f"{verdict:7}{case.name:24}{outcome.seconds:6.0f} s  largest difference {largest:.1e}", flush=True)
+    for words in outcome.problems:
+        print(f"       {words}", flush=True)
+    return outcome
