@@ -98,22 +98,38 @@ def load_documents(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pa
     )
 
 
-def load_held_out(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer) -> tuple[Sample, ...]:
+def has_labels(data: DataConfig) -> bool:
+    """Whether the first row that `data` names has a prompt and its answer."""
+    try:
+        return all(look_up(_first_row(data), key, "") is not None for key in (data.prompt_key, data.label_key))
+    except ValueError:
+        return False
+
+
+def _first_row(data: DataConfig) -> Mapping[str, Any]:
+    source = next(iter(sources_of(data).values()))
+    files = [*source.val_files, *source.train_files][:1]
+    return next((row for file in files for _, row in raw_rows(Path(file)) if isinstance(row, dict)), {})
+
+
+def load_held_out(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool = False) -> tuple[Sample, ...]:
     """The held-out documents of a job, to be scored. Files say by their first row what they are: of prompts and
-    answers, of conversations (under "messages" where sft.messages_key is null), or of plain texts ("text").
+    answers, of pairs where the job learns from some, of conversations (under "messages" where sft.messages_key is
+    null), or of plain texts ("text").
 
     Raises ValueError as `load_documents` does.
     """
-    rows = raw_rows(Path(data.val_files[0])) if data.val_files else ()
-    first: Mapping[str, Any] = next((row for _, row in rows if isinstance(row, dict)), {})
-    if sft.messages_key is None and data.prompt_key not in first and MESSAGES in first:
+    first = _first_row(data)
+    is_pairs = is_pairs and sft.chosen_key in first
+    is_other = not is_pairs and sft.messages_key is None and data.prompt_key not in first
+    if is_other and MESSAGES in first:
         sft, data = replace(sft, messages_key=MESSAGES), replace(data, apply_chat_template=True)
-    if sft.messages_key is None and data.prompt_key not in first and TEXT in first:
+    elif is_other and TEXT in first:
         counts = Counts()
         read = partial(_text, tokenizer=tokenizer)
         samples: Iterable[Sample] = _read(data.val_files, SourceConfig(""), read, data, counts)
         return tuple(_limited(samples, data, sft.max_length, counts))
-    sets = load_documents(data, sft, tokenizer, is_pairs=False)
+    sets = load_documents(data, sft, tokenizer, is_pairs)
     return tuple(held_out.items[i] for held_out in sets.held_out for i in range(len(held_out.items)))
 
 

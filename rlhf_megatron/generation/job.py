@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config.rules.run import has_pairs
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.documents import has_labels, load_documents
 from rlhf_megatron.data.items import PromptItem, prompt_batch
 from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -64,8 +66,8 @@ class GenerateJob:
         """
         engine_setup(EngineSetup.of(config)).check()
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-        sets = load_prompts(config.data, tokenizer)
-        by_split = {"val": sets.held_out, "train": sets.train, "all": (*sets.train, *sets.held_out)}
+        train, held_out = questions_of(config, tokenizer)
+        by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
         if not by_split[split]:
             raise ValueError(
                 f"there are no prompts: data has no {split} rows; name a file of prompts, or --split train."
@@ -159,6 +161,31 @@ class GenerateJob:
             row["token_ids"] = [list(sample.token_ids) for sample in group]
             row["log_probs"] = [list(sample.log_probs) for sample in group]
         return row
+
+
+def questions_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
+    """Return the training and the held-out prompts. Rows of a supervised job that are no prompts with labels are asked
+    for what they train: every turn of a conversation, the better answer of a pair; its text is the label.
+
+    Raises ValueError as `load_prompts` and `load_documents`.
+    """
+    data, is_pairs = config.data, has_pairs(config)
+    if not (is_pairs or (config.job == "sft" and config.sft.messages_key is not None)) or has_labels(data):
+        sets = load_prompts(data, tokenizer)
+        return sets.train, sets.held_out
+    found = load_documents(data, replace(config.sft, teacher_key=None), tokenizer, is_pairs)
+    train, held_out = (
+        tuple(
+            PromptItem(ids[:begin], tokenizer.spell(ids[:begin]), tokenizer.decode(ids[begin:end]), sample.source)
+            for one in sources
+            for sample in (one.items[index] for index in range(len(one.items)))
+            for document in (sample.documents[:1] if is_pairs else sample.documents)
+            for ids in (document.token_ids,)
+            for begin, end in document.trained
+        )
+        for sources in (found.sources, found.held_out)
+    )
+    return train, held_out
 
 
 def answer_along(jobs: Sequence[GenerateJob], stop: StopRequest, report: Callable[[str], None]) -> None:

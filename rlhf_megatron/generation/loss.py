@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_megatron.config.rules.run import has_pairs
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.documents import load_held_out
 from rlhf_megatron.data.samples import Sample
@@ -37,7 +38,7 @@ class LossJob(GenerateJob):
         """Read the held-out documents of a configuration. Raises ValueError for what a user can fix."""
         engine_setup(EngineSetup.of(config)).check()
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-        documents = load_held_out(config.data, config.sft, tokenizer)
+        documents = load_held_out(config.data, config.sft, tokenizer, has_pairs(config))
         if not documents:
             raise ValueError("there are no documents: name files behind --loss, or a run that holds some out.")
         # Each is asked for once, as it stands: no setting of the sampling counts.
