@@ -1,5 +1,5 @@
-"""Data sets named as on a hub (owner/name:split, owner/name:subset:split): the files of one split in huggingface_hub's
-cache. No package but that one is needed: the files are JSONL or parquet."""
+"""Data sets named as on a hub (owner/name:split, owner/name:subset:split, or owner/name:FILE of one file): the files in
+huggingface_hub's cache. No package but that one is needed: the files are JSONL or parquet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SPLITS = ({"train", "training"}, {"validation", "valid", "val", "dev"}, {"test",
 SUFFIXES = (".parquet", ".jsonl")
 CARD = "README.md"
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
-_COPY = re.compile(r"(.*/datasets--(.+?)--(.+)/snapshots/[^/]+)/.+")
+_NAME = re.compile(r"([^:]+)(?::([\w.-]+))?:([\w.-]+|[^:]+\.(?:parquet|jsonl))")
+_COPY = re.compile(r".*/datasets--(.+?)--(.+)/snapshots/([^/]+)/(.+)")
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Split:
 
     repository: str  # with the revision
     subset: str | None
-    split: str
+    split: str  # or one file of the repository
 
     @staticmethod
     def of(text: str) -> Split | None:
         """Read a name; None where the text is no name of a split."""
-        found = re.fullmatch(r"([^:]+)(?::([\w.-]+))?:([\w.-]+)", text)
+        found = _NAME.fullmatch(text)
         return Split(*found.groups()) if found is not None and is_hub_name(found[1]) else None
 
     def __str__(self) -> str:
@@ -48,7 +49,14 @@ class Split:
 def name_of_file(path: str | Path) -> str | None:
     """owner/name of the data set that a file in huggingface_hub's cache belongs to; None of another file."""
     found = _COPY.fullmatch(str(path))
-    return None if found is None else f"{found[2]}/{found[3]}"
+    return None if found is None else f"{found[1]}/{found[2]}"
+
+
+def file_on_hub(path: str) -> str:
+    """owner/name@revision:FILE of a file in huggingface_hub's cache, which any machine finds; of another file its path."""
+    found = _COPY.fullmatch(path)
+    name = path if found is None else f"{found[1]}/{found[2]}@{found[3]}:{found[4]}"
+    return path if Split.of(name) is None else name
 
 
 def local_files(split: Split) -> list[str]:
@@ -70,6 +78,8 @@ def local_files(split: Split) -> list[str]:
         names = files_of(split, there, _card(folder))
     except ValueError:
         return []
+    if names == [split.split]:
+        return [str(folder / split.split)]
     whole = _fetched(folder, split)
     if whole.is_file():
         names = json.loads(whole.read_text(encoding="utf-8"))
@@ -90,6 +100,8 @@ def fetch(split: Split) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{split}: {missing[0]} did not come from the hub; try again.")
+    if names == [split.split]:
+        return
     whole = _fetched(folder, split)
     whole.parent.mkdir(exist_ok=True)
     aside = whole.with_suffix(f".{os.getpid()}")
@@ -118,6 +130,8 @@ def files_of(split: Split, there: Sequence[str], card: str) -> list[str]:
     Raises ValueError, with what there is, where none or more than one subset is meant.
     """
     readable = sorted(name for name in there if name.endswith(SUFFIXES))
+    if split.split in readable:
+        return [split.split]
     subsets = _subsets(card)
     found = _by_card(split, subsets, readable) if subsets else _by_name(split, readable)
     if not found:

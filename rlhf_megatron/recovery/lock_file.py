@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.hub import MODEL_FILES, MODELS, name_of_copy
+from rlhf_megatron.config.hub_data import file_on_hub
 from rlhf_megatron.config.load import INPUTS, LOCK, LOCK_FILE, is_path_of_function
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
@@ -33,7 +34,7 @@ _READ = {key for key in INPUTS if key.startswith(("model.", "critic.", "referenc
 def locked_yaml(config: RunConfig) -> str:
     """Return the text of the lock file of a run whose plugins are loaded. It reads what the run reads.
 
-    A model of a hub has its name and revision there, so that another machine can fetch it.
+    A model of a hub, and each file of a data set, has its name and revision there: another machine can fetch it.
     """
     tree = yaml.safe_load(as_yaml(config))
     for key in MODELS:
@@ -41,6 +42,9 @@ def locked_yaml(config: RunConfig) -> str:
         copy = name_of_copy(str(tree.get(section, {}).get(name)))
         if copy is not None:
             tree[section][name] = copy
+    for files in (tree["data"], *tree["data"]["sources"]):
+        for name in ("train_files", "val_files"):
+            files[name] = [file_on_hub(file) for file in files[name]]
     lock = {"packages": versions(PACKAGES), "digests": digests_of(config)}
     head = f"# What a run was made of. `rlhf-megatron {config.job} {LOCK_FILE}` makes it again, or says what changed.\n"
     rest = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

@@ -9,16 +9,18 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import yaml
 from hub_server import COMMIT, Hub
 from huggingface_hub import constants
 from places import MODEL
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.hub_data import Split, files_of, local_files
-from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.hub_data import Split, fetch, fetch_data, files_of, local_files
+from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
 from rlhf_megatron.data.rows import read_rows
 from rlhf_megatron.job import TrainJob
+from rlhf_megatron.recovery.lock_file import check_lock, locked_yaml
 
 GSM8K = [
     "README.md",
@@ -49,13 +51,15 @@ def split(text: str) -> Split:
     return found
 
 
-@pytest.mark.parametrize("text", ["a/b:train", "a/b@refs/convert/parquet:main:test", "openai/gsm8k:main:train"])
+@pytest.mark.parametrize(
+    "text", ["a/b:train", "a/b@refs/convert/parquet:main:test", "openai/gsm8k:main:train", "a/b@0f:x/y=1/z-0.parquet"]
+)
 def test_names_are_read_and_written_alike(text: str) -> None:
     assert str(split(text)) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["a/b", "train.jsonl", "/data/a:train", "../a/b:train", "a/b:", "a/b:c:d:e", "a/b:x y"]
+    "text", ["a/b", "train.jsonl", "/data/a:train", "../a/b:train", "a/b:", "a/b:c:d:e", "a/b:x y", "a/b:x/y.txt"]
 )
 def test_paths_are_no_names(text: str) -> None:
     assert Split.of(text) is None
@@ -67,6 +71,7 @@ def test_paths_are_no_names(text: str) -> None:
         ("o/n:main:train", GSM8K, CARD, GSM8K[2:3]),
         ("o/n:main:test", GSM8K, CARD, GSM8K[1:2]),
         ("o/n:socratic:test", GSM8K, CARD, GSM8K[3:]),
+        ("o/n:socratic/test-0.parquet", GSM8K, CARD, GSM8K[3:]),
         ("o/n:train", ["data/train-0.parquet", "data/test-0.parquet"], "", ["data/train-0.parquet"]),
         ("o/n:validation", ["dev.jsonl", "train.jsonl"], "# no metadata", ["dev.jsonl"]),
         ("o/n:train", ["a.jsonl", "b.jsonl", "note.txt"], "", ["a.jsonl", "b.jsonl"]),
@@ -151,6 +156,27 @@ def test_a_job_downloads_the_files_and_every_later_look_finds_them(
     rows, _ = read_rows(data.train_files, "prompt", "answer", False)
     assert [(row.prompt, row.source) for row in rows] == [("0 + 1 =", "owner/tiny"), ("1 + 1 =", "owner/tiny")]
     assert len(hub.asked) == asked
+
+
+def test_a_lock_file_names_files_of_the_hub_and_another_machine_fetches_them(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train", "test"):
+        fetch(split(f"owner/tiny:{name}"))
+    text = locked_yaml(read_run_config(run_file(tmp_path)).config)
+    data, lock = yaml.safe_load(text)["data"], tmp_path / LOCK_FILE
+    assert data["train_files"] == [f"owner/tiny@{COMMIT}:{name}_train.jsonl" for name in "ab"]
+    assert data["val_files"] == [f"owner/tiny@{COMMIT}:test.jsonl"] and str(tmp_path / "cache") not in text
+    lock.write_text(text)
+    for cache in ("cache", "of_another_machine"):
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / cache))
+        fetch_data(read_run_config(lock).config.data, lambda line: None)
+        found = read_run_config(lock)
+        assert [Path(file).parents[3].name for file in found.config.data.train_files] == [cache] * 2
+        check_lock(found, False, lambda line: None)
+    Path(found.config.data.train_files[1]).write_text("other rows\n")
+    with pytest.raises(ConfigError, match=r"data.train_files\[1\] has digest .* when the run was locked"):
+        check_lock(read_run_config(lock), False, lambda line: None)
 
 
 def test_a_download_that_was_cut_off_is_no_copy(hub: Hub, tmp_path: Path) -> None:
