@@ -53,7 +53,7 @@ def name_of_file(path: str | Path) -> str | None:
 
 
 def file_on_hub(path: str) -> str:
-    """owner/name@revision:FILE of a file in huggingface_hub's cache, which any machine finds; of another file its path."""
+    """owner/name@revision:FILE of a file in huggingface_hub's cache, as any machine finds it; another file's path."""
     found = _COPY.fullmatch(path)
     name = path if found is None else f"{found[1]}/{found[2]}@{found[3]}:{found[4]}"
     return path if Split.of(name) is None else name

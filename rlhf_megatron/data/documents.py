@@ -6,51 +6,30 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.algorithms.distillation.base import DistillationParams
 from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
-from rlhf_megatron.config.typed import params_from_mapping
-from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
+from rlhf_megatron.data.chat_template import make_chat_format
+from rlhf_megatron.data.document_rows import Counts, conversation_of, pair_of, weight_of
 from rlhf_megatron.data.items import PromptFormat, PromptItem, Truncation, cut
 from rlhf_megatron.data.prompts import load_prompts, of_source, sources_of
-from rlhf_megatron.data.rows import SOURCE_KEY, check_text, json_rows, look_up, name_of, prompt_of, raw_rows, refuse
+from rlhf_megatron.data.rows import (
+    SOURCE_KEY,
+    check_text,
+    json_rows,
+    look_up,
+    name_of,
+    raw_rows,
+    refuse,
+)
 from rlhf_megatron.data.samples import Documents, DocumentSource, Sample
 from rlhf_megatron.data.streamed import StreamedDocuments
-from rlhf_megatron.data.taught import taught_of
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.data.turns import Document, turns_of
+from rlhf_megatron.data.turns import Document
 
 MESSAGES, TEXT = "messages", "text"  # keys that published files have
 ANY_LENGTH = 1 << 24  # tokens: the limit on documents comes after the one on prompts
-
-
-@dataclass
-class Counts:
-    """Counts of what became of a job's rows, updated while they are read."""
-
-    num_bad: int = 0  # skipped
-    num_overlong: int = 0  # dropped
-    num_cut: int = 0
-    num_whole: int = 0  # conversations in one document
-    num_by_turn: int = 0  # conversations with a document a turn
-    num_stops_added: int = 0
-    num_thoughts_lost: int = 0
-
-    def told(self) -> list[str]:
-        """Return the counts that a person should know, one phrase each."""
-        phrases = {
-            "malformed rows skipped": self.num_bad,
-            "over-long documents dropped": self.num_overlong,
-            "over-long documents cut": self.num_cut,
-            "conversations in one document": self.num_whole,
-            "conversations as a document a turn (the chat template rewrites earlier turns)": self.num_by_turn,
-            "stop tokens put behind turns that the chat template ends with none": self.num_stops_added,
-            "turns whose reasoning_content the chat template leaves out": self.num_thoughts_lost,
-        }
-        return [f"{count} {what}" for what, count in phrases.items() if count]
 
 
 @dataclass(frozen=True)
@@ -166,7 +145,7 @@ def _from_prompts(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, counts
         found = answered(items, tokenizer)
         if sft.weight_key is None:
             return found
-        weights = [_weight_of(json.loads(item.extra or "{}"), sft) for item in items]
+        weights = [weight_of(json.loads(item.extra or "{}"), sft) for item in items]
         return [replace(sample, weight=weight) for sample, weight in zip(found, weights, strict=True)]
 
     train: Train = [(source.name, source.weight, samples(source.items)) for source in sets.sources]
@@ -185,16 +164,15 @@ def _from_rows(
     for key, source in sources_of(data).items():
         form = PromptFormat(source.prompt_template or "{prompt}", chat=chat)
         if is_pairs:
-            read = partial(_pair, data=data, sft=sft, form=form, tokenizer=tokenizer)
+            read = partial(pair_of, data=data, sft=sft, form=form, tokenizer=tokenizer, counts=counts)
         else:
             assert chat is not None, "a rule demands the template of conversations"
-            read = partial(_conversation, sft=sft, chat=chat, tokenizer=tokenizer, counts=counts)
+            read = partial(conversation_of, sft=sft, chat=chat, tokenizer=tokenizer, counts=counts)
         with of_source(key, source):
             if sft.in_memory:
                 samples: list[Sample] | StreamedDocuments = _read(source.train_files, source, read, data, counts)
             else:
-                again = read if is_pairs else partial(read, counts=Counts())
-                samples = _streamed(source, read, again, data, sft.max_length, counts)
+                samples = _streamed(source, read, data, sft.max_length, counts)
             train.append((source.name, source.weight, samples))
             untaught = partial(read, sft=replace(sft, teacher_key=None))  # held-out losses ask no teacher
             for sample in _read(source.val_files, source, untaught, data, counts) if source.val_files else ():
@@ -210,10 +188,8 @@ def _read(files: Sequence[str], source: SourceConfig, read: Any, data: DataConfi
     return [sample for _, _, part in _good(rows, source, read, data, counts) for sample in part]
 
 
-def _streamed(
-    source: SourceConfig, read: Any, again: Any, data: DataConfig, max_length: int, counts: Counts
-) -> StreamedDocuments:
-    """Read a source's files as `_read` and `_limited` do, one row at a time. `again`: `read` without counting."""
+def _streamed(source: SourceConfig, read: Any, data: DataConfig, max_length: int, counts: Counts) -> StreamedDocuments:
+    """Read a source's files as `_read` and `_limited` do, one row at a time."""
     if source.task is not None or not source.train_files:
         raise ValueError("conversations and pairs come from files; name train_files, and no task.")
     files = [Path(name) for name in source.train_files]
@@ -223,6 +199,8 @@ def _streamed(
     rows = ((path, *row) for path in files for row in json_rows(path))
     good = _good(rows, source, read, data, counts)
     limited = ((files.index(path), begin, list(_limited(part, data, max_length, counts))) for path, begin, part in good)
+
+    again = partial(read, counts=Counts())
 
     def read_again(path: Path, value: Any) -> list[Sample]:
         return list(_limited(_of_row(path, value, source, again), data, max_length, Counts()))
@@ -259,100 +237,6 @@ def _of_row(path: Path, value: Any, source: SourceConfig, read: Any) -> list[Sam
     check_text(json.dumps(value, ensure_ascii=False))
     row_source = source.name or str(value.get(SOURCE_KEY, name_of(path)))
     return [replace(sample, source=row_source) for sample in read(value)]
-
-
-def _conversation(
-    row: Mapping[str, Any], sft: SFTConfig, chat: ChatFormat, tokenizer: Tokenizer, counts: Counts
-) -> list[Sample]:
-    assert sft.messages_key is not None, "the job reads conversations"
-    messages = _messages(look_up(row, sft.messages_key, "sft.messages_key"), sft.messages_key)
-    tools = _parsed(row.get(sft.tools_key) or None, sft.tools_key)
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"{sft.tools_key!r} must be a list of objects, or such a list as JSON text")
-    turns = turns_of(messages, lambda part, asks: chat.conversation(part, asks, tools), tokenizer)
-    counts.num_whole += turns.is_whole
-    counts.num_by_turn += not turns.is_whole
-    counts.num_stops_added += turns.num_stops_added
-    counts.num_thoughts_lost += turns.num_thoughts_lost
-    weight = _weight_of(row, sft)
-    samples = [Sample((document,), "", weight) for document in turns.documents]
-    if sft.teacher_key is None:
-        return samples
-    ends = list(accumulate((d.num_trained for d in turns.documents), initial=0))
-    top_k = params_from_mapping(DistillationParams, sft.params, "sft.params").top_k
-    told = taught_of(row, sft.teacher_key, ends[-1], top_k, tokenizer.vocab_size)
-    return [replace(s, taught=told.part(b, e)) for s, b, e in zip(samples, ends, ends[1:], strict=False)]
-
-
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Messages as the template is given them: role and content, and whatever else the row has."""
-    value = _parsed(value, key)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{key!r} must be a list of messages")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f'message {number} of {key!r} must be an object with a "role"')
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            raise ValueError(
-                f"message {number} of {key!r} must have text as content; parts of several kinds are not read"
-            )
-    return [{"content": "", **{k: v for k, v in message.items() if v is not None}} for message in value]
-
-
-def _parsed(value: Any, key: str) -> Any:
-    """The value itself, or what it says as JSON text. Raises ValueError for text that is no JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{key!r} is text that is no JSON ({error}): {value[:40]!r}") from None
-
-
-def _pair(
-    row: Mapping[str, Any], data: DataConfig, sft: SFTConfig, form: PromptFormat, tokenizer: Tokenizer
-) -> list[Sample]:
-    """Put both answers behind the prompt that RL would ask. Conversations that begin alike bring their own prompt."""
-    chosen, rejected = (look_up(row, key, "sft") for key in (sft.chosen_key, sft.rejected_key))
-    if data.prompt_key in row or isinstance(chosen, str):
-        prompt = prompt_of(look_up(row, data.prompt_key, "data.prompt_key"), data.prompt_key)
-        answers = [_answer(value, key) for value, key in ((chosen, sft.chosen_key), (rejected, sft.rejected_key))]
-    else:
-        both = _messages(chosen, sft.chosen_key), _messages(rejected, sft.rejected_key)
-        if both[0][:-1] != both[1][:-1]:
-            raise ValueError(f"{sft.chosen_key!r} and {sft.rejected_key!r} must differ in their last message only")
-        prompt = prompt_of([{"role": m["role"], "content": m["content"]} for m in both[0][:-1]], sft.chosen_key)
-        answers = [_answer(both[0], sft.chosen_key), _answer(both[1], sft.rejected_key)]
-    if answers[0] == answers[1]:
-        raise ValueError("both answers are the same: nothing can be learnt from the pair; remove it")
-    prompt_ids, *answer_ids = tokenizer.encode_all([form.text(prompt), *answers])
-    documents = [(*prompt_ids, *ids, tokenizer.eos_token_id) for ids in answer_ids]
-    return [
-        Sample(
-            tuple(Document(ids, ((len(prompt_ids), len(ids)),)) for ids in documents),
-            "",
-            _weight_of(row, sft),
-        )
-    ]
-
-
-def _answer(value: Any, key: str) -> str:
-    if isinstance(value, str):
-        return value
-    last = _messages(value, key)[-1]
-    if last["role"] != "assistant":
-        raise ValueError(f"{key!r} must end with a message of the assistant")
-    return str(last["content"])
-
-
-def _weight_of(row: Mapping[str, Any], sft: SFTConfig) -> float:
-    if sft.weight_key is None:
-        return 1.0
-    weight = look_up(row, sft.weight_key, "sft.weight_key")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
-        raise ValueError(f"{sft.weight_key!r} must be a number from 0 up to a million, not {weight!r}")
-    return float(weight)
 
 
 def _limited(samples: Iterable[Sample], data: DataConfig, max_length: int, counts: Counts) -> Iterator[Sample]:

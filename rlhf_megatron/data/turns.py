@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, with the prompt for an answer) -> text. Raises ValueError where the template refuses them."""
 SHOWN = 30  # characters of a text in messages
-THINK_END = "</think>"
+THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Turns:
     documents: tuple[Document, ...]
     is_whole: bool  # one document with all turns
     num_stops_added: int  # turns that the template ends without a stop token; an end-of-sequence token was put there
-    num_thoughts_lost: int  # turns whose reasoning_content the template leaves out
+    num_thoughts_lost: int  # turns whose reasoning_content, or <think>, the template leaves out
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,29 @@ def _check_content(message: Message, span: str) -> None:
     missing = [visible] if visible not in span else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
-        missing += [leaf for leaf in _leaves(function) if leaf not in span and json.dumps(leaf)[1:-1] not in span]
+        _check_form(function.get("arguments"), span)
+        missing += [leaf for leaf in _leaves(function) if all(form not in span for form in _forms(leaf))]
     if missing:
         what = "a tool call" if message.get("tool_calls") and missing[0] != visible else "the answer"
         raise ValueError(
             f"the chat template leaves out or changes {what} ({missing[0][:SHOWN]!r} is not in"
             f" {span[: 3 * SHOWN]!r}); use a template that writes it, or change the row"
+        )
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """A text as it is, and as JSON has it between quotes."""
+    return text, *(json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+
+
+def _check_form(arguments: Any, span: str) -> None:
+    """Raises ValueError where a call's arguments are written as a text within JSON, or as Python writes an object."""
+    is_text = isinstance(arguments, str)
+    written = [f'"{form}"' for form in _forms(arguments)[1:]] if is_text else [str(arguments)] if arguments else []
+    if found := next((one for one in written if one in span), None):
+        wanted = "an object" if is_text else "JSON text"
+        raise ValueError(
+            f"the chat template writes arguments of a tool call as {found[:SHOWN]}; write them as {wanted} in the row"
         )
 
 
@@ -224,5 +241,7 @@ def _leaves(function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lost(message: Message, span: str) -> bool:
-    thoughts = message.get("reasoning_content")
+    thoughts, content = message.get("reasoning_content"), message.get("content") or ""
+    if thoughts is None and isinstance(content, str):
+        thoughts = content.rpartition(THINK_END)[0].rpartition(THINK_BEGIN)[2]
     return isinstance(thoughts, str) and bool(thoughts.strip()) and thoughts.strip() not in span

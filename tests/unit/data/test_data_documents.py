@@ -126,6 +126,56 @@ def test_pairs(digits: Tokenizer, tmp_path: Path) -> None:
     assert shown[3].endswith("⟦33<|eot_id|>⟧") and "rejected" in shown[2]
 
 
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": "é\n"}}}]}
+PARTS = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1="}]
+
+
+def test_pairs_of_conversations_are_written_by_the_chat_template(tmp_path: Path) -> None:
+    """With calls of tools in the prompt and as an answer; a prompt beside them may be a text, in parts or whole."""
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen3"))
+    asked = [{"role": "user", "content": PARTS}, CALL, {"role": "tool", "content": "2"}]
+    rows = [
+        {"chosen": [*asked, CHATS[0]["messages"][1]], "rejected": [*asked, CALL]},
+        {"prompt": "1+1=", "chosen": [CHATS[0]["messages"][1]], "rejected": [{**CALL, "content": "So:"}]},
+    ]
+    data = DataConfig(train_files=(write(tmp_path / "pairs.jsonl", rows),), apply_chat_template=True)
+    sets = load_documents(data, SFTConfig(loss_mode="dpo"), tokenizer, is_pairs=True)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "é\\n"}}\n</tool_call><|im_end|>'
+    thought = "<think>\n\n</think>\n\n"
+    spelled = [
+        [
+            tokenizer.spell(document.token_ids[slice(*span)])
+            for document in sample.documents
+            for span in document.trained
+        ]
+        for sample in sets.sources[0].items
+    ]
+    assert spelled == [
+        [f"{thought}Hello!<|im_end|>", thought + call],
+        [f"{thought}Hello!<|im_end|>", f"{thought}So:\n{call}"],
+    ]
+    for sample in sets.sources[0].items:
+        begins = [tokenizer.spell(document.token_ids[: document.trained[0][0]]) for document in sample.documents]
+        assert begins[0] == begins[1] and begins[0].startswith("<|im_start|>user\n1+1=<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("rejected", "problem"),
+    [
+        (CHATS[0]["messages"], "must differ in their last message only"),
+        (PAIRS[1]["chosen"], "both answers are the same"),
+        ([PAIRS[1]["chosen"][0], {"role": "user", "content": "3"}], "must end with messages of the assistant"),
+        ([PAIRS[1]["chosen"][0], {"role": "assistant", "content": [{"type": "image"}]}], "must have text, or parts"),
+    ],
+)
+def test_bad_pairs_of_conversations(rejected: list[Any], problem: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
+    rows = [{"chosen": PAIRS[1]["chosen"], "rejected": rejected}]
+    data = DataConfig(train_files=(write(tmp_path / "rows.jsonl", rows),), apply_chat_template=True)
+    with pytest.raises(ValueError, match=problem):
+        load_documents(data, SFTConfig(loss_mode="dpo"), tokenizer, is_pairs=True)
+
+
 def test_weights(digits: Tokenizer, sums: DataConfig) -> None:
     with pytest.raises(ValueError, match="no key 'w'"):
         load_documents(sums, SFTConfig(weight_key="w"), digits, is_pairs=False)
@@ -153,7 +203,7 @@ def test_documents_over_the_limit(digits: Tokenizer, sums: DataConfig) -> None:
     [
         ({"chosen": "2", "rejected": "3"}, "no key 'prompt'"),
         ({"prompt": "1=", "chosen": "2", "rejected": "2"}, "both answers are the same"),
-        ({"chosen": PAIRS[1]["chosen"], "rejected": CHATS[0]["messages"]}, "must differ in their last message only"),
+        ({"chosen": PAIRS[1]["chosen"], "rejected": CHATS[0]["messages"]}, "set data.apply_chat_template=true"),
     ],
 )
 def test_bad_pairs(row: dict[str, Any], problem: str, digits: Tokenizer, tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ REFUSED = [
     ("phi3", TOOLS, r"leaves out or changes a tool call"),
     ("mistral", [user("Hi"), says("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {}}}])],
      "Tool call IDs should be alphanumeric strings with length 9"),
+    ("qwen25", TEXT_TOOLS, r'arguments of a tool call as "{..a..: 17}"; write them as an object'),
     ("qwen25", [user("Hi")], r"no message of an assistant"),
 ]  # fmt: skip
 
@@ -140,8 +141,30 @@ def test_the_call_of_qwen25_begins_where_its_prompt_ends(tmp_path: Path) -> None
     assert found == [[QWEN_CALL, "It is 3.<|im_end|>"]]
 
 
+def test_texts_of_calls_are_found_as_json_writes_them(tmp_path: Path) -> None:
+    """With letters beyond ASCII and what JSON escapes. An object as Python writes it is no JSON."""
+    messages = with_tools({"a": 'é "x"\n', "b": [1.5, {"c": None}], "d": True})
+    _, found = trained(tmp_path, "qwen25", messages)
+    arguments = '{"a": "é \\"x\\"\\n", "b": [1.5, {"c": null}], "d": true}'
+    assert found[0][0] == f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    tokenizer = load_tokenizer(write_published(tmp_path / "other", "qwen25"))
+
+    def render(messages: Any, asks: bool) -> str:
+        called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        return "q: " + "".join(f"{call['name']} {call['arguments']}<|im_end|>" for call in called)
+
+    with pytest.raises(ValueError, match=r"tool call as {'a': 17, 'b': 'x y'}; write them as JSON text"):
+        turns_of(TOOLS[:2], render, tokenizer)
+
+
 def test_lost_thoughts_are_counted(tmp_path: Path) -> None:
     assert trained(tmp_path, "qwen25", THINKING)[0].num_thoughts_lost == 2
+    tokenizer = load_tokenizer(write_published(tmp_path / "cut", "qwen25"))
+
+    def render(messages: Any, asks: bool) -> str:
+        return "".join(f"{m['role']}: {m['content'].split('</think>')[-1]}<|im_end|>" for m in messages)
+
+    assert turns_of(INLINE, render, tokenizer).num_thoughts_lost == 1
     assert trained(tmp_path / "other", "qwen3", THINKING)[0].num_thoughts_lost == 0
 
 
