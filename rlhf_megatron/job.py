@@ -23,7 +23,7 @@ from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redacted, revealed
 from rlhf_megatron.config.show import as_text, as_yaml
-from rlhf_megatron.parallel.environment import set_up
+from rlhf_megatron.parallel.environment import hide_gpus, set_up
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
@@ -153,6 +153,7 @@ class TrainJob:
             trainer = load_run_config(self.path, self.overrides).config.trainer
         except ConfigError:  # found before anything is imported
             return False
+        hide_gpus(os.environ, trainer)
         is_alone = trainer.runtime == "torchrun" and trainer.nnodes == 1
         if not is_alone or {CONTROLLER_ENV, KEEPER_ENV} & os.environ.keys() or not forks.can_fork(trainer.device):
             return False

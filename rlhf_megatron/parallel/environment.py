@@ -1,9 +1,11 @@
-"""Every environment variable of CUDA and NCCL that this package sets, and why. What the user's shell sets wins.
+"""Every environment variable of CUDA and NCCL that this package sets, and why. What the user's shell sets wins, except
+over `trainer.device: cpu`.
 
 | variable | set for | why |
 |---|---|---|
 | NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0 | ranks and engines | a weight sync puts both into one communicator, which hangs or crashes where they differ; SGLang sets 0, or 1 where its arguments say so: ranks follow |
 | CUDA_DEVICE_MAX_CONNECTIONS=1 | ranks with tp or cp above 1 | one queue into the device starts communication that was issued first ahead of computation, which megatron-core's overlap relies on; not on Blackwell and later, where it only hurts; SGLang sets its own |
+| CUDA_VISIBLE_DEVICES= (none) | trainer.device: cpu | torch and megatron-core take a GPU wherever they find one |
 | CUBLAS_WORKSPACE_CONFIG=:4096:8 | trainer.deterministic | cuBLAS has one workspace a stream, so that the same algorithm runs |
 | NCCL_ALGO=^NVLS | trainer.deterministic | sums in the switch come in no fixed order |
 | NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 | trainer.deterministic | attention of Transformer Engine |
@@ -25,6 +27,7 @@ DETERMINISM = {
     "NCCL_ALGO": "^NVLS",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 _COMMUNICATORS = {  # variable -> SGLang's arguments that make it 1
     "NCCL_CUMEM_ENABLE": ("enable-symm-mem",),
@@ -53,6 +56,13 @@ def set_up(
         wanted |= of_queues(megatrons, gpus_here())
     for name, value in wanted.items():
         environment.setdefault(name, value)
+    hide_gpus(environment, trainer)
+
+
+def hide_gpus(environment: MutableMapping[str, str], trainer: TrainerConfig) -> None:
+    """Hide them from this process, where the run is on CPUs. Before torch looks for CUDA, or a fork could not run."""
+    if trainer.device == "cpu" and trainer.runtime != "ray":
+        environment.update(NO_GPUS)
 
 
 def of_communicators(rollout: RolloutConfig, environment: Mapping[str, str]) -> dict[str, str]:

@@ -84,6 +84,7 @@ CASES = (
     Case("colocated", "grpo", 1, {"rollout.colocated": True}),
     Case("colocated tp2", "grpo", 2, {TP: 2, "rollout.colocated": True}),
     Case("files", "grpo", 1, {"rollout.weight_transport": "disk"}),
+    Case("beside a GPU", "grpo", 1, {"trainer.device": "cpu"}),
     Case("bfloat16", "grpo", 1, {"model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}, is_compared=False),
     Case("fsdp", "grpo", 1, {"actor.backend": "fsdp"}),
     Case("fsdp dp2", "grpo", 2, {"actor.backend": "fsdp"}),

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_megatron.config.rules.engines import OLDEST_RAY, wrong_address
 from rlhf_megatron.config.schema import MegatronConfig, RayConfig, TrainerConfig
-from rlhf_megatron.parallel.environment import DETERMINISM, ONE_QUEUE, of_queues
+from rlhf_megatron.parallel.environment import DETERMINISM, NO_GPUS, ONE_QUEUE, of_queues
 
 ADDRESS_ENV = "RAY_ADDRESS"  # set by Ray in a submitted job
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "NVTE_", "UCX_", "FI_")
@@ -113,8 +113,7 @@ def of_ranks(
     wanted = {"OMP_NUM_THREADS": str(max(1, threads))}
     if is_one_machine:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    if uses_gpus:
-        wanted |= of_queues(megatrons, kinds)
+    wanted |= of_queues(megatrons, kinds) if uses_gpus else NO_GPUS
     return wanted | forwarded(environment)
 
 

@@ -67,6 +67,17 @@ def test_rays_processes_get_what_the_driver_has_and_ranks_their_queues() -> None
     )
     assert found(ranks) == ALIKE | ONE_QUEUE | environment.DETERMINISM
     assert found(ray_environment.of_engines(driver)) == ALIKE | environment.DETERMINISM
+    ranks = ray_environment.of_ranks(
+        driver, trainer, config.ray, TP2, is_one_machine=True, uses_gpus=False, kinds=["H100"]
+    )
+    assert environment.NO_GPUS.items() <= ranks.items()
+
+
+def test_a_run_on_cpus_sees_no_gpu_whatever_the_shell_says() -> None:
+    for trainer, expected in ((TrainerConfig(device="cpu"), ""), (TrainerConfig(), "0"), (TrainerConfig("ray"), "0")):
+        process = {"CUDA_VISIBLE_DEVICES": "0"}
+        environment.set_up(process, trainer, RolloutConfig(), TP2)
+        assert process["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_one_queue_only_where_communication_overlaps_and_before_blackwell() -> None:

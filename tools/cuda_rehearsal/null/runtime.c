@@ -49,11 +49,14 @@ long nullcuda_count(int what) {
 }
 
 /* ---- devices ---- */
-static int num_devices(void) { return null_number("NULLCUDA_DEVICES", 1); }
+static int num_devices(void) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES"); /* empty: none, as the driver has it; names are not read */
+  return visible && !*visible ? 0 : null_number("NULLCUDA_DEVICES", 1);
+}
 static int capability(void) { return null_number("NULLCUDA_SM", 90); }
 cudaError_t cudaGetDeviceCount(int *n) {
   *n = num_devices();
-  return 0;
+  return *n ? 0 : 100; /* cudaErrorNoDevice */
 }
 cudaError_t cudaGetDevice(int *device) {
   *device = current_device;
