@@ -208,7 +208,14 @@ def _store_stash(stash, stride, rows_R, is_row_R, columns_B, num_columns, exp_RB
     tl.store(_tile_pointers(stash, stride, rows_R, columns_B), (exp_RB * _SCALE).to(tl.float16), mask=is_here_RB)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "running_stride", "stash_max_stride"])
+# A row's numbers are read one by one, so their alignment, which the number of rows decides, makes no other kernel.
+_OF_ROWS = ["inv_temperatures", "columns", "stash_maxima"]
+
+
+@triton.jit(
+    do_not_specialize=["first", "num_rows", "running_stride", "stash_max_stride"],
+    do_not_specialize_on_alignment=[*_OF_ROWS, "maxima", "sums", "targets", "weighteds", "squares"],
+)
 def _update_kernel(
     logits,
     logits_stride,
@@ -299,7 +306,10 @@ def _update_kernel(
     tl.store(maxima + running_R, new_max_R, mask=is_row_R)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows"])
+@triton.jit(
+    do_not_specialize=["first", "num_rows"],
+    do_not_specialize_on_alignment=[*_OF_ROWS, "log_zs", "log_z_rests", "grad_log_probs", "entropies", "grad_entropies"],
+)
 def _grad_kernel(
     tile,
     tile_stride,

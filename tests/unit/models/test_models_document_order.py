@@ -136,7 +136,7 @@ def test_varlen_kernel_over_a_share_equals_the_float32_path(cp: int) -> None:
         torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
         weight = torch.randn_like(want)
         for a, b in zip(
-            torch.autograd.grad((got.float() * weight).sum(), tensors),
+            torch.autograd.grad((got.float() * weight).sum(), tensors, retain_graph=True),  # both begin at q, k, v
             torch.autograd.grad((want * weight).sum(), tensors),
             strict=True,
         ):
