@@ -209,12 +209,13 @@ def _store_stash(stash, stride, rows_R, is_row_R, columns_B, num_columns, exp_RB
 
 
 # A row's numbers are read one by one, so their alignment, which the number of rows decides, makes no other kernel.
-_OF_ROWS = ["inv_temperatures", "columns", "stash_maxima"]
+_UPDATE_ROWS = ["inv_temperatures", "columns", "stash_maxima", "maxima", "sums", "targets", "weighteds", "squares"]
+_GRAD_ROWS = [*_UPDATE_ROWS[:3], "log_zs", "log_z_rests", "grad_log_probs", "entropies", "grad_entropies"]
 
 
 @triton.jit(
     do_not_specialize=["first", "num_rows", "running_stride", "stash_max_stride"],
-    do_not_specialize_on_alignment=[*_OF_ROWS, "maxima", "sums", "targets", "weighteds", "squares"],
+    do_not_specialize_on_alignment=_UPDATE_ROWS,
 )
 def _update_kernel(
     logits,
@@ -306,10 +307,7 @@ def _update_kernel(
     tl.store(maxima + running_R, new_max_R, mask=is_row_R)
 
 
-@triton.jit(
-    do_not_specialize=["first", "num_rows"],
-    do_not_specialize_on_alignment=[*_OF_ROWS, "log_zs", "log_z_rests", "grad_log_probs", "entropies", "grad_entropies"],
-)
+@triton.jit(do_not_specialize=["first", "num_rows"], do_not_specialize_on_alignment=_GRAD_ROWS)
 def _grad_kernel(
     tile,
     tile_stride,
