@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rewards.service.model_servers import ModelServers, model_servers
 from rlhf_megatron.rewards.service.places import Places
-from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
+from rlhf_megatron.rewards.service.scorer import REWARD_LOG, Scorer, make_scorer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import Place, now_and_then
 from rlhf_megatron.rollout.fleet.start import (
@@ -56,7 +56,7 @@ from rlhf_megatron.runtime.pool import pools_of
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.parts import Parts, load_data, load_parts, run_data
+from rlhf_megatron.scheduler.parts import Parts, RunData, load_data, load_parts, run_data
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.ledger import Supply
 from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
@@ -65,6 +65,19 @@ from rlhf_megatron.stop import StopRequest
 from rlhf_megatron.sync.colocation import Colocation, Turns, leave_devices, refuse_probe
 from rlhf_megatron.sync.probe import Probe
 from rlhf_megatron.sync.weight_sync import WeightSync
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Whom the controller speaks to: ranks, engines, servers and processes of rewards."""
+
+    group: WorkerGroup
+    workers: Workers
+    fleet: EngineFleet
+    transfer_dir: Path
+    turns: Turns
+    reward_servers: ModelServers | None
+    scorer: Scorer
 
 
 def train(
@@ -78,78 +91,40 @@ def train(
 ) -> None:
     """A run from the first sync to the summary, or what is left of it.
 
-    `connect_group` waits for the hosts; `lock`: of the directory; `places`: where servers and reward
-    workers run. Raises RunStopped where
-    `stop` asks for it, after the state was saved if the run has checkpoints.
+    `connect_group` waits for the hosts; `lock`: of the directory; `places`: where servers and reward workers run.
+    Raises RunStopped where `stop` asks for it, after the state was saved if the run has checkpoints.
     """
-    seed_process(config.trainer.seed, 0)
+    trainer = config.trainer
+    seed_process(trainer.seed, 0)
     parts = load_parts(config)
     sets, tokenizer = load_data(config.model, config.data, config.warmup.max_steps > 0)
-    data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
+    data = run_data(config.data, trainer.seed, config.rollout.stop, sets, tokenizer)
     start = find_start(config, run_dir, data.stream)
     attempts = Attempts(run_dir)
-    trainer = config.trainer
     with ExitStack() as stack:
         layouts = {pool.name: str(pool.layout) for pool in pools_of(config)}
         facts = facts_of(start, trainer.resume_from_path, config.plugins)
         stack.enter_context(attempts.attempt(lock.since, layouts=layouts, **facts))
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(open_tracker(config, run_dir, tokenizer, start, attempts))
-        engines = f"{num_engines(config)} {config.rollout.engine}"
-        tracker.note(description(trainer.experiment_name, config.model, _where(config), engines, sets))
-        if spread := told(config):
-            tracker.note(f"engines by machine: {spread}")
-            if config.actor.router_replay == "r3":
-                tracker.note(
-                    "routes stay on the machines of their engines: where the run directory is not shared, a run that"
-                    " goes on on other machines generates again what they have"
-                )
+        _tell(config, tracker, sets)
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
-        hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
-        reward_servers = stack.enter_context(
-            model_servers(config, run_dir, now_and_then(tracker.note, stop.check), places.reward_servers)
-        )
-        if reward_servers is not None and config.rollout.colocated:
-            reward_servers.sleep()
-        fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, places.engines)
-        group = hosts or _hosts(stack, config, connect_group)
-        watchdog.look_at(group, fleet.calls)
-        workers = Workers(group, tracker.trace.watch)
-        turns = _turns(config, workers, fleet, reward_servers)
-        of_model = reward_servers.term() if reward_servers is not None else None
-        scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG, of_model, places.reward_workers))
+        reached = _reach(stack, config, connect_group, run_dir, tracker, stop, places)
+        watchdog.look_at(reached.group, reached.fleet.calls)
+        recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = _journal(config, run_dir, tracker)
         route_files = _route_files(config, run_dir, journal, is_recorded)
-        capsules = Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note)
-        policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
-        stages = Stages(
-            config,
-            workers,
-            fleet,
-            data,
-            parts,
-            _weight_sync(config, workers, fleet, transfer_dir, turns, sets),
-            scorer,
-            recorder=Recorder(run_dir / "record") if is_recorded else None,
-            journal=journal if isinstance(journal, Journal) else None,
-            skips=Skips(trainer, capsules, tracker.note),
-            turns=turns,
-            route_files=route_files,
-            watches=(
-                HeadWatch(policies, tracker.note).metrics,
-                MemoryWatch(workers).metrics,
-                *([reward_servers.metrics] if reward_servers is not None else []),
-            ),
-            say=tracker.waiting,
-        )
-        checkpointer = _checkpointer(config, workers, parts, run_dir, tracker, turns)
+        stages = _stages(config, reached, data, parts, sets, run_dir, tracker, recorder, journal, route_files)
+        checkpointer = _checkpointer(config, reached.workers, parts, run_dir, tracker, reached.turns)
         if start is not None:
             state = _resumed(start, stages, checkpointer, tracker)
         else:
             state = _warmed_up(config, stages, tracker, sets, stop)
         stages.sync()
         groups = journal if isinstance(journal, GroupJournal) else None
-        supply = stack.enter_context(make_supply(stages, fleet, scorer, state, groups, stop.check, tracker.waiting))
+        supply = stack.enter_context(
+            make_supply(stages, reached.fleet, reached.scorer, state, groups, stop.check, tracker.waiting)
+        )
         captured = partial(capture, stages, supply, tracker.clock, state)
         save_hf = partial(stages.save_hf, run_dir)
         keeper = Keeper(captured, checkpointer, journal, trainer, save_hf, lock.check, route_files)
@@ -161,11 +136,95 @@ def train(
         keeper.finish()
         if trainer.save_hf or trainer.save_last == "weights":
             save_hf()
-        reached, accuracy = layouts_of(group), state.warmup_accuracy
-        rollout, model = config.rollout, config.model.path
-        finish(trainer, rollout, model, tracker, run_dir, sets, accuracy, attempts, reached, stop.check)
-        for line in closing_lines(run_dir, trainer, tracker.watched_values):
-            tracker.note(line)
+        _finish(config, tracker, run_dir, sets, state, attempts, reached.group, stop)
+
+
+def _tell(config: RunConfig, tracker: Tracker, sets: PromptSets) -> None:
+    """Say what runs where, before anything is waited for."""
+    engines = f"{num_engines(config)} {config.rollout.engine}"
+    tracker.note(description(config.trainer.experiment_name, config.model, _where(config), engines, sets))
+    if spread := told(config):
+        tracker.note(f"engines by machine: {spread}")
+        if config.actor.router_replay == "r3":
+            tracker.note(
+                "routes stay on the machines of their engines: where the run directory is not shared, a run that"
+                " goes on on other machines generates again what they have"
+            )
+
+
+def _reach(
+    stack: ExitStack,
+    config: RunConfig,
+    connect_group: Callable[[], WorkerGroup],
+    run_dir: Path,
+    tracker: Tracker,
+    stop: StopRequest,
+    places: Places,
+) -> Reached:
+    """Wait for hosts, engines and reward servers; all end with `stack`. Hosts that lend their devices come first."""
+    hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
+    reward_servers = stack.enter_context(
+        model_servers(config, run_dir, now_and_then(tracker.note, stop.check), places.reward_servers)
+    )
+    if reward_servers is not None and config.rollout.colocated:
+        reward_servers.sleep()
+    fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, places.engines)
+    group = hosts or _hosts(stack, config, connect_group)
+    workers = Workers(group, tracker.trace.watch)
+    turns = _turns(config, workers, fleet, reward_servers)
+    of_model = reward_servers.term() if reward_servers is not None else None
+    scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG, of_model, places.reward_workers))
+    return Reached(group, workers, fleet, transfer_dir, turns, reward_servers, scorer)
+
+
+def _stages(
+    config: RunConfig,
+    reached: Reached,
+    data: RunData,
+    parts: Parts,
+    sets: PromptSets,
+    run_dir: Path,
+    tracker: Tracker,
+    recorder: Recorder | None,
+    journal: Journal | GroupJournal | None,
+    route_files: RouteFiles,
+) -> Stages:
+    workers, servers = reached.workers, reached.reward_servers
+    capsules = Capsules(run_dir, as_yaml(config), config.trainer.capsules_kept, tracker.note)
+    policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
+    watches = [HeadWatch(policies, tracker.note).metrics, MemoryWatch(workers).metrics]
+    return Stages(
+        config,
+        workers,
+        reached.fleet,
+        data,
+        parts,
+        _weight_sync(config, reached, sets),
+        reached.scorer,
+        recorder=recorder,
+        journal=journal if isinstance(journal, Journal) else None,
+        skips=Skips(config.trainer, capsules, tracker.note),
+        turns=reached.turns,
+        route_files=route_files,
+        watches=(*watches, *([servers.metrics] if servers is not None else [])),
+        say=tracker.waiting,
+    )
+
+
+def _finish(
+    config: RunConfig,
+    tracker: Tracker,
+    run_dir: Path,
+    sets: PromptSets,
+    state: RunState,
+    attempts: Attempts,
+    group: WorkerGroup,
+    stop: StopRequest,
+) -> None:
+    trainer, accuracy, model = config.trainer, state.warmup_accuracy, config.model.path
+    finish(trainer, config.rollout, model, tracker, run_dir, sets, accuracy, attempts, layouts_of(group), stop.check)
+    for line in closing_lines(run_dir, trainer, tracker.watched_values):
+        tracker.note(line)
 
 
 def loop_plan(trainer: TrainerConfig, steps_done: int, evaluated: Sequence[int]) -> LoopPlan:
@@ -183,20 +242,18 @@ def _turns(config: RunConfig, workers: Workers, fleet: EngineFleet, scorers: Mod
     return turns
 
 
-def _weight_sync(
-    config: RunConfig, workers: Workers, fleet: EngineFleet, transfer_dir: Path, turns: Turns, sets: PromptSets
-) -> WeightSync:
+def _weight_sync(config: RunConfig, reached: Reached, sets: PromptSets) -> WeightSync:
     prompts = [item.prompt_ids for item in sets.train]
     return WeightSync(
-        workers.host,
-        fleet,
-        transfer_dir,
+        reached.workers.host,
+        reached.fleet,
+        reached.transfer_dir,
         config.rollout.update_weights_bucket_megabytes * MIB,
         config.rollout.dtype or config.model.dtype,
-        probe=refuse_probe if config.rollout.colocated else Probe(config, workers.actor, prompts),
+        probe=refuse_probe if config.rollout.colocated else Probe(config, reached.workers.actor, prompts),
         transport=config.rollout.weight_transport,
         model_path=Path(config.model.path),
-        turns=turns,
+        turns=reached.turns,
         ranks_per_machine=config.trainer.n_gpus_per_node if config.trainer.nnodes > 1 else None,
     )
 

@@ -59,8 +59,8 @@ def servers(model_dir: Path, tmp_path: Path) -> Iterator[EngineServers]:
 class Impatient(LocalEngine):
     """An engine for whose samples nobody waits longer than a second."""
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
-        return super().generate(requests, 1.0, name)
+    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        return await super().generate_async(requests, 1.0, name)
 
 
 def fleet_of(servers: EngineServers, retries: int = 2, second: type[LocalEngine] = LocalEngine) -> EngineFleet:
