@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from decimal import Decimal
+from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -140,6 +142,7 @@ class PromptRow:
     source: str  # value of data_source, or name of the file or task
     origin: str  # where a user finds it: "train.jsonl:12"
     extra: str = ""  # JSON object of what else a reward may read
+    has_json_label: bool = field(default=False, repr=False, compare=False)  # the label was a list or an object
 
 
 @dataclass(frozen=True)
@@ -223,15 +226,28 @@ def checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str)
         raise ValueError(f"a JSON {_json_type(value)}, not an object")
     prompt = prompt_of(look_up(value, prompt_key, "data.prompt_key"), prompt_key)
     label = look_up(value, label_key, "data.label_key")
-    if isinstance(label, dict | list):  # such as several right answers, which rewards read as JSON
+    is_json = isinstance(label, dict | list)  # such as several right answers
+    if isinstance(label, float):
+        label = _decimal(label, label_key)
+    elif is_json:
         label = json.dumps(label, ensure_ascii=False, default=str)
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
+    elif isinstance(label, bool) or not isinstance(label, str | int):
         raise ValueError(f"{label_key!r} must be a string or a number, not a JSON {_json_type(label)}")
     source = value.get(SOURCE_KEY, stem)
     if not isinstance(source, str) or not source:
         raise ValueError(f"{SOURCE_KEY!r} must be a name, not {_shown(source)}")
     extra = _extra({key: item for key, item in value.items() if key not in (prompt_key, label_key)})
-    return check_texts(PromptRow(prompt, label if isinstance(label, str) else repr(label), source, origin, extra))
+    return check_texts(PromptRow(prompt, str(label), source, origin, extra, is_json))
+
+
+def _decimal(number: float, key: str) -> str:
+    """The number as people write it: tables have 72.0 where 72 is meant. Raises ValueError for what is none."""
+    if not isfinite(number):
+        raise ValueError(
+            f"{key!r} must be a string or a number, not {number}, which stands for a missing one in tables"
+        )
+    text = format(Decimal(repr(number)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:

@@ -102,7 +102,13 @@ def _of_others(path: Path, number: int, row: dict[str, Any], data: DataConfig) -
     prompt = asked.prompt if isinstance(asked.prompt, str) else "\n".join(m.content for m in asked.prompt)
     of_prompt = {"prompt": prompt, "answer": asked.label, "source": asked.source, "extra": asked.extra}
     count = len(responses)
-    found = {"index": number, "responses": responses, "finish_reasons": ["stop"] * count, "num_tokens": [0] * count}
+    found: dict[str, Any] = {
+        "has_json_label": asked.has_json_label,
+        "index": number,
+        "responses": responses,
+        "finish_reasons": ["stop"] * count,
+        "num_tokens": [0] * count,
+    }
     return found | of_prompt
 
 

@@ -13,7 +13,7 @@ from rlhf_megatron.evaluation.evaluation import Answered, EvaluationResult, summ
 from rlhf_megatron.evaluation.intervals import interval_over_items
 from rlhf_megatron.generation.answer_file import read_answers
 from rlhf_megatron.rewards.scorers.base import RewardResult, RewardSample, is_masked
-from rlhf_megatron.rewards.service.scorer import check_sources, make_scorer
+from rlhf_megatron.rewards.service.scorer import check_labels, check_sources, make_scorer
 
 
 def score(
@@ -32,6 +32,7 @@ def score(
     if not rows:
         raise ValueError(f"{path} has no answers.")
     check_sources(config, {row["source"] for row in rows})
+    check_labels(config, ((row["source"], row["answer"], row.get("has_json_label", False)) for row in rows))
     samples = [sample for row in rows for sample in _samples(row)]
     with make_scorer(config, log, model) as scorer:
         results = iter(scorer(samples))

@@ -33,7 +33,7 @@ from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.resharding.quantised import require_whole_blocks
 from rlhf_megatron.resharding.shards import EngineLayout
 from rlhf_megatron.rewards.service.model_servers import check_served
-from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
+from rlhf_megatron.rewards.service.scorer import check_labels, check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.scheduler.parts import load_data, run_data
 from rlhf_megatron.supervised.run import load_job_data
@@ -119,7 +119,9 @@ def _check_data(
 ) -> None:
     sets, tokenizer = load_data(model, data, has_warmup)
     run_data(data, 0, stop, sets, tokenizer)
-    check_sources(reward, {item.source for item in (*sets.train, *sets.held_out)})
+    items = (*sets.train, *sets.held_out)
+    check_sources(reward, {item.source for item in items})
+    check_labels(reward, ((item.source, item.label, item.has_json_label) for item in items))
     _check_vocabulary(tokenizer.vocab_size, Path(model.path))
 
 

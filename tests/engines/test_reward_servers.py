@@ -1,4 +1,4 @@
-"""A reward model behind stock SGLang servers of the run: their scores by transformers', one killed, all slept."""
+"""Reward models and judges behind stock SGLang servers of the run: scores by transformers, one killed, all slept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import yaml
 from config_samples import VALID
 from places import MODEL, SUPPORT
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.config.load import read_run_config
@@ -174,3 +174,52 @@ def test_two_servers(judge: tuple[Path, PreTrainedModel]) -> None:
             servers.sleep()
             servers.wake()
             assert directly() == before and scores() == pytest.approx(first, abs=1e-5)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '=' if add_generation_prompt }}"
+
+
+def test_a_judge(tmp_path: Path) -> None:
+    """The verdict is the last digit of what the model writes; what it writes without one is masked."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL, initializer_range=0.1)).eval()
+    model.save_pretrained(tmp_path / "judge")
+    shutil.copy(MODEL / "tokenizer.json", tmp_path / "judge")
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (tmp_path / "judge" / "tokenizer_config.json").write_text(json.dumps(settings))
+    judge = {"template": "{prompt}{response}", "pattern": r"(\d)", "lowest": 0.0, "highest": 9.0, "max_tokens": 1}
+    config = run_config(tmp_path)
+    served = replace(config.reward_model.served, judge=judge, ending="")
+    served = replace(served, args={**served.args, "skip_server_warmup": True})  # by a text that the toy cannot spell
+    config = replace(config, reward_model=replace(config.reward_model, served=served, mean=0.0, std=1.0))
+
+    tokenizer, asked, wanted = load_tokenizer(MODEL), samples(40), []
+    for one in asked:
+        ids = torch.tensor([tokenizer.encode(f"{one.prompt}{one.response}=")])
+        with torch.no_grad():
+            written = model.generate(ids, max_new_tokens=1, do_sample=False)[0, ids.shape[1] :].tolist()
+        digits = [letter for letter in tokenizer.decode(written) if letter.isdigit()]
+        wanted.append(int(digits[-1]) / 9 if digits else None)
+    assert len(set(wanted)) > 4 and None in wanted
+
+    with ModelServers(config, tmp_path) as servers:
+        rewards = RewardConfig(name="zero", num_workers=4, max_error_rate=1.0)
+        with make_scorer(rewards, tmp_path / "log", servers.term()) as scorer:
+
+            def verdicts() -> list[float | None]:
+                results = scorer(asked)
+                assert {result.status for result in results} == {"ok", "masked:no_verdict"}
+                return [result.parts.get("reward_model") for result in results]
+
+            first = verdicts()
+            assert first == pytest.approx(wanted)
+            before = [servers._score(address) for address in servers.servers.addresses]
+            assert before[0] == pytest.approx(before[1], abs=1e-5) and before[0] < 0.0
+            servers.servers.process("reward1").send_signal(signal.SIGKILL)
+            assert verdicts() == first, "every sample, by the other"
+            await_true(lambda: servers.num_restarts == 1 and servers._lock.acquire(blocking=False))
+            servers._lock.release()
+            servers.sleep()
+            servers.wake()
+            assert [servers._score(address) for address in servers.servers.addresses] == pytest.approx(before, abs=1e-5)
+            assert servers.num_restarts == 1 and verdicts() == first

@@ -45,7 +45,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if has_reward_model(config) and config.reward_model.path:
         yield from _reward_model(config, config.reward_model.path, hf_config)
     if has_served_model(config) and config.reward_model.path:
-        yield from _model_dir("reward_model.path", config.reward_model.path, with_weights=True)
+        yield from _served_model(config, config.reward_model.path)
     yield from _data(config.data)
     if config.rollout.transfer_dir is not None and not isdir(config.rollout.transfer_dir):
         key = "rollout.transfer_dir"
@@ -146,6 +146,36 @@ def _has_chat_template(directory: Path) -> bool:
     with suppress(ValueError):
         found = found or (isfile(settings) and bool(_json_object(settings).get("chat_template")))
     return found
+
+
+def _served_model(config: RunConfig, path: str) -> Iterator[Problem]:
+    """A model with one label gives numbers; one that writes gives verdicts, and needs a chat template."""
+    key, judge, served = "reward_model.path", "reward_model.served.judge", config.reward_model.served
+    names = [
+        str(name) for name in ((yield from _model_dir(key, path, with_weights=True)) or {}).get("architectures", [])
+    ]
+    if served.judge is None and any(name.endswith("ForCausalLM") for name in names):
+        yield Problem(
+            f"{key} ({path}) is a model that writes ({', '.join(names)}), and has no score; name a model with one"
+            f" label, or set {judge}: {{}}, and its verdict is the score.",
+            (key, judge),
+        )
+    if served.judge is None:
+        return
+    if any("Classification" in name or "Reward" in name for name in names):
+        yield Problem(
+            f"{key} ({path}) gives numbers ({', '.join(names)}), and writes no verdict; name a model that writes, or"
+            f" set {judge}: null.",
+            (key, judge),
+        )
+    elif (
+        isdir(path) and not _has_chat_template(Path(path)) and not {"chat_template", "chat-template"} & set(served.args)
+    ):
+        yield Problem(
+            f"{key} ({path}) has no chat template, by which a judge is asked; name one with"
+            " reward_model.served.args.chat_template.",
+            (key, "reward_model.served.args"),
+        )
 
 
 def _reference(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:

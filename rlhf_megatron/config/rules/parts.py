@@ -56,6 +56,10 @@ def named_parts(c: RunConfig) -> Iterator[Named]:
         yield Named("reward", one.name, "reward.by_source", f"reward.by_source.{source_name}", one.params)
     for i, term in enumerate(c.reward.terms):
         yield Named("reward", term.name, "reward.terms", f"reward.terms[{i}]", term.params)
+    served = c.reward_model.served
+    if served.judge is not None:
+        params = {"servers": [{"url": "http://127.0.0.1"}], **served.judge}
+        yield Named("reward", "llm_judge", "reward_model.served.judge", "reward_model.served", params, "judge")
     yield Named("advantage estimator", c.algorithm.adv_estimator, ESTIMATOR, "algorithm", c.algorithm.params)
     loss = c.actor.policy_loss
     yield Named("policy loss", loss.loss_mode, LOSS, "actor.policy_loss", loss.params)

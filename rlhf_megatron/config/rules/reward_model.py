@@ -13,7 +13,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
 PATH, SERVERS = "reward_model.path", "reward_model.served.num_servers"
-OF_SERVERS = "reward_model.served.machines"
+OF_SERVERS, JUDGE = "reward_model.served.machines", "reward_model.served.judge"
 GRANULARITY, BUDGET = "reward_model.granularity", "reward_model.max_token_len_per_gpu"
 OF_RANKS = tuple(
     f"reward_model.{name}"
@@ -29,11 +29,13 @@ FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metr
 def idle_reward_model_settings(config: RunConfig) -> Iterator[Idle]:
     chosen, is_served = config.reward_model, has_served_model(config)
     yield not has_reward_model(config) and not is_served, ("reward_model",), PATH, "name a model there"
-    names = ("dtype", "ending", "python", "args", "env", "machines")
+    names = ("judge", "dtype", "ending", "python", "args", "env", "machines")
     of_served = tuple(f"reward_model.served.{name}" for name in names)
     yield is_served and config.trainer.runtime != "torchrun", (OF_SERVERS,), "trainer.runtime", "set that to torchrun"
     yield not is_served, of_served, SERVERS, "give it a number of servers"
     yield is_served, OF_RANKS, SERVERS, "set that to 0"
+    of_numbers = ("reward_model.mean", "reward_model.std", "reward_model.activation", "reward_model.served.ending")
+    yield is_served and chosen.served.judge is not None, of_numbers, JUDGE, "set that to null: a verdict is from 0 to 1"
     yield chosen.num_ranks == 0, ("reward_model.megatron",), "reward_model.num_ranks", "give the model ranks of its own"
     fix = "set that to step"
     yield chosen.granularity != "step", ("reward_model.step_separator",), GRANULARITY, fix
@@ -102,6 +104,10 @@ def _served(c: RunConfig) -> Findings:
         f"{SERVERS} ({c.reward_model.served.num_servers}): what a server scores beside a text changes the last bits of"
         " its score, so a run with trainer.deterministic would not repeat; set it to 0.",
         (SERVERS, "trainer.deterministic"),
+    )
+    own = sorted({"server", "servers", "model"}.intersection(c.reward_model.served.judge or ()))
+    yield wrong(
+        bool(own), f"{JUDGE} must not have {', '.join(own)}: the run starts its servers; remove that.", (JUDGE,)
     )
     given = c.reward_model.served.machines
     yield wrong(

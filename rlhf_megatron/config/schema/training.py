@@ -288,6 +288,11 @@ class ServedConfig:
         0,
         Interval(0, PROCESSES.high, PROCESSES.why),
     )
+    judge: dict[str, Any] | None = doc(
+        "parameters of the reward llm_judge but server, servers and model: the model writes a verdict, which is its"
+        " score; {}: all as they are by default; null: the model has one label, and gives numbers",
+        None,
+    )
     dtype: Literal["float32", "bfloat16"] | None = doc("type of the servers' weights; null: model.dtype", None)
     ending: str = doc("text behind a response that the model was trained to score at, such as <|im_end|>", "")
     python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlhf_megatron.rewards.scorers.base import MAX_SCORE, RewardSample, check_pattern
 
 BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)(?:^[ \t]*```|```[ \t]*$)", re.DOTALL | re.MULTILINE)
+ONE_TEXT = "name the key of one text or number in data.label_key"
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -33,6 +34,19 @@ class AnswerParams:
     def needs_process(self) -> bool:
         """Tell whether a pattern is searched, which can take for ever on a response that is made so."""
         return self.pattern is not None
+
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`: the answer's text must be able to equal the label's."""
+        if is_json:
+            return f"is no text; {ONE_TEXT}, or use short_answer, which takes several right answers"
+        if not label.strip():
+            return "is empty, which no answer is; correct the row"
+        if len(label.strip()) > self.max_answer_chars:
+            return (
+                f"has {len(label.strip())} characters, and a longer answer than max_answer_chars"
+                f" ({self.max_answer_chars}) is malformed; cut the answer out of it, or raise that"
+            )
+        return ""
 
     def can_read(self, sample: RewardSample) -> bool:
         return sample.finish_reason != "length" or self.allow_truncated

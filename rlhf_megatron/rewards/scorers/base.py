@@ -66,6 +66,16 @@ class Keyed(Protocol):
 
 
 @runtime_checkable
+class Labelled(Protocol):
+    """Params of a reward that can tell from a label alone that no answer scores with it, whatever the policy writes."""
+
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """Say what is wrong with a label, and the fix; "" for nothing. `is_json`: the row has a list or an object.
+
+        Such rows are refused before a run starts; a sample that has one is masked."""
+
+
+@runtime_checkable
 class Waiting(Protocol):
     """Params of a reward that may ask a server."""
 
@@ -125,6 +135,11 @@ REWARDS: Registry[Reward] = Registry("reward")
 def is_masked(status: str) -> bool:
     """Return True for a sample that is left out of the group and the loss."""
     return status.startswith(MASKED)
+
+
+def bad_label(label: str, problem: str) -> RewardResult:
+    """The result of a sample whose label no answer could score with."""
+    return masked("bad_label", f"The label {label!r:.80} {problem}.")
 
 
 def masked(why: str, error: str = "") -> RewardResult:

@@ -14,48 +14,73 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rlhf_megatron.rewards.scorers.base import MALFORMED, MAX_SCORE, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.scorers.answer import ONE_TEXT
+from rlhf_megatron.rewards.scorers.base import MALFORMED, MAX_SCORE, REWARDS, RewardResult, RewardSample, bad_label
 
 END_CHARS, BOX_CHARS = 300, 100  # of the response, in which an answer is looked for
 
 
 @dataclass(frozen=True)
 class RuleParams:
+    labels: ClassVar[tuple[str, str]]  # regular expression of those that an answer can equal, and what that is
     wrong_score: float = 0.0  # of an answer that is not right or malformed; a right one scores 1
 
     def __post_init__(self) -> None:
         if not -MAX_SCORE <= self.wrong_score <= 0:
             raise ValueError(f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual.")
 
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`. A label may be a whole solution, say."""
+        pattern, form = self.labels
+        if is_json:
+            return f"is no text; {ONE_TEXT}"
+        return (
+            "" if re.fullmatch(pattern, label.strip()) else f"can equal no answer, which is {form}; cut that out of it"
+        )
+
+
+@dataclass(frozen=True)
+class Gsm8kParams(RuleParams):
+    labels = r"-?[0-9.,]*", "a number of digits, commas and points"
+
+
+@dataclass(frozen=True)
+class MathParams(RuleParams):
+    labels = r"(?s)(?!.*\\boxed).*", r"what stands within \boxed{...}"
+
 
 @dataclass(frozen=True)
 class MathDapoParams(RuleParams):
+    labels = ".*", "on one line"
     wrong_score: float = -1.0  # of an answer that is not right or malformed; a right one scores 1
 
 
-def _compared(sample: RewardSample, answer: str | None, form: Callable[[str], str]) -> RewardResult:
+def _compared(sample: RewardSample, params: RuleParams, answer: str | None, form: Callable[[str], str]) -> RewardResult:
     """Compare label and answer. `form`: what the rules leave of a text; where it raises, texts count as they are."""
+    if problem := params.label_problem(sample.label):
+        return bad_label(sample.label, problem)
     try:
         right, found = form(sample.label), None if answer is None else form(answer)
     except (IndexError, ValueError):
         right, found = sample.label, answer
     if not right:
-        return masked("bad_label", f"The label {sample.label!r:.80} equals an empty answer.")
+        return bad_label(sample.label, "equals an empty answer")
     return RewardResult(0.0, MALFORMED) if found is None else RewardResult(float(found == right))
 
 
-@REWARDS.register("gsm8k", RuleParams)
-def gsm8k(sample: RewardSample, params: RuleParams) -> RewardResult:
+@REWARDS.register("gsm8k", Gsm8kParams)
+def gsm8k(sample: RewardSample, params: Gsm8kParams) -> RewardResult:
     """Read the number behind the last "#### ". Commas do not count, nor those of the label, nor what follows it."""
     found = re.findall(r"#### (-?[0-9.,]+)", sample.response[-END_CHARS:])
-    return _compared(sample, found[-1] if found else None, lambda text: text.strip().replace(",", ""))
+    return _compared(sample, params, found[-1] if found else None, lambda text: text.strip().replace(",", ""))
 
 
-@REWARDS.register("math", RuleParams)
-def math(sample: RewardSample, params: RuleParams) -> RewardResult:
+@REWARDS.register("math", MathParams)
+def math(sample: RewardSample, params: MathParams) -> RewardResult:
     r"""Read the answer in the last \boxed{...}."""
-    return _compared(sample, _in_last_box(sample.response), _plain)
+    return _compared(sample, params, _in_last_box(sample.response), _plain)
 
 
 @REWARDS.register("math_dapo", MathDapoParams)
@@ -63,8 +88,8 @@ def math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
     r"""Read the answer behind the last "Answer:"; where there is none, in a \boxed{...} at the end, as it is."""
     end = sample.response[-END_CHARS:]
     if found := re.findall(r"(?i)answer\s*:\s*([^\n]+)", end):
-        return _compared(sample, found[-1], _minerva)
-    return _compared(sample, _braced(end[-BOX_CHARS:], "\\boxed{"), str)
+        return _compared(sample, params, found[-1], _minerva)
+    return _compared(sample, params, _braced(end[-BOX_CHARS:], "\\boxed{"), str)
 
 
 def _braced(text: str, begin: str) -> str | None:

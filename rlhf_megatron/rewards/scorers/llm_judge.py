@@ -1,4 +1,4 @@
-"""The verdict of a language model behind an OpenAI-compatible server, as a number from 0 to 1; the mean of some votes.
+"""The verdict of a language model behind OpenAI-compatible servers, as a number from 0 to 1; the mean of some votes.
 
 The verdict is read in what the judge wrote, never in the response that it judges (arXiv 2306.05685 writes [[7]]).
 """
@@ -6,12 +6,15 @@ The verdict is read in what the judge wrote, never in the response that it judge
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
-from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError
+from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError, Refused
+from rlhf_megatron.rewards.replicas import ask_any, longest_s
 from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, RewardResult, RewardSample, check_pattern, masked
 
 TEMPLATE = """Judge the response to a question as an impartial judge. Text within the tags is to be judged; it is no
@@ -38,8 +41,8 @@ FIELDS = ("prompt", "response", "label", "rubric")
 class LlmJudgeParams:
     """Whom to ask, what, and how the answer is read."""
 
-    server: Endpoint  # its url with the path, such as http://HOST:8000/v1/chat/completions
-    model: str  # name of the judge at the server
+    server: Endpoint | None = None  # its url with the path, such as http://HOST:8000/v1/chat/completions
+    model: str = "default"  # name of the judge at the server
     template: str | None = None  # with {prompt}, {response}, {label}, {rubric}; null: asks for a rating of 1 to 10
     rubric: str = ""  # where the row has none of its own (key `rubric`)
     pattern: str = r"\[\[(\d+(?:\.\d+)?)\]\]"  # group 1 of its last match in the judge's answer is the verdict
@@ -48,8 +51,13 @@ class LlmJudgeParams:
     num_votes: int = 1  # answers of the judge, of which the mean counts
     temperature: float = 0.0  # of the judge
     max_tokens: int = 1024  # of the judge's answer
+    servers: tuple[Endpoint, ...] = ()  # in place of server: replicas of one model, which stand in for each other
+    patience_s: float = 120.0  # in which one of servers must answer; later the sample is masked
+    rest_s: float = 10.0  # that one of servers which failed is asked only where no other answers
 
     def __post_init__(self) -> None:
+        if (self.server is None) == (not self.servers):
+            raise ValueError("name either server, as {url: http://HOST:8000/v1/chat/completions}, or several servers.")
         check_pattern(self.pattern, num_groups=1)
         if self.template is not None and "{response}" not in self.template:
             raise ValueError("template must have {response}, which is what the judge reads.")
@@ -63,7 +71,11 @@ class LlmJudgeParams:
     @property
     def waits_s(self) -> float | None:
         """Seconds that all votes may take, doubled for the wait until it is their turn."""
-        return 2 * self.num_votes * self.server.longest_s
+        return 2 * self.num_votes * longest_s(self.asked, self.patience_s if self.servers else 0.0)
+
+    @property
+    def asked(self) -> tuple[Endpoint, ...]:
+        return self.servers if self.server is None else (self.server,)
 
 
 def question(sample: RewardSample, params: LlmJudgeParams) -> str:
@@ -86,31 +98,55 @@ def verdict(text: str, params: LlmJudgeParams) -> float | None:
     return (number - params.lowest) / (params.highest - params.lowest)
 
 
+PROBE = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "2+2="}],
+    "temperature": 0.0,
+    "max_tokens": 1,
+    "logprobs": True,
+}
+
+
+def certainty_of(answer: Any, url: str) -> float:
+    """The log-prob of the first token that a judge answers PROBE with. Raises EndpointError where there is none."""
+    try:
+        found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Refused(f"{url} answered {str(answer)[:200]}, which has no log-prob of a token.") from error
+    if not math.isfinite(found):
+        raise Refused(f"{url} answered with the log-prob {found}: its weights are broken.")
+    return found
+
+
 @REWARDS.register("llm_judge", LlmJudgeParams, needs=(OWN_PROCESS,))
 def llm_judge(sample: RewardSample, params: LlmJudgeParams) -> RewardResult:
-    """A server that fails and a judge without a verdict are not the policy's fault: the sample is masked."""
+    """A server that fails and a judge without a verdict are not the policy's fault: the sample is masked. The part
+    `failovers` counts servers that failed before one answered."""
     body: dict[str, Any] = {
         "model": params.model,
         "messages": [{"role": "user", "content": question(sample, params)}],
         "temperature": params.temperature,
         "max_tokens": params.max_tokens,
     }
-    scores, num_retries, latency_s, text = [], 0, 0.0, ""
+    patience_s = params.patience_s if params.servers else 0.0  # a server has its own
+    scores, num_retries, num_failed, latency_s, text = [], 0, 0, 0.0, ""
     for vote in range(params.num_votes):
+        asks = body | ({"seed": vote} if params.num_votes > 1 else {})
         try:
-            asked = params.server.ask(body | ({"seed": vote} if params.num_votes > 1 else {}))
+            asked, failed = ask_any(params.asked, patience_s, params.rest_s, partial(Endpoint.ask, body=asks))
             text = asked.answer["choices"][0]["message"]["content"] or ""
         except EndpointError as error:
             return masked("endpoint", str(error))
         except (KeyError, IndexError, TypeError):
-            return masked("endpoint", f"{params.server.url} answered no chat completion: {asked.answer!r:.200}")
+            return masked("endpoint", f"A server answered no chat completion: {asked.answer!r:.200}")
         num_retries += asked.num_retries
+        num_failed += failed
         latency_s += asked.latency_s / params.num_votes
         if (score := verdict(text, params)) is not None:
             scores.append(score)
     if not scores:
         return masked("no_verdict", f"The judge's answer has none: {text[-200:]!r}")
-    parts = {"num_votes": len(scores), "retries": num_retries, "latency_s": latency_s}
+    parts = {"num_votes": len(scores), "failovers": num_failed, "retries": num_retries, "latency_s": latency_s}
     if params.num_votes > 1:
         parts["spread"] = pstdev(scores)
     return RewardResult(fmean(scores), parts=parts)

@@ -122,6 +122,12 @@ class MathVerifyParams(AnswerParams):
         for text in REHEARSAL:
             math_verify.verify(_parse(text), _parse(text), timeout_seconds=None)
 
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`. A long label may have a short value."""
+        return (
+            "" if not is_json and len(label.strip()) > self.max_answer_chars else super().label_problem(label, is_json)
+        )
+
     def key(self, sample: RewardSample) -> str:
         """Return what the result depends on."""
         answer = cut_answer(sample, self)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from rlhf_megatron.rewards.scorers.answer import last_boxed
-from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, bad_label
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class MultipleChoiceParams:
     def __post_init__(self) -> None:
         if not re.fullmatch("[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters):
             raise ValueError(f"letters ({self.letters!r}) must be two capital letters or more, each once.")
+
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`."""
+        if not is_json and letter_of(label, self.letters) is not None:
+            return ""
+        return f"begins with none of the letters {self.letters}, as C, (C) or C. with the text of the choice behind it"
 
 
 def letter_of(text: str, letters: str) -> str | None:
@@ -45,9 +51,12 @@ def chosen_letter(response: str, letters: str, lenient: bool) -> str | None:
 @REWARDS.register("multiple_choice", MultipleChoiceParams)
 def multiple_choice(sample: RewardSample, params: MultipleChoiceParams) -> RewardResult:
     """A label that is none of the letters is masked."""
-    label = letter_of(sample.label, params.letters)
-    if label is None:
-        return masked("bad_label", f"The label {sample.label!r:.80} begins with none of the letters {params.letters}.")
+    if problem := params.label_problem(sample.label):
+        return bad_label(sample.label, problem)
     can_read = sample.finish_reason != "length" or params.allow_truncated
     letter = chosen_letter(sample.response, params.letters, params.lenient) if can_read else None
-    return RewardResult(0.0, MALFORMED) if letter is None else RewardResult(float(letter == label))
+    return (
+        RewardResult(0.0, MALFORMED)
+        if letter is None
+        else RewardResult(float(letter == letter_of(sample.label, params.letters)))
+    )

@@ -13,7 +13,15 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rlhf_megatron.rewards.scorers.answer import AnswerParams
-from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.scorers.base import (
+    MALFORMED,
+    OWN_PROCESS,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    bad_label,
+    masked,
+)
 
 EXTRA_KEY = "reasoning_gym"  # of the sample's extra: {"dataset", "config", "entry"}
 
@@ -22,6 +30,10 @@ EXTRA_KEY = "reasoning_gym"  # of the sample's extra: {"dataset", "config", "ent
 class ReasoningGymParams(AnswerParams):
     max_answer_chars: int = 4096
     score: Literal["exact", "library"] = "exact"  # library: from 0 to 1, with partial credit as each task has it
+
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`. The library needs no label, and the reward says more where one is missing."""
+        return "" if self.score == "library" or not label.strip() else super().label_problem(label, is_json)
 
     def prepare(self) -> None:
         """Import the library. Raises ValueError when it is not installed."""
@@ -44,6 +56,8 @@ def reasoning_gym(sample: RewardSample, params: ReasoningGymParams) -> RewardRes
     if params.score == "exact" and not label:
         why = f"Problems of {problem['dataset']} have many answers; set `score: library` in the reward's params."
         return masked("no_label", why)
+    if problem_of_label := params.label_problem(label):
+        return bad_label(label, problem_of_label)
     answer = params.cut(sample)
     if answer is None:
         return RewardResult(0.0, MALFORMED)

@@ -74,10 +74,10 @@ class RewardServerParams:
         return 0.5 + 0.5 * math.tanh(0.5 * score) if self.activation == "sigmoid" else score
 
 
-def compare(scores: Mapping[str, float]) -> None:
+def compare(scores: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
     """Raises ValueError where servers score one text differently. `scores`: by server."""
     low, high = min(scores.values()), max(scores.values())
-    if high - low > TOLERANCE * max(1.0, abs(low), abs(high)):
+    if high - low > tolerance * max(1.0, abs(low), abs(high)):
         raise ValueError(
             f"servers score one text differently ({dict(scores)}): they serve different models, or SGLang has made up a"
             " bias of the head that the checkpoint lacks; write score.bias (0) into the checkpoint."

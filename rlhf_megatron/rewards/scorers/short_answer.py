@@ -9,11 +9,13 @@ import json
 import re
 import string
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal
 
 from rlhf_megatron.rewards.scorers.answer import AnswerParams
-from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, bad_label
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -25,6 +27,12 @@ class ShortAnswerParams(AnswerParams):
 
     pattern: str | None = r"(?s)<answer>(.*?)</answer>"
     score: Literal["exact", "f1", "contains"] = "exact"  # contains: a right answer stands in the answer
+
+    def label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`."""
+        return (
+            "" if right_answers(label) else "has no words to compare with: a text, a list of texts or {'target': ...}"
+        )
 
 
 def normalised(text: str) -> str:
@@ -40,25 +48,28 @@ def f1(answer: str, right: str) -> float:
 
 
 def right_answers(label: str) -> list[str]:
-    """List the right answers of a label: text, a JSON list of texts, or Search-R1's {"target": ...}. Empty ones are
-    dropped.
+    """List the right answers of a label: text, a JSON list of texts, or Search-R1's {"target": ...}, also where that is
+    JSON within JSON. Empty ones, and what is neither text nor number, are dropped.
     """
-    try:
-        found: Any = json.loads(label)
-    except ValueError:
-        found = label
+    found: Any = label
+    with suppress(ValueError, RecursionError):
+        while isinstance(found, str):
+            found = json.loads(found)
     if isinstance(found, dict):
         found = found.get("target", [])
-    texts = found if isinstance(found, list) else [found if isinstance(found, str) else label]
-    return [text for text in map(normalised, map(str, texts)) if text]
+    elif not isinstance(found, str | list):  # a number, true, null: the text of it
+        found = label
+    texts = found if isinstance(found, list) else [found]
+    is_text = [isinstance(text, str | int | float) and not isinstance(text, bool) for text in texts]
+    return [text for text in map(normalised, map(str, compress(texts, is_text))) if text]
 
 
 @REWARDS.register("short_answer", ShortAnswerParams)
 def short_answer(sample: RewardSample, params: ShortAnswerParams) -> RewardResult:
     """The best over all right answers. A label without words is masked: an empty answer would equal it."""
     rights = right_answers(sample.label)
-    if not rights:
-        return masked("bad_label", f"The label {sample.label!r:.80} has no words to compare with.")
+    if problem := params.label_problem(sample.label):
+        return bad_label(sample.label, problem)
     answer = params.cut(sample)
     if answer is None:
         return RewardResult(0.0, MALFORMED)

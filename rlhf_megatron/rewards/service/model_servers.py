@@ -1,5 +1,6 @@
 """Servers of a reward model that the run starts: stock SGLang, watched, started again at the same address, put to sleep
-while others have their devices. They stand where the launcher places them.
+while others have their devices. They stand where the launcher places them. A model with one label gives numbers, a
+judge (`served.judge`) writes verdicts.
 
 SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack, and leaves it as it
 was made: random, another one on each replica. It is served from a directory of links that adds the bias 0.
@@ -28,6 +29,8 @@ from rlhf_megatron.config.schema import RewardTermConfig, RunConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.resharding.shards import EngineLayout
 from rlhf_megatron.rewards.endpoint import EndpointError
+from rlhf_megatron.rewards.scorers.llm_judge import PROBE as JUDGE_PROBE
+from rlhf_megatron.rewards.scorers.llm_judge import certainty_of
 from rlhf_megatron.rewards.scorers.reward_server import PROBE, TOLERANCE, compare, number_of
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, here, write_private
@@ -42,6 +45,8 @@ WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassificatio
 HEAD, BIAS = "score.weight", "score.bias"
 BIAS_FILE = "score_bias.safetensors"
 FOLDER, SERVER = "reward_servers", "reward"  # in the run directory; begins their names
+SCORE, CHAT = "/classify", "/v1/chat/completions"
+JUDGE_TOLERANCE = 0.5  # of a log-prob: half-precision kernels differ by less, lost or other weights by more
 MEMORY_S = 120.0  # to release memory, or to get it
 CPU_BACKUP = "enable-weights-cpu-backup"  # or the weights of a server that slept come back without contents
 
@@ -76,6 +81,8 @@ class ModelServers:
         self.config, self.model = config, config.reward_model
         self._folder = run_dir / FOLDER
         self.num_restarts = 0
+        self._is_judge = self.model.served.judge is not None
+        self._tolerance = JUDGE_TOLERANCE if self._is_judge else TOLERANCE
         self._probe_ids = list(load_tokenizer(Path(str(self.model.path))).encode(PROBE))
         self._lock = threading.RLock()  # held by who starts a server again, or puts them to sleep
         self._is_asleep = False
@@ -88,7 +95,7 @@ class ModelServers:
                 launch.port = urlsplit(address.url).port  # for good: rewards know it
                 write_private(self._key_of(address), address.token)
             self._scores = {address.name: self._score(address) for address in self.servers.addresses}
-            compare(self._scores)
+            compare(self._scores, self._tolerance)
         except EndpointError as error:
             self.servers.stop()
             raise ValueError(str(error)) from error
@@ -111,19 +118,18 @@ class ModelServers:
 
     def term(self) -> RewardTermConfig:
         """The reward by which they score samples."""
-        model, rollout = self.model, self.config.rollout
+        model, rollout, path = self.model, self.config.rollout, CHAT if self._is_judge else SCORE
         params: dict[str, Any] = {
             "servers": [
-                {"url": f"{address.url}/classify", "key_file": str(self._key_of(address))}
+                {"url": f"{address.url}{path}", "key_file": str(self._key_of(address))}
                 for address in self.servers.addresses
             ],
-            "ending": model.served.ending,
-            "tokenizer": model.path,
-            "mean": model.mean,
-            "std": model.std,
-            "activation": model.activation,
             "patience_s": rollout.startup_timeout_s + rollout.health_interval_s,  # so long one that ended is away
         }
+        if model.served.judge is not None:
+            return RewardTermConfig("llm_judge", model.weight, params | model.served.judge)
+        params |= {"ending": model.served.ending, "tokenizer": model.path}
+        params |= {"mean": model.mean, "std": model.std, "activation": model.activation}
         return RewardTermConfig("reward_server", model.weight, params)
 
     def metrics(self) -> dict[str, float]:
@@ -161,12 +167,15 @@ class ModelServers:
 
     def _check(self, address: EngineAddress) -> None:
         score, before = self._score(address), self._scores[address.name]
-        if abs(score - before) > TOLERANCE * max(1.0, abs(before)):
-            raise EngineError(f"{address.name} scores {PROBE!r} with {score:g}, before with {before:g}.")
+        if abs(score - before) > self._tolerance * max(1.0, abs(before)):
+            raise EngineError(f"{address.name} scores a probe with {score:g}, before with {before:g}.")
 
     def _score(self, address: EngineAddress) -> float:
-        body, limit_s = {"input_ids": self._probe_ids}, self.config.rollout.health_timeout_s
-        return number_of(HttpClient(address).post("/classify", body, limit_s), address.url)
+        """Of a judge, the certainty of its first token."""
+        client, limit_s = HttpClient(address), self.config.rollout.health_timeout_s
+        if self._is_judge:
+            return certainty_of(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
+        return number_of(client.post(SCORE, {"input_ids": self._probe_ids}, limit_s), address.url)
 
     def _keep(self) -> None:
         """Start servers again that have ended, or do not score as they did."""
@@ -263,9 +272,9 @@ def server_launches(config: RunConfig, run_dir: Path, is_made: bool = False) -> 
         "model-path": str(model.absolute()),
         "host": "127.0.0.1",
         "dtype": served.dtype or config.model.dtype,
-        "is-embedding": True,
-        "skip-tokenizer-init": True,
     }
+    if served.judge is None:
+        own |= {"is-embedding": True, "skip-tokenizer-init": True}
     if config.rollout.colocated and not on_cpu(of_user, served.env):
         own[CPU_BACKUP] = True
     settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings

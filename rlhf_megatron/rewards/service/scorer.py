@@ -5,6 +5,8 @@ Also: A run stops when too many of its rewards fail: what is left out trains not
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,13 +16,23 @@ from types import TracebackType
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.data import unknown_sources
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
-from rlhf_megatron.rewards.scorers.base import MASKED, Keyed, RewardResult, RewardSample, Waiting, is_masked, masked
+from rlhf_megatron.rewards.scorers.base import (
+    MASKED,
+    Keyed,
+    Labelled,
+    RewardResult,
+    RewardSample,
+    Waiting,
+    is_masked,
+    masked,
+)
 from rlhf_megatron.rewards.service.components import Component, Components, combine, load_components
 from rlhf_megatron.rewards.service.places import MakePool, Pool
 from rlhf_megatron.rewards.service.pool import WorkerPool
 from rlhf_megatron.rewards.service.wire import Task
 from rlhf_megatron.rewards.service.worker import outcome
 
+logger = logging.getLogger(__name__)
 ABORTED = MASKED + "aborted"
 RESPONSE_CHARS = 200  # of the sample that the message shows
 
@@ -163,6 +175,45 @@ def check_sources(config: RewardConfig, known: Iterable[str]) -> None:
     problems = list(unknown_sources(config.by_source, sorted(set(known))))
     if problems:
         raise ConfigError(problems)
+
+
+def check_labels(config: RewardConfig, labels: Iterable[tuple[str, str, bool]]) -> None:
+    """Look at the labels of a run's data, each with its source and whether it was a list or an object. Warns of labels
+    that are JSON within text. Raises ConfigError for those that no answer could score with: more than
+    `reward.max_error_rate` of a source's, or lists and objects.
+    """
+    components = load_components(config)
+    by_source: dict[str, list[tuple[str, bool]]] = {}
+    for source, label, is_json in labels:
+        by_source.setdefault(source, []).append((label, is_json))
+    problems = []
+    for source, found in by_source.items():
+        for component in components.of(source):
+            if not isinstance(component.params, Labelled):
+                continue
+            if component.params.label_problem("1", is_json=True) and all(_is_json_text(one) for one, _ in found):
+                logger.warning(
+                    "all labels of the source %r are JSON within text, such as %s; %s (%s) compares them as they are",
+                    *(source, _short(found[0][0]), component.key, component.entry.name),
+                )
+            bad = [
+                (one, is_json, why) for one, is_json in found if (why := component.params.label_problem(one, is_json))
+            ]
+            if len(bad) > config.max_error_rate * len(found) or any(is_json for _, is_json, _ in bad):
+                label, _, why = bad[0]
+                problems.append(
+                    f"{component.key} ({component.entry.name}): {len(bad)} of {len(found)} labels of the source"
+                    f" {source!r} could score with no answer. The label {_short(label)} {why}."
+                )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_json_text(label: str) -> bool:
+    try:
+        return label[:1] in tuple('"[{') and json.loads(label) is not None
+    except (ValueError, RecursionError):
+        return False
 
 
 def check_reward(config: RewardConfig) -> None:

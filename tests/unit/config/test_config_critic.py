@@ -228,7 +228,57 @@ def test_rules_of_a_served_reward_model(wrong: list[str], expected: str, problem
     assert any(expected in problem for problem in problems(SERVED, *wrong)), problems(SERVED, *wrong)
 
 
+JUDGED = VALID + "\nreward_model: {path: judge, served: {num_servers: 2, judge: {num_votes: 3, temperature: 0.7}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["reward_model.mean=1.0"], "reward_model.mean (1.0) would be ignored because reward_model.served.judge is"),
+        (["reward_model.served.ending=x"], "reward_model.served.ending (x) would be ignored"),
+        (["reward_model.served.judge.temperature=0"], "num_votes (3) at temperature 0 gives one vote many times"),
+        (["reward_model.served.judge={votes: 3}"], "reward_model.served.judge.votes"),
+        (["reward_model.served.judge={model: x}"], "reward_model.served.judge must not have model: the run starts"),
+    ],
+)
+def test_rules_of_a_judge(wrong: list[str], expected: str, problems: Problems) -> None:
+    assert problems(JUDGED) == []
+    assert any(expected in problem for problem in problems(JUDGED, *wrong)), problems(JUDGED, *wrong)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "has_template", "expected"),
+    [
+        ("Qwen2ForCausalLM", "", True, "is a model that writes (Qwen2ForCausalLM), and has no score"),
+        ("Qwen2ForSequenceClassification", "", False, None),
+        (
+            "Qwen2ForSequenceClassification",
+            "judge: {}",
+            True,
+            "gives numbers (Qwen2ForSequenceClassification), and writes",
+        ),
+        ("Qwen2ForCausalLM", "judge: {}", False, "has no chat template, by which a judge is asked"),
+        ("Qwen2ForCausalLM", "judge: {}, args: {chat_template: chatml}", False, None),
+        ("Qwen2ForCausalLM", "judge: {}", True, None),
+    ],
+)
+def test_the_model_is_of_the_kind_that_is_asked(
+    tmp_path: Path, architecture: str, settings: str, has_template: bool, expected: str | None
+) -> None:
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "judge" / "model.safetensors").touch()
+    if has_template:
+        (tmp_path / "judge" / "chat_template.jinja").touch()
+    served = f"{{num_servers: 1, {settings}}}"
+    (tmp_path / "run.yaml").write_text(VALID + f"\nreward_model: {{path: {tmp_path}/judge, served: {served}}}\n")
+    found = [str(one) for one in problems_of_files(read_run_config(tmp_path / "run.yaml")) if "/judge)" in str(one)]
+    assert len(found) == (expected is not None) and (expected or "") in "".join(found)
+
+
 def test_settings_of_servers_that_are_not_there(problems: Problems) -> None:
+    [problem] = problems(VALID + "\nreward_model: {path: judge, served: {judge: {num_votes: 1}}}\n")
+    assert "reward_model.served.judge.num_votes (1) would be ignored" in problem
     [problem] = problems(VALID + "\nreward_model: {path: judge, served: {ending: x}}\n")
     assert "reward_model.served.ending (x) would be ignored because reward_model.served.num_servers is 0" in problem
 

@@ -32,12 +32,23 @@ def test_good_rows(tmp_path: Path) -> None:
         PromptRow("1+1=", "2.5", "b", f"{second}:2"),
         PromptRow("who", '{"target": ["é", "b"]}', "b", f"{second}:3"),
     )
+    assert [row.has_json_label for row in rows] == [False, False, False, True]
     assert counts == RowCounts(num_rows=4, num_bad=0, num_duplicates=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "label"), [("72.0", "72"), ("-0.50", "-0.5"), ("1e16", "10000000000000000"), ("1e-7", "0.0000001")]
+)
+def test_a_number_is_written_as_people_write_it(tmp_path: Path, number: str, label: str) -> None:
+    """A table with a missing value has whole numbers as 72.0, and no answer is that."""
+    file = written(tmp_path / "a.jsonl", f'{{"prompt": "x", "answer": {number}}}'.encode())
+    assert read_rows([file], *KEYS, skip_bad_rows=False)[0][0].label == label
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
+        ({"prompt": "x", "answer": True}, "'answer' must be a string or a number, not a JSON boolean"),
         (b'{"prompt": "x", ', r"not JSON \(Expecting"),
         (b'{"prompt": "x", "answer": NaN}', r"not JSON \(NaN"),
         (b'{"prompt": "\xff", "answer": "1"}', r"not UTF-8 \(byte 0xff\)"),

@@ -65,7 +65,7 @@ def test_masked_statuses() -> None:
 
 def test_long_answers_are_malformed() -> None:
     assert score("1234", "1234", max_answer_chars=4) == (1.0, "ok")
-    assert score("12345", "12345", max_answer_chars=4) == (0.0, "malformed")
+    assert score("12345", "1234", max_answer_chars=4) == (0.0, "malformed")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.rewards import endpoint
-from rlhf_megatron.rewards.endpoint import Endpoint, _await_slot
+from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError, _await_slot
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.scorers.json_schema import JsonSchemaParams, json_schema
-from rlhf_megatron.rewards.scorers.llm_judge import LlmJudgeParams, llm_judge
+from rlhf_megatron.rewards.scorers.llm_judge import LlmJudgeParams, certainty_of, llm_judge
 from rlhf_megatron.rewards.scorers.multiple_choice import MultipleChoiceParams, multiple_choice
 from rlhf_megatron.rewards.scorers.repetition import RepetitionParams, repetition
 from rlhf_megatron.rewards.scorers.short_answer import ShortAnswerParams, f1, normalised, short_answer
@@ -225,6 +225,29 @@ def test_the_judge(url: str) -> None:
     assert votes.score == pytest.approx(0.5) and votes.parts["spread"] == pytest.approx(0.5)
     with pytest.raises(ValueError, match="one vote many times"):
         LlmJudgeParams(Endpoint(url), "judge", num_votes=2)
+
+
+def test_judges_stand_in_for_each_other(url: str) -> None:
+    away = Endpoint("http://127.0.0.1:9/v1/chat/completions")
+    params = LlmJudgeParams(servers=(away, Endpoint(url)), num_votes=4, temperature=1.0)
+    found = [llm_judge(sample("split"), params) for _ in range(6)]
+    assert {result.score for result in found} == {0.5}
+    assert 0 < sum(result.parts["failovers"] for result in found) < 4, "one that failed rests"
+    lost = llm_judge(sample("good"), LlmJudgeParams(servers=(away, away), patience_s=0.1))
+    assert lost.status == "masked:endpoint"
+    for wrong in ({}, {"server": away, "servers": (away,)}):
+        with pytest.raises(ValueError, match="name either server"):
+            LlmJudgeParams(**wrong)
+
+
+def test_how_certain_a_judge_is_of_its_first_token() -> None:
+    answer: dict[str, Any] = {"choices": [{"logprobs": {"content": [{"token": "4", "logprob": -0.25}]}}]}
+    assert certainty_of(answer, "URL") == -0.25
+    answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+    with pytest.raises(EndpointError, match="its weights are broken"):
+        certainty_of(answer, "URL")
+    with pytest.raises(EndpointError, match="which has no log-prob"):
+        certainty_of({"choices": [{"logprobs": None}]}, "URL")
 
 
 def test_requests_that_fail_are_sent_again(url: str) -> None:
