@@ -5,54 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.conversion.model import Model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
-from rlhf_megatron.parallel.layout import Coordinates, Layout
-from rlhf_megatron.resharding.sender import SendReport
+from rlhf_megatron.resharding.sender import Alone, SendReport
 from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 
-class _OneRank:
-    """A group of this process alone, where no process groups exist."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-class FileWeights:
+class FileWeights(Alone):
     """The sender of a `WeightSync` where no trainer runs. Implements `sync.weight_sync.Sender`.
 
     One tensor of Megatron's layout is made at a time, but all are held while they are sent: the host needs memory for
     the whole model in the engines' type.
     """
 
-    layout = Layout(1)
-    coordinates = Coordinates(dp=0, pp=0, tp=0)
-    rank = 0
-    is_in_pieces = False
-    is_first_copy = True
-    device = torch.device("cpu")
-
     def __init__(self, source: WeightSource, hf_config: HFConfig) -> None:
+        super().__init__(torch.device("cpu"))
         self._source = source
         self._table = table_for(hf_config)
-
-    @property
-    def copy_group(self) -> ProcessGroup:
-        return cast(ProcessGroup, _OneRank())
 
     def send_weights(self, *, dtype: str, **how: Any) -> Future[list[SendReport]]:
         """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError for a broken one."""

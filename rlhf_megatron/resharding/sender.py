@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,33 @@ class Place(Protocol):
     def copy_group(self) -> ProcessGroup: ...
     @property
     def device(self) -> torch.device: ...
+
+
+class Alone:
+    """A `Place` of one rank that sends without others: what it has gathered of their pieces, or read from files."""
+
+    layout = Layout(1)
+    coordinates = Coordinates(dp=0, pp=0, tp=0)
+    rank = 0
+    is_in_pieces = False
+    is_first_copy = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def copy_group(self) -> ProcessGroup:
+        return cast(ProcessGroup, _OneRank())
+
+
+class _OneRank:
+    """As much of a process group of one rank as sending asks for."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 @codec.register

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,9 @@ from rlhf_megatron.parallel.links import Invitation
 from rlhf_megatron.resharding.buffers import Buffers, Lent, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.messages import Roster
-from rlhf_megatron.resharding.plan import ALIGNMENT
+from rlhf_megatron.resharding.plan import ALIGNMENT, plan_buckets
 from rlhf_megatron.resharding.quantised import quantised_rule
-from rlhf_megatron.resharding.sender import Order, Place, SendReport, send_weights
+from rlhf_megatron.resharding.sender import Alone, Order, Place, SendReport, send_weights
 from rlhf_megatron.resharding.shard_sender import Rounds, gather_bytes, send_shards, tell
 from rlhf_megatron.resharding.shards import copy_of, num_copies
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, WeightTransport
@@ -214,15 +214,29 @@ def deliver_weights(
         return SendReport(0, 0.0, {})
     transports: list[Transport] = []
     links: list[LinkTransport] = []
-    if by_copy and transport == "process_group":
-        links = [LinkTransport(a, engine_kind(a.kind).link(a, transfer_dir), place, groups) for a in served]
+    sender: Place = Alone(place.device) if place.is_in_pieces and transport == "process_group" else place
+    if transport == "process_group" and (by_copy or (place.is_in_pieces and take_parts(served))):
+        links = [LinkTransport(a, engine_kind(a.kind).link(a, transfer_dir), sender, groups) for a in served]
         transports += links
     else:
         transports += [engine_kind(a.kind).transport(a, transport, transfer_dir, place, groups) for a in served]
-    with Delivery(transports, transport, transfer_dir, place, groups.files) as delivery:
-        if links:
+    with Delivery(transports, transport, transfer_dir, sender, groups.files) as delivery:
+        if links and by_copy:
             opened = partial(delivery.open_links, links, dtype=dtype)
             report = send_shards(export, place, order, open_links=opened)
+        elif links:  # the first rank puts pieces together, and cuts them as the engines do
+            rules: list[Rule] = []
+
+            def noted() -> Iterator[tuple[Rule, Tensor | None]]:
+                for rule, tensor in export:
+                    rules.append(rule)
+                    yield rule, tensor
+
+            def cut(*_: int) -> Buffers:
+                rounds = Rounds((plan_buckets(rules, dtype, bucket_bytes, delivery.alignment),))
+                return delivery.open_links(links, rounds, dtype)
+
+            report = send_weights(noted(), place, order, cut, delivery.alignment)
         elif by_copy:
             attach = partial(attach_buffers, transfer_dir)
             report = send_shards(export, place, order, delivery.open_shards, attach, delivery.num_readers)
@@ -234,6 +248,11 @@ def deliver_weights(
     return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
 
 
+def take_parts(engines: Sequence[EngineAddress]) -> bool:
+    """Whether all of them take parts of tensors."""
+    return all(engine.has_loader and engine.takes_parts for engine in engines)
+
+
 def served_by_copies(
     place: Place, transport: WeightTransport, engines: Sequence[EngineAddress], ranks_per_machine: int | None
 ) -> dict[int, Sequence[EngineAddress]]:
@@ -242,11 +261,7 @@ def served_by_copies(
 
     All ranks find the same."""
     layout = place.layout
-    if (
-        transport == "disk"
-        or place.is_in_pieces
-        or not all(engine.has_loader and engine.takes_parts for engine in engines)
-    ):
+    if transport == "disk" or place.is_in_pieces or not take_parts(engines):
         return {}
     copies = range(num_copies(layout))
     if ranks_per_machine is None or transport == "process_group":
