@@ -41,7 +41,7 @@ def one_dtype(rule: Rule, dtypes: set[str]) -> str:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """A source of weights for `load_model.load_weights`. `std` is the deviation of every matrix; norms are 1."""
+    """A source of weights for `load_model.load_weights`. Matrices have the deviation `std`; norms are 1, biases 0."""
 
     seed: int
     std: float
@@ -56,7 +56,7 @@ class RandomSource:
     def tensor(self, hf: HFTensor) -> Tensor:
         """One HF tensor, float32 on the CPU."""
         if len(hf.shape) == 1:
-            return torch.ones(hf.shape) if "norm" in hf.name else torch.zeros(hf.shape)
+            return torch.ones(hf.shape) if hf.name.endswith(".weight") else torch.zeros(hf.shape)
         seed = hashlib.sha256(f"{self.seed}:{hf.name}".encode()).digest()[:8]
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
         return torch.randn(hf.shape, generator=generator) * self.std

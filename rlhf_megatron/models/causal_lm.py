@@ -175,9 +175,10 @@ def build_causal_lm(hf_config: HFConfig, attn_implementation: str, head: Head, d
         with _parameters_without_memory():
             causal = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
     except (ValueError, ImportError, KeyError, TypeError) as error:
+        fix = "" if "attention" not in str(error) else " Set actor.fsdp.attn_implementation to eager."
         raise ValueError(
             f"transformers cannot build a causal language model of type {kind!r} with attn_implementation"
-            f" {attn_implementation!r}: {error}"
+            f" {attn_implementation!r}: {error}{fix}"
         ) from error
     causal.eval()
     for module in causal.modules():

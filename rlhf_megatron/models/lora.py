@@ -45,7 +45,7 @@ def adapt(decoder: nn.Module, lora: LoRAConfig) -> None:
     """Freeze a model, and give its linear layers that `lora` names matrices that train.
 
     "all-linear" is every one of the decoder layers but routers and experts. Raises ValueError for a name that no such
-    layer has.
+    layer has, and where there is none.
     """
     linear = {
         name: module
@@ -53,6 +53,8 @@ def adapt(decoder: nn.Module, lora: LoRAConfig) -> None:
         if isinstance(module, nn.Linear) and _is_in_a_layer(name) and not _routes(name)
     }
     known = sorted({last_part(name) for name in linear})
+    if not known:
+        raise ValueError("the model's decoder layers have no linear layers (nn.Linear); set actor.lora.rank to 0.")
     if unknown := [name for name in lora.target_modules if name not in (*known, ALL_LINEAR)]:
         raise ValueError(
             f"actor.lora.target_modules ({', '.join(unknown)}) must be {ALL_LINEAR}, or linear layers that stand in the"

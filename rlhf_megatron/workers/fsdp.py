@@ -85,7 +85,7 @@ class FSDPBackend:
         if self.lora is not None:
             adapt(self.model.decoder, self.lora)
         if settings.activation_checkpointing and not is_frozen:
-            _recompute_layers(self.model.layers)
+            _recompute_layers(self.model.layers, str(kind))
         self._shard()
         device = torch.device("cpu") if settings.cpu_offload else world.device
         self.model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(world.device))
@@ -386,8 +386,11 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def _recompute_layers(layers: Iterable[nn.Module]) -> None:
-    """Keep only the inputs of each layer. The layer alone is told that it trains: what is in it has no dropout."""
+def _recompute_layers(layers: Sequence[nn.Module], kind: str) -> None:
+    """Keep only the inputs of each layer. The layer alone is told that it trains: what is in it has no dropout.
+    Raises ValueError where transformers' layers cannot."""
+    if not layers or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        raise ValueError(f"{kind}: its layers are not recomputed; set actor.fsdp.activation_checkpointing to false.")
     for layer in layers:
         marked: Any = layer
         marked.gradient_checkpointing = marked.training = True

@@ -9,9 +9,13 @@ import torch
 
 from benchmarks.parity.cases import EXPERT_FAMILIES
 from rlhf_megatron.checkpoint.hf_reader import HFReader
+from rlhf_megatron.checkpoint.source import random_source
+from rlhf_megatron.config.schema import LoRAConfig
 from rlhf_megatron.models.causal_lm import build_causal_lm, table_of_files
 from rlhf_megatron.models.families.base import family_for, table_for
+from rlhf_megatron.models.lora import adapt
 from rlhf_megatron.models.table import join, piece, shard_shape, split
+from rlhf_megatron.workers.fsdp import _recompute_layers
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gemma"])
@@ -63,3 +67,25 @@ def test_a_family_of_transformers_has_tensors_and_no_megatron_model() -> None:
     assert critic - names == {"score.weight", "score.bias"} and names - critic <= {"lm_head.weight"}
     with pytest.raises(ValueError, match="no family 'olmo2' here"):
         family_for(hf_config).transformer_arguments(hf_config)
+
+
+SMALL = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "hidden_size": 16, "num_hidden_layers": 2}
+
+
+def test_random_weights_of_any_family_have_norms_of_one_and_biases_of_zero() -> None:
+    """GPT-2 calls its norms ln_1, and they have biases."""
+    hf_config = {**SMALL, "model_type": "gpt2"}
+    source = random_source(hf_config, 1)
+    found = {rule.hf[0].name: source.hf_tensors(rule)[0] for rule in table_of_files(hf_config, "vocabulary")}
+    assert bool((found["transformer.h.1.ln_1.weight"] == 1).all() and (found["transformer.ln_f.bias"] == 0).all())
+    assert found["transformer.h.0.attn.c_attn.weight"].std() > 0
+
+
+def test_what_a_family_cannot_do_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"type 'mpt'.* Set actor.fsdp.attn_implementation to eager"):
+        build_causal_lm({**SMALL, "model_type": "mpt"}, "sdpa", "vocabulary", torch.float32)
+    gpt2 = build_causal_lm({**SMALL, "model_type": "gpt2"}, "sdpa", "vocabulary", torch.float32)
+    with pytest.raises(ValueError, match=r"no linear layers .*; set actor.lora.rank to 0"):
+        adapt(gpt2.decoder, LoRAConfig(rank=2))
+    with pytest.raises(ValueError, match=r"not recomputed; set actor.fsdp.activation_checkpointing to false"):
+        _recompute_layers([torch.nn.Linear(2, 2)], "ctrl")
