@@ -124,8 +124,8 @@ def section(title: str, directory: Path, wanted: Mapping[str, Callable[[Row], bo
             text += f"\nNot run yet: `python -m {benchmark.module}`.\n"
             continue
         rows = [row for row in benchmark.rows(result) if is_wanted is None or is_wanted(row)]
-        cells = [_row_cells(row, benchmark.baseline) for row in rows]
-        text += f"\n{provenance(result)}\n\n" + table(("what", "value", "bar", "", "baseline"), cells)
+        cells = [_row_cells(row) for row in rows]
+        text += f"\n{provenance(result)}\n\n" + table((f"against {benchmark.baseline}", "value", "bar", ""), cells)
     return text
 
 
@@ -134,12 +134,14 @@ def engine_speeds(directory: Path) -> str:
     if result is None:
         return "\nStock SGLang beside it has not been run yet: `python -m benchmarks.bench_engines`.\n"
     rows = [
-        (f"{model}, {workload}", engine, f"{speed['tokens_per_s']:.0f}")
+        (
+            f"{model}, {workload}",
+            ", ".join(f"{engine} {speed['tokens_per_s']:.0f}" for engine, speed in engines.items()),
+        )
         for model, found in result["models"].items()
         for workload, engines in found["workloads"].items()
-        for engine, speed in engines.items()
     ]
-    return f"\n{provenance(result)}\n\n" + table(("model, workload", "engine", "tokens/s, wall time"), rows)
+    return f"\n{provenance(result)}\n\n" + table(("model, workload", "tokens/s, wall time"), rows)
 
 
 def provenance(result: Mapping[str, Any]) -> str:
@@ -174,9 +176,8 @@ def _figure_cells(figure: Figure) -> tuple[str, str, str, str, str]:
     return figure.what, value, bar_of(figure), verdict_of(figure), figure.baseline
 
 
-def _row_cells(row: Row, baseline: str) -> tuple[str, str, str, str, str]:
-    figure = Figure(row.what, row.ratio, "x", baseline, row.bar)
-    return _figure_cells(figure)
+def _row_cells(row: Row) -> tuple[str, ...]:
+    return _figure_cells(Figure(row.what, row.ratio, "x", bar=row.bar))[:4]
 
 
 def _is_of_a_model(row: Row) -> bool:
