@@ -204,5 +204,8 @@ def torch_dist_in(directory: Path) -> Path | None:
     name = (directory / LATEST).read_text().strip()
     found = directory / ("release" if name == "release" else f"iter_{int(name):07d}" if name.isdecimal() else "")
     if not (found / METADATA).is_file():
-        raise ValueError(f"{directory / LATEST} says {name[:40]!r}, but {found} is no checkpoint in torch_dist format.")
+        raise ValueError(
+            f"{directory / LATEST} says {name[:40]!r}, but {found} is no checkpoint in torch_dist format; name the"
+            " directory of one that is."
+        )
     return found

@@ -129,7 +129,7 @@ def _check_budget(lengths: Sequence[int], token_budget: int, packed_multiple: in
     if token_budget < _align(NO_OP_LENGTH, packed_multiple):
         raise ValueError(
             f"the budget of {token_budget} tokens a micro-batch ({setting}) must be at least "
-            f"{_align(NO_OP_LENGTH, packed_multiple)}."
+            f"{_align(NO_OP_LENGTH, packed_multiple)} in this layout; raise it."
         )
 
 

@@ -59,7 +59,8 @@ class Layout:
         if self.stage_size % (self.ep * self.etp) != 0:
             raise ValueError(
                 f"the ranks of a pipeline stage ({self.stage_size}) must be a multiple of expert x expert tensor"
-                f" parallel size ({self.ep} x {self.etp} = {self.ep * self.etp})."
+                f" parallel size ({self.ep} x {self.etp} = {self.ep * self.etp}); lower one of"
+                " the two, or take more ranks."
             )
 
     @property

@@ -77,7 +77,7 @@ def find_weights(
     found = _find(path, step, is_best)
     state = read_state(found)
     if not (found.path / role).is_dir():
-        raise ValueError(f"{found.path} has no {role}.")
+        raise ValueError(f"{found.path} has no {role}: the run trained none.")
     config = read_run_config(found.path / CONFIG).config
     is_critic, is_reward_model = role == "critic", config.job == "reward-model"
     own = config.critic.path if is_critic and config.critic.path is not None else config.model.path

@@ -98,7 +98,10 @@ class BucketManifest:
         end = 0
         for entry in sorted(self.tensors, key=lambda e: e.offset):
             if entry.dtype not in DTYPE_BYTES or any(n < 0 for n in entry.shape):
-                raise ValueError(f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
+                raise ValueError(
+                    f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape}; known types are"
+                    f" {', '.join(DTYPE_BYTES)}, and no size is negative."
+                )
             if not _is_inside(entry.part, entry.shape):
                 raise ValueError(f"tensor {entry.name!r} of shape {entry.shape} has no part {entry.part}.")
             if entry.offset < end:

@@ -51,8 +51,9 @@ class Question:
             groups = await aside(len(data), self.read, data)
         except (ValueError, KeyError) as error:
             raise EngineError(f"{found.who}: {error}") from error
-        if [len(group) for group in groups] != [len(request.seeds) for request in self.requests]:
-            raise EngineError(f"{found.who} returned other numbers of samples than were asked for.")
+        counts, wanted = [len(group) for group in groups], [len(request.seeds) for request in self.requests]
+        if counts != wanted:
+            raise EngineError(f"{found.who} returned {counts} samples for requests of {wanted}.")
         return groups
 
 

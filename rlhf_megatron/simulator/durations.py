@@ -152,7 +152,7 @@ class Durations:
                 " it."
             )
         if not 0 <= self.no_signal < 1:
-            raise ValueError(f"no_signal ({self.no_signal:g}) must lie in 0 .. 1, without 1; use 0 for none.")
+            raise ValueError(f"no_signal ({self.no_signal:g}) must be from 0 to below 1; use 0 for none.")
 
 
 def read_durations(path: Path) -> Durations:
@@ -218,7 +218,7 @@ class LengthsConfig:
         if not 0 < self.tail_share < 1:
             raise ValueError(f"tail_share ({self.tail_share:g}) must lie between 0 and 1; use one such as 0.05.")
         if not 0 <= self.within_prompt <= 1:
-            raise ValueError(f"within_prompt ({self.within_prompt:g}) must lie in 0 .. 1; use 0 for independence.")
+            raise ValueError(f"within_prompt ({self.within_prompt:g}) must be from 0 to 1; use 0 for independence.")
         if any(not 1 <= value < math.inf for value in self.values):
             raise ValueError(f"values must be 1 or more; {min(self.values):g} .. {max(self.values):g} are given.")
 

@@ -48,9 +48,11 @@ class Filter:
         if self.name not in FILTERS:
             raise ValueError(f"unknown rejection filter {self.name!r}; known: {', '.join(FILTERS)}.")
         if not 0 < self.high < float("inf"):
-            raise ValueError(f"upper bound ({self.high}) of {self.name} must be a number above 0.")
-        if (self.low is None) == (self.estimate == "k1"):
-            raise ValueError(f"lower bound ({self.low}) of {self.name}: k1 has one, k2 and k3 have none.")
+            raise ValueError(f"upper bound ({self.high:g}) of {self.name} must be a finite number above 0.")
+        if self.low is None and self.estimate == "k1":
+            raise ValueError(f"{self.name} needs a lower bound beside the upper one ({self.high:g}).")
+        if self.low is not None and self.estimate != "k1":
+            raise ValueError(f"{self.name} has no lower bound ({self.low:g}); remove it.")
         if self.low is not None and not 0 < self.low < self.high:
             raise ValueError(f"lower bound ({self.low}) of {self.name} must be between 0 and {self.high}.")
 

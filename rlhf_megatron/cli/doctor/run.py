@@ -240,7 +240,7 @@ def _of_loggers(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     for name, install in (("tensorboard", "pip install tensorboard"), ("wandb", "pip install 'rlhf-megatron[wandb]'")):
         package = facts.packages[name]
         if name in config.trainer.logger and not package.is_usable:
-            yield Problem("trainer.logger", name, package.why_not, f"{install}, or take it out of the list")
+            yield Problem("trainer.logger", name, package.why_not, f"{install}, or take it out of trainer.logger")
 
 
 def _why_and_fix(error: ValueError) -> tuple[str, str]:

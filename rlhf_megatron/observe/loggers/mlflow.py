@@ -39,7 +39,7 @@ class MlflowLogger(Logger):
     def check(cls) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ValueError(
-                "mlflow is not installed; install it (pip install '.[mlflow]') or take mlflow out of the list."
+                "mlflow is not installed; install it (pip install '.[mlflow]') or take mlflow out of trainer.logger."
             )
 
     def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:

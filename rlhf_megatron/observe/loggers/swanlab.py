@@ -42,7 +42,7 @@ class SwanlabLogger(Logger):
     def check(cls) -> None:
         if importlib.util.find_spec("swanlab") is None:
             raise ValueError(
-                "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab out of the list."
+                "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab out of trainer.logger."
             )
         import swanlab
 

@@ -44,7 +44,7 @@ class WandbLogger(Logger):
     def check(cls) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
-                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out of the list."
+                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out of trainer.logger."
             )
         import wandb
 

@@ -40,7 +40,7 @@ class FunctionParams:
                 " path/to/file.py:function."
             )
         if not self.max_memory_gib > 0:
-            raise ValueError(f"max_memory_gib ({self.max_memory_gib}) must be above 0.")
+            raise ValueError(f"max_memory_gib ({self.max_memory_gib}) must be above 0; 4 is the default.")
         clash = sorted(set(self.kwargs) & set(GIVEN))
         if clash:
             raise ValueError(f"kwargs ({clash}) must not have the names of what a sample has; rename them.")

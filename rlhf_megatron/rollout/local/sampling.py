@@ -223,7 +223,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             f"min_new_tokens ({params.min_new_tokens}) must be from 0 to max_new_tokens ({params.max_new_tokens})."
         )
     stops = set(params.stop_token_ids)
-    if stops and (min(stops) < 0 or max(stops) >= vocab_size):
-        raise ValueError(f"stop_token_ids must lie in [0, {vocab_size}), the model's vocabulary.")
+    if unknown := sorted(stop for stop in stops if not 0 <= stop < vocab_size):
+        raise ValueError(f"stop_token_ids ({unknown}) must be from 0 to {vocab_size - 1}: the model's vocabulary.")
     if params.min_new_tokens and len(stops) == vocab_size:
         raise ValueError("min_new_tokens leaves nothing to draw: every token is in stop_token_ids.")

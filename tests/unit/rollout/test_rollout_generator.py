@@ -203,8 +203,8 @@ def test_cache_stays_within_the_token_budget() -> None:
         (request((1,), (1,), 4, min_p=1.1), r"min_p \(1.1\)"),
         (request((1,), (1,), 4, min_new_tokens=-1), r"min_new_tokens \(-1\) must be from 0 to max_new_tokens \(4\)"),
         (request((1,), (1,), 4, min_new_tokens=5), r"min_new_tokens \(5\)"),
-        (request((1,), (1,), 4, stop_token_ids=(3, 32)), r"stop_token_ids must lie in \[0, 32\)"),
-        (request((1,), (1,), 4, stop_token_ids=(-1,)), "stop_token_ids must lie"),
+        (request((1,), (1,), 4, stop_token_ids=(3, 32)), r"stop_token_ids \(\[32\]\) must be from 0 to 31"),
+        (request((1,), (1,), 4, stop_token_ids=(-1,)), r"stop_token_ids \(\[-1\]\) must be"),
         (request((1,), (1,), 4, stop_token_ids=tuple(range(32)), min_new_tokens=1), "leaves nothing to draw"),
     ],
 )
