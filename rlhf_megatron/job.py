@@ -327,7 +327,7 @@ class TrainJob:
         return keeper_pool(self.config) if self.replay is None else None
 
     def _keep(self, machine: int) -> int:
-        from rlhf_megatron.runtime.torchrun.engines import keep
+        from rlhf_megatron.runtime.torchrun.keeper import keep
 
         return keep(machine, self.config, self.run_dir, self._deadlines())
 

@@ -32,7 +32,7 @@ from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.scorer import make_scorer
 from rlhf_megatron.rollout.engine import EngineAddress
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.runtime.torchrun.engines import MachineKeeper
+from rlhf_megatron.runtime.torchrun.keeper import MachineKeeper
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 ENDING = "="

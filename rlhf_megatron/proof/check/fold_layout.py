@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_megatron.config.rules.experts import TERMS
-from rlhf_megatron.config.rules.model import FIRST_LAST
+from rlhf_megatron.config.rules.layouts import FIRST_LAST
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.parallel.layout import layout_of
 

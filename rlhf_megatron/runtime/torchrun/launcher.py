@@ -137,7 +137,7 @@ def run_host(
     secret = secret or bytes(store.get(_SECRET))
     machine = int(os.environ.get("GROUP_RANK", "0"))
     if machine in keeper_machines and os.environ["LOCAL_RANK"] == "0":
-        from rlhf_megatron.runtime.torchrun.engines import start_keeper
+        from rlhf_megatron.runtime.torchrun.keeper import start_keeper
 
         start_keeper(machine, controller, secret, controller_arguments, _outside_of_pools())
     host, _, port = controller.rpartition(":")
