@@ -17,7 +17,7 @@ from rlhf_megatron.data.rows import ChatMessage, look_up, prompt_of
 from rlhf_megatron.data.samples import Sample
 from rlhf_megatron.data.taught import taught_of
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.data.turns import Document, turns_of
+from rlhf_megatron.data.turns import Document, Turns, turns_of
 
 
 @dataclass
@@ -51,7 +51,10 @@ def conversation_of(
 ) -> list[Sample]:
     assert sft.messages_key is not None, "the job reads conversations"
     messages = _messages(look_up(row, sft.messages_key, "sft.messages_key"), sft.messages_key)
-    documents = _turns(messages, row, sft, chat, tokenizer, counts)
+    turns = _turns(messages, row, sft, chat, tokenizer, counts)
+    documents = turns.documents
+    counts.num_whole += turns.is_whole
+    counts.num_by_turn += not turns.is_whole
     weight = weight_of(row, sft)
     samples = [Sample((document,), "", weight) for document in documents]
     if sft.teacher_key is None:
@@ -69,16 +72,14 @@ def _turns(
     chat: ChatFormat,
     tokenizer: Tokenizer,
     counts: Counts,
-) -> tuple[Document, ...]:
+) -> Turns:
     tools = _parsed(row.get(sft.tools_key) or None, sft.tools_key)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{sft.tools_key!r} must be a list of objects, or such a list as JSON text")
     turns = turns_of(messages, lambda part, asks: chat.conversation(part, asks, tools), tokenizer)
-    counts.num_whole += turns.is_whole
-    counts.num_by_turn += not turns.is_whole
     counts.num_stops_added += turns.num_stops_added
     counts.num_thoughts_lost += turns.num_thoughts_lost
-    return turns.documents
+    return turns
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -97,8 +98,10 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
 
 def _text_of(content: Any) -> Any:
     """The text of a message's content, which may be in parts; what holds another part as it is."""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else content
     return "" if content is None else content
 
 
@@ -130,7 +133,7 @@ def pair_of(
             raise ValueError(f"{sft.chosen_key!r} and {sft.rejected_key!r} must differ in their last message only")
         if not all(messages[-1]["role"] == "assistant" for messages in both):
             raise ValueError(f"{sft.chosen_key!r} and {sft.rejected_key!r} must end with messages of the assistant")
-        found = [_turns(messages, row, sft, form.chat, tokenizer, counts)[-1] for messages in both]
+        found = [_turns(messages, row, sft, form.chat, tokenizer, counts).documents[-1] for messages in both]
         documents = tuple(Document(one.token_ids, one.trained[-1:]) for one in found)
     else:
         prompt = prompt_of(look_up(row, data.prompt_key, "data.prompt_key"), data.prompt_key)

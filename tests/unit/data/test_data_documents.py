@@ -166,6 +166,7 @@ def test_pairs_of_conversations_are_written_by_the_chat_template(tmp_path: Path)
         (PAIRS[1]["chosen"], "both answers are the same"),
         ([PAIRS[1]["chosen"][0], {"role": "user", "content": "3"}], "must end with messages of the assistant"),
         ([PAIRS[1]["chosen"][0], {"role": "assistant", "content": [{"type": "image"}]}], "must have text, or parts"),
+        ([PAIRS[1]["chosen"][0], {"role": "assistant", "content": [{"type": "text"}]}], "must have text, or parts"),
     ],
 )
 def test_bad_pairs_of_conversations(rejected: list[Any], problem: str, tmp_path: Path) -> None:
