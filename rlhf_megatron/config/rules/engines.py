@@ -173,12 +173,10 @@ def _of_some_engines(c: RunConfig) -> Findings:
                 (f"rollout.{name}", "rollout.engine"),
             )
     yield wrong(
-        transport == "process_group"
-        and not engine.build.is_elsewhere
-        and (c.trainer.nnodes > 1 or c.actor.backend == "fsdp"),
+        transport == "process_group" and not engine.build.is_elsewhere and c.trainer.nnodes > 1,
         f"rollout.weight_transport (process_group) brings parts of tensors to rollout.engine {c.rollout.engine} on one"
-        " machine, from trainer.nnodes 1 and actor.backend megatron; use tensor or disk.",
-        ("rollout.weight_transport", "rollout.engine", "trainer.nnodes", "actor.backend"),
+        " machine, from trainer.nnodes 1; use tensor or disk.",
+        ("rollout.weight_transport", "rollout.engine", "trainer.nnodes"),
     )
 
 
