@@ -80,5 +80,26 @@ PROGRAMS = {
     "vfork_sleep": "import ctypes\nL=ctypes.CDLL(None)\nif L.vfork()==0: L.sleep(1000)",
     "sync_storm": "import os,time\nf=open('f','wb'); end=time.time()+.4; n=0\nwhile time.time()<end: f.write(bytes(4096)); f.flush(); os.fsync(f.fileno()); os.sync(); n+=1\nprint('ok',n)",
     "write_through": "import os\nf=os.open('f',os.O_CREAT|os.O_WRONLY|os.O_SYNC)\nfor i in range(200): os.write(f,bytes(4096))\nprint('ok')",
+    "memfd_exec": "import os\nf=os.memfd_create('x')\nos.write(f,open('/bin/true','rb').read())\nprint('ESCAPED',flush=True); os.execve(f,['x'],{})",
+    "inotify_flood": CALL + "n=0\nwhile n<400 and L.inotify_init1(0)>=0: n+=1\nprint('ESCAPED' if n else 'ok',n)",
+    "pending_signals": "import signal,os,ctypes\nL=ctypes.CDLL(None)\nsignal.pthread_sigmask(signal.SIG_BLOCK,{40})\nn=0\nwhile n<9999 and L.sigqueue(os.getpid(),40,ctypes.c_void_p(0))==0: n+=1\nprint('ESCAPED' if n>99 else 'ok',n)",
+    "message_queue": CALL
+    + "r=L.mq_open(b'/sandbox_canary',os.O_RDWR); s=L.mq_unlink(b'/sandbox_canary'); t=L.mq_open(b'/left',os.O_CREAT|os.O_RDWR,0o600,None)\nprint('ESCAPED' if r>=0 or s==0 or t>=0 else 'ok')",
+    "shared_memory_by_id": CALL
+    + "L.shmat.restype=ctypes.c_void_p\np=L.shmat(SEGMENT,None,0); s=L.shmctl(SEGMENT,0,None)\nprint('ESCAPED' if p not in (None,2**64-1) or s==0 else 'ok')",
+    "datagram_by_path": "import socket\na,b=socket.socketpair(socket.AF_UNIX,socket.SOCK_DGRAM)\na.sendmsg([b'hostile'],[],0,'CANARY/open/datagrams')\nprint('ESCAPED')",
+    "flags_of_a_file": "import fcntl,os\nf=os.open(os.__file__,os.O_RDONLY)\nb=bytearray(8)\nfcntl.ioctl(f,0x80086601,b); fcntl.ioctl(f,0x40086602,bytes(b))\nprint('ESCAPED')",
+    "lease": "import fcntl,os\nf=os.open(os.__file__,os.O_RDONLY)\nfcntl.fcntl(f,fcntl.F_SETLEASE,fcntl.F_RDLCK)\nprint('ESCAPED')",
+    "notified_of_files": "import fcntl,os\nf=os.open(os.path.dirname(os.__file__),os.O_RDONLY)\nfcntl.fcntl(f,fcntl.F_NOTIFY,0x80000001)\nprint('ESCAPED')",
+    "lock_outside": "import fcntl,os\nf=open(os.__file__)\nfcntl.flock(f,fcntl.LOCK_EX)\nprint('ESCAPED')",
+    "blocks_at_once": "import os\nfor i in range(60):\n f=os.open('f%d'%i,os.O_CREAT|os.O_WRONLY); os.posix_fallocate(f,0,60<<20)\nprint('ESCAPED')",
+    "sparse_file": "f=open('s','wb')\nf.truncate(1<<40)\nprint('ESCAPED')",
+    "segments_of_the_processor": CALL
+    + "b=ctypes.create_string_buffer(64)\nprint('ESCAPED' if call(154,0,b,64)>=0 else 'ok')",
+    "sibling": CALL
+    + "import time\nif call(56,0x8000|17,0,0,0,0)==0:\n end=time.time()+20\n while time.time()<end:\n  time.sleep(.05)\n  try: open('CANARY/open/heartbeat','w').write(str(time.time()))\n  except OSError: pass",
+    "memory_of_the_harness": "import os\nfor name in ('mem','maps','environ','fd/3','fd/4'):\n try: os.open('/proc/%d/%s'%(os.getppid(),name),os.O_RDONLY); print('ESCAPED',name)\n except OSError: pass",
+    "memory_in_sockets": "import os,socket,time\nfor i in range(28):\n if os.fork()==0:\n  k=[]\n  try:\n   while True:\n    p=socket.socketpair(); k.append(p)\n    for s in p:\n     s.setblocking(False)\n     try:\n      while True: os.write(s.fileno(),bytes(65536))\n     except BlockingIOError: pass\n  except OSError: pass\n  print('ESCAPED' if len(k)>40 else 'ok',flush=True); time.sleep(.5); os._exit(0)\ntime.sleep(.8)",
+    "unicode_bomb": "import sys\nsys.stdout.reconfigure(errors='surrogatepass')\nprint('\\ud800'*100000+'\\u202e'*100000+'\\x00'*1000+'\\U0001d7d8'*10000)",
     "affinity_of_victim": "import os\nos.sched_setaffinity(VICTIM,{0})\nprint('ESCAPED')",
 }

@@ -75,6 +75,9 @@ DENIED = numbers("""
     reboot 169/142, swapon 167/224, swapoff 168/225, open_by_handle_at 304/265, name_to_handle_at 303/264,
     personality 135/92, quotactl 179/60, acct 163/89, settimeofday 164/170, clock_settime 227/112, adjtimex 159/171,
     clock_adjtime 305/266, sethostname 170/161, setdomainname 171/162, shmget 29/194, msgget 68/186, semget 64/190,
+    shmat 30/196, shmctl 31/195, semop 65/193, semctl 66/191, semtimedop 220/192, msgsnd 69/189, msgrcv 70/188,
+    msgctl 71/187, mq_open 240/180, mq_unlink 241/181, sendmsg 46/211, sendmmsg 307/269, inotify_init 253/-,
+    inotify_init1 294/26, flock 73/32, modify_ldt 154/-, quotactl_fd 443,
     iopl 172/-, ioperm 173/-, syslog 103/116, lookup_dcookie 212/18, vhangup 153/58, fanotify_init 300/262,
     move_pages 279/239, migrate_pages 256/238, mbind 237/235, kcmp 312/272, sched_setscheduler 144/119,
     sched_setattr 314/274, setpriority 141/140, ioprio_set 251/30, io_setup 206/0, pidfd_send_signal 424,
@@ -88,7 +91,7 @@ METADATA = numbers("""
     chmod 90/-, fchmod 91/52, fchmodat 268/53, fchmodat2 452, chown 92/-, lchown 94/-, fchown 93/55,
     fchownat 260/54, utime 132/-, utimes 235/-, futimesat 261/-, utimensat 280/88, setxattr 188/5, lsetxattr 189/6,
     fsetxattr 190/7, removexattr 197/14, lremovexattr 198/15, fremovexattr 199/16, setxattrat 463,
-    removexattrat 466, truncate 76/45, openat2 437
+    removexattrat 466, truncate 76/45, openat2 437, fallocate 285/47
 """)
 SIGNALS = numbers("kill 62/129, tkill 200/130, tgkill 234/131, rt_sigqueueinfo 129/138, rt_tgsigqueueinfo 297/240")
 # Of all disks of the machine, or waits that count as the machine's own: they succeed and do nothing.
@@ -215,7 +218,8 @@ def set_limits(limits: Limits, counts_all_of_user: bool) -> None:
     sizes = {
         resource.RLIMIT_AS: limits.memory_mib * mib,
         resource.RLIMIT_FSIZE: limits.file_mib * mib,
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_NOFILE: 64,  # what pipes and socket pairs hold counts in no process
+        resource.RLIMIT_SIGPENDING: 64,  # which count for all of the user
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -279,7 +283,9 @@ ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH = 0, 4, 16, 24, 32, 40  # offsets of what a filter reads
 ALL_BITS, NAMESPACE_FLAGS, SHARED_ANONYMOUS = 0xFFFFFFFF, 0x7E020000, 0x21
-TIOCSTI, FIOSETOWN, SIOCSPGRP, F_SETOWN, F_SETOWN_EX = 0x5412, 0x8901, 0x8902, 8, 15
+# Others reach flags of files that are open for reading, leases on them, input of terminals, and signals to owners.
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+FCNTLS = (*range(8), 36, 37, 38, 1030, 1032)  # descriptors, their flags, locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
 TRUNCATES, ACCESS = 0x200, 3  # of the flags of open
 WRITES_THROUGH = 0x1000 | (0x10000 if IS_ARM else 0x4000)  # O_DSYNC, which is in O_SYNC, and O_DIRECT
 
@@ -312,13 +318,9 @@ def seccomp(denies_metadata: bool, denies_signals: bool) -> None:
         answer(number, errno.EPERM)
     calls = [
         (clone, FIRST, ALL_BITS, ANY_BIT, NAMESPACE_FLAGS),
-        (ioctl, SECOND, ALL_BITS, EQUAL, TIOCSTI),
         (prlimit, FIRST, ALL_BITS, ANY_BIT, ALL_BITS),  # of another process than the caller
         (mmap, FOURTH, SHARED_ANONYMOUS, EQUAL, SHARED_ANONYMOUS),  # memory that can be kept and not be resident
     ]
-    if denies_signals:  # of a file that becomes ready: to any process of the user, and SIGKILL too
-        calls += [(fcntl, SECOND, ALL_BITS, EQUAL, command) for command in (F_SETOWN, F_SETOWN_EX)]
-        calls += [(ioctl, SECOND, ALL_BITS, EQUAL, command) for command in (FIOSETOWN, SIOCSPGRP)]
     if denies_metadata:  # truncating without opening for writing, which Landlock sees from version 3 on
         opens = [(openat, THIRD)] if IS_ARM else [(openat, THIRD), (2, SECOND)]
         calls += [
@@ -331,6 +333,13 @@ def seccomp(denies_metadata: bool, denies_signals: bool) -> None:
         add(LOAD, offset)
         add(AND, mask)
         add(test, value, 0, 1)
+        add(RETURN, ERROR | errno.EPERM)
+    for call, commands in ((ioctl, IOCTLS), (fcntl, FCNTLS)):
+        add(LOAD, NUMBER)
+        add(EQUAL, call, 0, len(commands) + 2)
+        add(LOAD, SECOND)
+        for place, command in enumerate(commands):
+            add(EQUAL, command, len(commands) - place, 0)
         add(RETURN, ERROR | errno.EPERM)
     add(RETURN, ALLOW)
     text = ctypes.create_string_buffer(b"".join(code), 8 * len(code))

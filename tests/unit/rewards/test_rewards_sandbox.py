@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -50,13 +52,15 @@ with open(path, "r+") as file:
     file.truncate(2)
 open(path, "w").close()
 """
+LIBC, QUEUE = ctypes.CDLL(None), b"/sandbox_canary"
+IPC_STAT, IPC_REMOVE = 2, 0
 SETS = {"full": LAYERS, "container": (LANDLOCK, SECCOMP)}
 LIMITS = Limits(memory_mib=600, cpu_s=2)
 TIMEOUT_S = 1.0
 QUICK = (
     *("fork_bomb", "memory", "rabbit", "kill_victim", "environ_of_others", "tcp", "path_unix", "write_file"),
     *("chmod_outside", "many_files", "inherited_fd", "kernel_surface", "result_forgery", "limits_of_victim"),
-    "memory_not_resident",
+    *("memory_not_resident", "datagram_by_path", "message_queue", "shared_memory_by_id", "lease", "blocks_at_once"),
     *("vfork_sleep", "sync_storm"),
 )
 
@@ -69,21 +73,35 @@ class Outside:
     victim: subprocess.Popen[str]
     tcp: socket.socket
     udp: socket.socket
+    datagrams: socket.socket  # by path
+    segment: int  # of shared memory; below 0: the system gives none
+    has_queue: bool  # of messages
 
     def text_of(self, program: str) -> str:
         ports = {"PORT": self.tcp.getsockname()[1], "UDP": self.udp.getsockname()[1]}
-        for name, value in {"VICTIM": self.victim.pid, "CANARY": self.folder, "SECRET": SECRET, **ports}.items():
+        for name, value in {
+            "VICTIM": self.victim.pid,
+            "CANARY": self.folder,
+            "SECRET": SECRET,
+            "SEGMENT": self.segment,
+            **ports,
+        }.items():
             program = program.replace(name, str(value))
         return program
 
     def harm(self, ended: float) -> list[str]:
         """What has happened to it, and is mended for the next program."""
         found = []
-        try:
-            self.udp.recv(99)
-            found.append("a datagram arrived")
-        except BlockingIOError:
-            pass
+        for listening in (self.udp, self.datagrams):
+            with contextlib.suppress(BlockingIOError):
+                listening.recv(99)
+                found.append("a datagram arrived")
+        if self.segment >= 0 and LIBC.shmctl(self.segment, IPC_STAT, ctypes.create_string_buffer(256)) < 0:
+            found.append("shared memory is gone")
+        if self.has_queue and (queue := LIBC.mq_open(QUEUE, os.O_RDWR)) >= 0:
+            os.close(queue)
+        elif self.has_queue:
+            found.append("a queue is gone")
         heartbeat = self.folder / "open" / "heartbeat"
         if heartbeat.exists() and heartbeat.stat().st_mtime > ended:
             found.append("it lives on")
@@ -112,12 +130,15 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
         socket.socket(socket.AF_UNIX) as abstract,
         socket.socket(socket.AF_UNIX) as by_path,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         open(folder / "secret.txt") as inherited,
     ):
         udp.bind(("127.0.0.1", 0))
         udp.setblocking(False)
         abstract.bind("\0sandbox_canary")
         by_path.bind(os.path.relpath(folder / "open" / "sock"))
+        datagrams.bind(os.path.relpath(folder / "open" / "datagrams"))
+        datagrams.setblocking(False)
         for listening in (abstract, by_path):
             listening.listen(50)
         os.set_inheritable(inherited.fileno(), True)
@@ -125,7 +146,13 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
         with subprocess.Popen(command, env={"KEY": SECRET}, stdout=subprocess.PIPE, text=True) as victim:
             assert victim.stdout is not None and victim.stdout.readline() == "ready\n"
             os.environ["SANDBOX_TEST_KEY"] = SECRET
-            yield Outside(folder, victim, tcp, udp)
+            segment = LIBC.shmget(0, 4096, 0o1600)
+            queue = LIBC.mq_open(QUEUE, os.O_CREAT | os.O_RDWR, 0o600, None) if hasattr(LIBC, "mq_open") else -1
+            yield Outside(folder, victim, tcp, udp, datagrams, segment, queue >= 0)
+            LIBC.shmctl(segment, IPC_REMOVE, None)
+            if queue >= 0:
+                os.close(queue)
+                LIBC.mq_unlink(QUEUE)
             del os.environ["SANDBOX_TEST_KEY"]
             victim.send_signal(signal.SIGKILL)
 
