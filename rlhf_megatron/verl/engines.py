@@ -355,8 +355,11 @@ def _servers(draft: Draft) -> None:
             draft.put(f"{ARGS}.{argument}", size, (f"rollout.{kind}_parallel_size",))
     num = max(1, gpus // (sizes[0] * sizes[1]))
     note = f"{gpus} devices / {sizes[0] * sizes[1]} an engine, on the first machine"
+    takes_turns = is_hybrid and (nnodes == 1 or (not is_fsdp(g) and _holds_copies(draft, gpus)))
+    if takes_turns and nnodes > 1:
+        num, note = num * nnodes, f"{nnodes} x {gpus} devices / {sizes[0] * sizes[1]} an engine"
     draft.put("rollout.num_engines", num, (f"{section}.n_gpus_per_node", "rollout.tensor_model_parallel_size"), note)
-    if nnodes == 1 and is_hybrid:
+    if takes_turns:
         note = "trainer and engines take turns with the devices, and each is in host memory between its turns"
         draft.put("rollout.colocated", True, (), note)
         if g.look("actor.use_kl_loss") is True or g.look("algorithm.use_kl_in_reward") is True:
@@ -365,6 +368,18 @@ def _servers(draft: Draft) -> None:
         draft.put("rollout.weight_transport", "process_group", (), "to engines on devices of their own")
         if nnodes > 1:
             g.notes.append(
-                f"{nnodes} machines: engines get devices of their own here. They can take turns with the trainer's, as"
+                f"{nnodes} machines: engines get devices of their own here. They take turns with the trainer's, as"
                 " verl's do, where each copy of the actor lies within a machine (rollout.colocated, docs/launching.md)."
             )
+
+
+def _holds_copies(draft: Draft, gpus: int) -> bool:
+    """Whether every machine of so many devices holds the actor whole, perhaps several times."""
+
+    def size(axis: str, default: int) -> int:
+        found = draft.values.get(f"actor.megatron.{axis}_parallel_size")
+        return int(found.value) if found is not None and found.value is not None else default
+
+    tp = size("tensor_model", 1)
+    experts = size("expert_model", 1) * size("expert_tensor", tp)
+    return size("pipeline_model", 1) == 1 and gpus % math.lcm(tp, experts) == 0

@@ -286,6 +286,18 @@ def test_several_machines_and_other_shapes() -> None:
     assert any(one.name == "critic.enable" and not one.learns for one in result.left)
 
 
+@pytest.mark.parametrize(("tp", "is_shared"), [(2, True), (16, False)])
+def test_engines_take_turns_on_machines_that_hold_the_actor(tp: int, is_shared: bool) -> None:
+    """As verl's hybrid engine does; an engine on each device group of every machine."""
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.strategy=megatron", f"{actor}.megatron.tensor_model_parallel_size={tp}"]
+    found = values(translated(BASE, "trainer.nnodes=2", "trainer.n_gpus_per_node=8", *words))
+    assert found.get("rollout.colocated", False) is is_shared
+    assert ("rollout.weight_transport" in found) is not is_shared
+    per_engine = found.get("rollout.sglang.args.tp_size", 1)
+    assert found["rollout.num_engines"] == (16 if is_shared else 8) // per_engine
+
+
 def test_fsdp_and_its_adapters() -> None:
     """By name only, and not where samples are split; LoRA always. Engines do not take turns with it."""
     fsdp, ulysses = "actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
