@@ -10,7 +10,7 @@ from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.proof.plan.gpus import GB, GPUS
-from rlhf_megatron.proof.plan.phases import Phase, engine_of, host_bytes, phases_of, picture
+from rlhf_megatron.proof.plan.phases import Phase, engine_of, host_bytes, of_other_pools, phases_of, picture
 
 
 def memory(args: argparse.Namespace) -> int:
@@ -30,11 +30,15 @@ def memory(args: argparse.Namespace) -> int:
     engine = engine_of(config, policy, gpu_bytes)
     rows: list[tuple[str, Phase]] = []
     print(f"{args.gpu}: {gpu_bytes / GB:.0f} GB; GB of 10^9 bytes on the fullest rank of each stage")
-    for stage, own in enumerate(found.stages):
-        for phase in phases_of(config, found, stage, engine):
-            rows.append((f"stage {stage} {phase.name}", phase))
-            parts = ", ".join(f"{name} {num_bytes / GB:.2f}" for name, num_bytes in phase.parts.items() if num_bytes)
-            print(f"  stage {stage} ({own.num_ranks} ranks) {phase.name:<9} {phase.total / GB:7.2f}: {parts}")
+    phases = [
+        (f"stage {stage} ({own.num_ranks} ranks)", phase)
+        for stage, own in enumerate(found.stages)
+        for phase in phases_of(config, found, stage, engine)
+    ]
+    for place, phase in (*phases, *of_other_pools(config, found)):
+        rows.append((f"{place.partition(' (')[0]} {phase.name}", phase))
+        parts = ", ".join(f"{name} {num_bytes / GB:.2f}" for name, num_bytes in phase.parts.items() if num_bytes)
+        print(f"  {place} {phase.name:<9} {phase.total / GB:7.2f}: {parts}")
     if engine is not None:
         where = "on the trainer's GPUs" if config.rollout.colocated else "on GPUs of their own"
         print(

@@ -211,7 +211,7 @@ def notes(memory: Memory) -> list[str]:
     for name, num_bytes in (("reward model", memory.reward_model), ("reference", memory.reference_pool)):
         if num_bytes:
             sizes = _range(num_bytes, unit)
-            lines.append(f"The {name}'s parameters: {sizes} {unit} on a rank of its pool; beside `a rank`.")
+            lines.append(f"The {name}'s parameters: {sizes} {unit} on each of its ranks; beside `a rank`.")
     return [*lines, NOT_INCLUDED]
 
 

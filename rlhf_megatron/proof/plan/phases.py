@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from rlhf_megatron.config.rules.run import reward_model_ranks
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.proof.check.memory_table import Memory
@@ -73,6 +74,19 @@ def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemor
         ]
     synced = Phase("sync", {"parameters": own.parameters, **weights, **buffers})
     return [Phase("generate", {**weights, **cache}), log_probs, update, synced]
+
+
+def of_other_pools(config: RunConfig, memory: Memory) -> Iterator[tuple[str, Phase]]:
+    """(model and stage, what a rank holds at most) of a critic, a reference or teacher, and a reward model with ranks
+    of their own."""
+    if memory.has_critic_pool:
+        for own, kept in zip(memory.critic, memory.critic_activations, strict=True):
+            parts = {"critic": max(own.totals), "critic's activations": kept}
+            yield f"critic stage {own.stage} ({own.num_ranks} ranks)", Phase("update", parts)
+    judge = memory.reward_model if reward_model_ranks(config) else ()
+    for name, sizes in (("reference", memory.reference_pool), ("reward model", judge)):
+        for stage, num_bytes in enumerate(sizes):
+            yield f"{name} stage {stage}", Phase("forward", {name: num_bytes})
 
 
 def host_bytes(config: RunConfig, memory: Memory) -> dict[str, int]:

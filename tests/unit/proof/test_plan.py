@@ -16,14 +16,14 @@ from table_samples import DEEPSEEK_V3
 from benchmarks import bench_plan
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RewardModelConfig, RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import rules_of_stage
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.check.memory_table import Memory
 from rlhf_megatron.proof.plan.gpus import GB, cache_elements, engine_memory
 from rlhf_megatron.proof.plan.layouts import Question, best, plans, refusal
-from rlhf_megatron.proof.plan.phases import host_bytes, phases_of
+from rlhf_megatron.proof.plan.phases import host_bytes, of_other_pools, phases_of
 from rlhf_megatron.resharding.plan import StageTraffic
 from rlhf_megatron.workers.activations import Sizes, Trained, state_bytes
 from rlhf_megatron.workers.memory_plan import StageMemory
@@ -108,6 +108,17 @@ def test_an_optimizer_on_the_host_and_a_critic_by_hand() -> None:
     ranks = config.trainer.n_gpus_per_node
     host = host_bytes(shared, memory)
     assert host["optimizer"] == 15 * ranks and host["trainer while engines generate"] == 20 * ranks
+
+
+def test_models_with_ranks_of_their_own_by_hand() -> None:
+    """A critic trains there; a reference, or teacher, and a reward model hold parameters alone."""
+    own = StageMemory(0, 8, 10, 20, 40, (5,), (10,), 20)
+    memory = Memory((own,), (own,), True, (), False, (), None, (3,), (11,), (7, 6), False, (9,))
+    found = [(name, phase.name, phase.total) for name, phase in of_other_pools(RunConfig(), memory)]
+    assert found == [("critic stage 0 (8 ranks)", "update", 75 + 11), ("reference stage 0", "forward", 9)]
+    config = RunConfig(reward_model=RewardModelConfig(path="judge", num_ranks=2))
+    found = [(name, phase.name, phase.total) for name, phase in of_other_pools(config, memory)][2:]
+    assert found == [("reward model stage 0", "forward", 7), ("reward model stage 1", "forward", 6)]
 
 
 def plan(*words: str) -> tuple[int, str]:
