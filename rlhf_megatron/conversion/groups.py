@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,7 +18,8 @@ Work = Callable[[int], Any]
 def run_groups(numbers: Sequence[int], work: Work, num_processes: int) -> Iterator[tuple[int, Any]]:
     """(number, result) of each group, as they are done. Raises what `work` raises, ValueError and OSError.
 
-    The processes end with this one, whatever ends it.
+    Each process begins at a place of its own in `numbers`: the kernel lets one process at a time write into a file. The
+    processes end with this one, whatever ends it.
     """
     if num_processes <= 1 or len(numbers) <= 1:
         for number in numbers:
@@ -40,12 +42,13 @@ def run_groups(numbers: Sequence[int], work: Work, num_processes: int) -> Iterat
             child.join()
 
 
-def _deal(waiting: list[int], children: dict[Connection, Any]) -> Iterator[tuple[int, Any]]:
+def _deal(numbers: list[int], children: dict[Connection, Any]) -> Iterator[tuple[int, Any]]:
     """Hand each child one group at a time and yield the answers as they come."""
-    waiting.reverse()
+    bounds = [len(numbers) * child // len(children) for child in range(len(children) + 1)]
+    own = {ours: numbers[low:high][::-1] for ours, (low, high) in zip(children, pairwise(bounds), strict=True)}
     working = set()
     for ours in children:
-        ours.send(waiting.pop())
+        ours.send(own[ours].pop())
         working.add(ours)
     while working:
         for ready in wait(working):
@@ -58,8 +61,8 @@ def _deal(waiting: list[int], children: dict[Connection, Any]) -> Iterator[tuple
                 raise OSError(f"a process of the conversion ended with exit code {code}; run it again.") from None
             if error is not None:
                 raise error
-            if waiting:
-                ready.send(waiting.pop())
+            if left := own[ready] or max(own.values(), key=len):
+                ready.send(left.pop())
             else:
                 working.discard(ready)
             yield number, result

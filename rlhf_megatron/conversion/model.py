@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -33,6 +33,7 @@ DIGESTS = "conversion.json"
 LATEST = "latest_checkpointed_iteration.txt"
 """Beside the checkpoints of Megatron-LM: which of them is the newest one."""
 QUANTISATION = "quantization_config"
+PIECE_BYTES = 96 << 13  # which a cache holds while all that needs them goes over them; whole lines of the digest
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,45 @@ class Item:
     @property
     def num_bytes(self) -> int:
         return prod(self.rule.megatron_shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An item's tensors in Hugging Face layout and in the item's type, perhaps views of mapped files."""
+
+    rule: Rule
+    tensors: tuple[Tensor, ...]
+    recorded: Mapping[str, str]  # the digests that they must have; empty where none are known
+    _found: dict[str, str] = field(default_factory=dict)
+
+    def pieces(self, number: int) -> Iterator[Tensor]:
+        """Yield the bytes of one tensor, a few at a time, and digest them on the way: files are read once so, and what
+        is written then is still in a cache. Raises ValueError at the end of a tensor that is not the recorded one."""
+        hf, tensor = self.rule.hf[number], self.tensors[number]
+        total, first = 0, 0
+        for piece in pieces_of(tensor):
+            total += digest(piece.view(tensor.dtype), first)
+            first += piece.numel() // min(2, tensor.element_size())  # words
+            yield piece
+        value = self._found[hf.name] = as_hex(total)
+        if self.recorded and self.recorded.get(hf.name) != value:
+            raise ValueError(
+                f"{hf.name} has digest {value}, its manifest says {self.recorded.get(hf.name)}: the file was changed or"
+                " damaged. Convert the model again."
+            )
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of all, by Hugging Face name. Raises ValueError as `pieces` does."""
+        for number, hf in enumerate(self.rule.hf):
+            if hf.name not in self._found:
+                for _ in self.pieces(number):
+                    pass
+        return {hf.name: self._found[hf.name] for hf in self.rule.hf}
+
+
+def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor, a few at a time."""
+    yield from tensor.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -94,10 +134,9 @@ class Model:
     def _kept(self) -> Kept:
         return self.kept()
 
-    def read(self, item: Item) -> tuple[tuple[Tensor, ...], dict[str, str]]:
-        """Read an item's tensors in Hugging Face layout and in the item's type, and their digests by name. FP8 blocks
-        are dequantised. Raises ValueError for a broken tensor, or one that changed since it was converted.
-        """
+    def read(self, item: Item) -> Reading:
+        """An item's tensors; FP8 blocks are dequantised. Raises ValueError for a broken tensor, or one that is cast and
+        changed since it was converted."""
         source: WeightSource | None = self._kept.reader if item.is_kept else self.source
         assert source is not None, item
         stored = source.hf_tensors(item.rule)
@@ -107,14 +146,9 @@ class Model:
                 _as_fp8_has_it(hf.name, tensor, item.block) for hf, tensor in zip(item.rule.hf, tensors, strict=True)
             )
         is_cast = any(tensor is not other for tensor, other in zip(tensors, stored, strict=True))
-        digests = digests_of(item.rule, stored) if self.digests or not is_cast else {}
-        for name, value in digests.items() if self.digests else ():
-            if self.digests.get(name) != value:
-                raise ValueError(
-                    f"{name} has digest {value}, its manifest says {self.digests.get(name)}: the file was changed or"
-                    " damaged. Convert the model again."
-                )
-        return tensors, digests_of(item.rule, tensors) if is_cast else digests
+        if is_cast and self.digests:
+            Reading(item.rule, stored, self.digests).digests()
+        return Reading(item.rule, tensors, {} if is_cast else self.digests)
 
 
 def _as_fp8_has_it(name: str, tensor: Tensor, block: tuple[int, int]) -> Tensor:
@@ -124,11 +158,6 @@ def _as_fp8_has_it(name: str, tensor: Tensor, block: tuple[int, int]) -> Tensor:
         return from_fp8(*to_fp8(tensor, block), block, tensor.dtype)
     except ValueError as error:
         raise ValueError(f"{name}: {error}; convert with --dtype bfloat16.") from error
-
-
-def digests_of(rule: Rule, tensors: Sequence[Tensor]) -> dict[str, str]:
-    """Digest a rule's tensors, by Hugging Face name."""
-    return {hf.name: as_hex(digest(tensor)) for hf, tensor in zip(rule.hf, tensors, strict=True)}
 
 
 def units_of(items: Sequence[Item]) -> list[list[int]]:

@@ -159,9 +159,9 @@ class _GroupWriter:
             _write_at(self._descriptor(file), offset, content)
 
         for index in self._groups[number]:
-            tensors, found = self._model.read(self._items[index])
-            digests |= found
-            self._target.write(self._items[index], tensors, put)
+            read = self._model.read(self._items[index])
+            self._target.write(self._items[index], read, put)
+            digests |= read.digests()
         for file in touched:
             os.fdatasync(self._descriptor(file))
         return digests

@@ -10,12 +10,11 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from rlhf_megatron import __version__
@@ -32,7 +31,7 @@ from rlhf_megatron.checkpoint.megatron_dir import FORMAT, FORMAT_VERSION, MANIFE
 from rlhf_megatron.checkpoint.quantised import SCALE, is_in_fp8, to_fp8
 from rlhf_megatron.checkpoint.stored_names import Naming
 from rlhf_megatron.checkpoint.torch_dist import ALIGNMENT, Part, frame_of, publish
-from rlhf_megatron.conversion.model import DIGESTS, LATEST, QUANTISATION, Item, Model
+from rlhf_megatron.conversion.model import DIGESTS, LATEST, QUANTISATION, Item, Model, Reading, pieces_of
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.models.table import HFTensor, Impl, concatenate, shard_shape, split
 from rlhf_megatron.parallel.layout import Layout
@@ -41,6 +40,7 @@ from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 Put = Callable[[str, int, Tensor | bytes], None]
 """Write at a byte of a file."""
 MAX_PART_BYTES = 1 << 30  # of a tensor in torch_dist: a larger one is cut into several
+MAX_DIST_BYTES = 2 << 30  # of a file in torch_dist: processes that write into files of their own do not wait
 
 
 class Target(Protocol):
@@ -50,8 +50,8 @@ class Target(Protocol):
     begins: dict[str, bytes]  # what stands at the start of a file
     contents: str  # digest of what else decides the bytes of files; "" where nothing does
 
-    def write(self, item: Item, tensors: Sequence[Tensor], put: Put) -> None:
-        """Put the Hugging Face tensors of one item, cast already, into their places."""
+    def write(self, item: Item, read: Reading, put: Put) -> None:
+        """Put the tensors of one item into their places."""
 
     def finish(self, directory: Path, digests: Mapping[str, str]) -> None:
         """Write what says which tensor is where, and what goes with the weights."""
@@ -103,16 +103,17 @@ class HFTarget:
         self._dtypes = {item.dtype for item in items}
         self._has_digests = has_digests
 
-    def write(self, item: Item, tensors: Sequence[Tensor], put: Put) -> None:
-        for hf, tensor in zip(item.rule.hf, tensors, strict=True):
-            parts = {hf.name: tensor}
+    def write(self, item: Item, read: Reading, put: Put) -> None:
+        for number, (hf, tensor) in enumerate(zip(item.rule.hf, read.tensors, strict=True)):
             if item.block is not None and is_in_fp8(hf.name):
-                parts[hf.name], parts[f"{hf.name}{SCALE}"] = to_fp8(tensor, item.block)
-            for name, part in parts.items():
-                stored = name if hf.entry is None else hf.entry.name
-                file = self._file_of[stored]
-                start = 0 if hf.entry is None else hf.entry.index * part.nbytes
-                put(file, self._places.offset(file, stored) + start, part)
+                for name, part in zip((hf.name, f"{hf.name}{SCALE}"), to_fp8(tensor, item.block), strict=True):
+                    put(self._file_of[name], self._places.offset(self._file_of[name], name), part)
+                continue
+            file, start = self._file_of[hf.stored_name], 0 if hf.entry is None else hf.entry.index * tensor.nbytes
+            at = self._places.offset(file, hf.stored_name) + start
+            for piece in read.pieces(number):
+                put(file, at, piece)
+                at += piece.nbytes
 
     def finish(self, directory: Path, digests: Mapping[str, str]) -> None:
         files = self._places.files
@@ -164,13 +165,13 @@ class RanksTarget:
         self.sizes, self.begins = self._places.sizes, self._places.begins
         self._hf_config, self._companions, self._layout = model.hf_config, model.companions_from, layout
 
-    def write(self, item: Item, tensors: Sequence[Tensor], put: Put) -> None:
+    def write(self, item: Item, read: Reading, put: Put) -> None:
         name = item.rule.megatron_name
         if item.is_kept:
-            put(KEPT_FILE, self._places.offset(KEPT_FILE, name), tensors[0])
+            put(KEPT_FILE, self._places.offset(KEPT_FILE, name), read.tensors[0])
             return
         files = self._of_rank.files(item.rule)
-        shards = split(item.rule.split, item.rule.to_megatron(*tensors), len(files))
+        shards = split(item.rule.split, item.rule.to_megatron(*read.tensors), len(files))
         for file, shard in zip(files, shards, strict=True):
             put(file, self._places.offset(file, name), shard)
 
@@ -196,7 +197,7 @@ class TorchDistTarget:
         items: Sequence[Item],
         impl: Impl = "transformer_engine",
         is_stacked: bool | None = None,
-        max_file_bytes: int = MAX_SHARD_BYTES,
+        max_file_bytes: int = MAX_DIST_BYTES,
     ) -> None:
         naming = Naming.of(tuple(item.rule for item in items if not item.is_kept), impl, is_stacked)
         self._parts: dict[str, list[Part]] = {}
@@ -223,18 +224,18 @@ class TorchDistTarget:
         self._hf_config, self._companions = model.hf_config, model.companions_from
         self._dtypes = {item.dtype for item in items}
 
-    def write(self, item: Item, tensors: Sequence[Tensor], put: Put) -> None:
+    def write(self, item: Item, read: Reading, put: Put) -> None:
         rule = item.rule
         if item.is_kept:
-            put(KEPT_FILE, self._kept.offset(KEPT_FILE, rule.megatron_name), tensors[0])
+            put(KEPT_FILE, self._kept.offset(KEPT_FILE, rule.megatron_name), read.tensors[0])
             return
         parts = self._parts[rule.megatron_name]
         if rule.to_megatron is concatenate and len(parts) == 1:  # one behind the other: no copy is made
-            _put_part(parts[0], tensors, put)
+            _put_part(parts[0], chain.from_iterable(map(read.pieces, range(len(rule.hf)))), put)
             return
-        full, depth = rule.to_megatron(*tensors), len(parts[0].shape) - len(rule.megatron_shape)
+        full, depth = rule.to_megatron(*read.tensors), len(parts[0].shape) - len(rule.megatron_shape)
         for part in parts:
-            _put_part(part, [full[part.offsets[depth] :][: part.sizes[depth]]], put)
+            _put_part(part, pieces_of(full[part.offsets[depth] :][: part.sizes[depth]]), put)
 
     def finish(self, directory: Path, digests: Mapping[str, str]) -> None:
         publish(directory / "release", self._all())
@@ -257,18 +258,14 @@ def _parts(item: Item, naming: Naming) -> Iterator[tuple[str, tuple[int, ...], t
         yield key, shape, (*index, first, *[0] * len(own[1:])), (*[1] * len(index), end - first, *own[1:])
 
 
-def _put_part(part: Part, tensors: Sequence[Tensor], put: Put) -> None:
+def _put_part(part: Part, pieces: Iterable[Tensor], put: Put) -> None:
     frame, crc = frame_of(part.sizes, part.dtype), 0
-    contents = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    for content in contents:
-        crc = zlib.crc32(content.numpy().data, crc)
-    file, at = f"release/{part.file}", part.start
-    before = frame.before(crc)
-    put(file, at, before)
-    at += len(before)
-    for content in contents:
-        put(file, at, content)
-        at += content.numel()
+    file, at = f"release/{part.file}", part.start + len(frame.before(0))
+    for piece in pieces:
+        crc = zlib.crc32(piece.numpy().data, crc)
+        put(file, at, piece)
+        at += piece.nbytes
+    put(file, part.start, frame.before(crc))
     put(file, at, frame.after(crc))
 
 

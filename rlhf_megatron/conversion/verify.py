@@ -38,20 +38,19 @@ def verify_bits(
             item = items[index]
             names = [hf.name for hf in item.rule.hf]
             try:
-                tensors, own = candidate.read(item)
-                found |= own
+                read = candidate.read(item)
+                found |= read.digests()
                 other: Sequence[Tensor] = ()
-                theirs: Mapping[str, str] = {}
                 if digests is None or isinstance(candidate.source, MegatronReader):
-                    other, theirs = reference.read(item)
-                wanted |= theirs if digests is None else {name: digests[name] for name in names}
+                    other = (theirs := reference.read(item)).tensors
+                wanted |= theirs.digests() if digests is None else {name: digests[name] for name in names}
                 stored = item.dtype if item.is_kept else candidate.source.dtype_of(item.rule)
                 if stored != item.dtype:
                     problems.append(f"{item.rule.megatron_name} is stored as {stored}, not {item.dtype}")
                 if isinstance(candidate.source, MegatronReader) and not item.is_kept:
                     problems += _wrong_shards(candidate.source, item, other)
                 if isinstance(reference.source, MegatronReader) and not item.is_kept:
-                    problems += _wrong_shards(reference.source, item, tensors)
+                    problems += _wrong_shards(reference.source, item, read.tensors)
             except ValueError as error:
                 problems.append(str(error).rstrip("."))
         return wanted, found, problems

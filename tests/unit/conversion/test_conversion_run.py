@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from rlhf_megatron.checkpoint.quantised import from_fp8, from_mxfp4, to_fp8
 from rlhf_megatron.checkpoint.torch_dist import MappedParts, frame_of
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.conversion import targets
+from rlhf_megatron.conversion.groups import run_groups
 from rlhf_megatron.conversion.logits import verify_logits
-from rlhf_megatron.conversion.model import Model, open_model, units_of
+from rlhf_megatron.conversion.model import Model, Reading, open_model, units_of
 from rlhf_megatron.conversion.run import JOURNAL, _GroupWriter, convert
 from rlhf_megatron.conversion.targets import HFTarget, RanksTarget, Target, TorchDistTarget
 from rlhf_megatron.conversion.verify import verify_bits
 from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.resharding.digest import as_hex, digest
 
 Tensors = dict[str, torch.Tensor]
 CONFIG = {**EXPERT_FAMILIES["deepseek_v3"], "torch_dtype": "bfloat16"}
@@ -72,6 +75,31 @@ def in_child(work: Callable[[], None]) -> int:
             os._exit(0)
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_tensor_that_passes_in_pieces_has_the_digest_of_the_whole(dtype: torch.dtype) -> None:
+    """Of an odd size, over several pieces; one that is not what was recorded is refused when its last piece is out."""
+    tensor = torch.randn(999_999).to(dtype)
+    (rule,) = [rule for rule in table_for(CONFIG) if rule.hf[0].name == "model.norm.weight"]
+    read = Reading(rule, (tensor,), {"model.norm.weight": as_hex(digest(tensor))})
+    pieces = list(read.pieces(0))
+    assert len(pieces) > 1 and bytes(torch.cat(pieces).numpy()) == bytes(tensor.view(torch.uint8).numpy())
+    assert read.digests() == read.recorded
+    other = tensor.clone()
+    other[-1] = other[-1].float() + 1
+    with pytest.raises(ValueError, match="weight has digest"):
+        Reading(rule, (other,), read.recorded).digests()
+
+
+def test_processes_work_in_files_of_their_own() -> None:
+    """Each begins at its own part of the groups, and helps with the longest that is left when that is done."""
+    found = dict(run_groups(range(9), lambda number: (os.getpid(), time.monotonic()), 2))
+    assert sorted(found) == list(range(9))
+    firsts = {
+        pid: min((when, number) for number, (own, when) in found.items() if own == pid)[1] for pid, _ in found.values()
+    }
+    assert sorted(firsts.values()) == [0, 4]
 
 
 @pytest.mark.parametrize(("kind", "num_processes"), [("hf", 2), ("ranks", 1), ("torch_dist", 2)])
