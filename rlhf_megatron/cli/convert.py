@@ -108,14 +108,14 @@ def _open(source: Path, config_from: Path | None) -> Model:
 def _target(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> Target:
     if model.is_of_fsdp and args.to != "hf":
         raise ValueError(f"{args.source} was trained by the backend fsdp; convert it --to hf first.")
-    limit = () if args.max_shard_mib is None else (args.max_shard_mib << 20,)
+    max_bytes = (args.max_shard_mib or 4096) << 20
     if args.to == "ranks":
         axes = {name: getattr(args, name) for name in _LAYOUT if getattr(args, name) is not None}
         return RanksTarget(model, items, layout_on_disk(**axes))
     if args.to == "torch_dist":
         is_stacked = {"yes": True, "no": False}.get(args.stacked or "auto")
-        return TorchDistTarget(model, items, args.impl or "transformer_engine", is_stacked, *limit)
-    return HFTarget(model, items, *limit)
+        return TorchDistTarget(model, items, args.impl or "transformer_engine", is_stacked, max_bytes)
+    return HFTarget(model, items, max_bytes)
 
 
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "first_layers", "last_layers")

@@ -259,7 +259,13 @@ def test_memory_of_512_ranks_with_experts_is_told(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ("configs/qwen3_235b_512_ranks.yaml", ()),
-        ("configs/recipes/deepseek_v3_grpo.yaml", ("algorithm.adv_estimator=gae", "actor.loss_agg_mode=token-mean")),
+        (
+            "configs/recipes/deepseek_v3_grpo.yaml",
+            (
+                *("algorithm.adv_estimator=gae", "actor.loss_agg_mode=token-mean"),
+                *("trainer.nnodes=64", "actor.megatron.expert_model_parallel_size=32"),
+            ),
+        ),
     ],
     ids=("qwen3_235b", "deepseek_v3"),
 )

@@ -122,8 +122,12 @@ def test_models_with_ranks_of_their_own_by_hand() -> None:
 
 
 def plan(*words: str) -> tuple[int, str]:
+    return rlhf_megatron("plan", *words)
+
+
+def rlhf_megatron(*words: str) -> tuple[int, str]:
     """The command in a process of its own: megatron-core is changed in it."""
-    command = [sys.executable, "-m", "rlhf_megatron", "plan", *words]
+    command = [sys.executable, "-m", "rlhf_megatron", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -152,7 +156,7 @@ def test_memory_by_phase(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
-    """The largest phase that its first lines name, the engine's weights and its cache."""
+    """The largest phase that its first lines name, the engine's weights and cache, a sync, a step and its shares."""
     head = recipe.read_text().partition("\nmodel:")[0]
     gpu = re.search(r"plan memory \S+ --gpu (\S+)", head)
     phase = re.search(r"(log-probs|update) takes? ([\d.]+) GB", head)
@@ -169,6 +173,17 @@ def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
     assert sync is not None and ROOT / sync[2] == recipe, head
     code, text = plan("sync", str(recipe), "--network", sync[3])
     assert code == 0 and f"floor          {float(sync[1]):.2f} s" in text, text
+    shares = r"step takes (\d+) s as planned; the trainer works (\d+) % of it, engines (\d+) %:"
+    planned = re.search(rf"{shares}\n# +rlhf-megatron (simulate .*)\n", head)
+    assert planned is not None and planned[4].startswith(f"simulate configs/recipes/{recipe.name} --gpu {gpu[1]} ")
+    code, text = rlhf_megatron(*planned[4].split())
+    step = re.search(r"step ([\d.]+) s in the mean", text)
+    idle = re.search(r"idle: trainer ([\d.]+)%, engines ([\d.]+)%", text)
+    assert step is not None and idle is not None, text
+    assert abs(float(step[1]) - int(planned[1])) < 0.51
+    works = [int(planned[number]) for number in (2, 3)]
+    assert all(abs(100 - float(idle[number]) - works[number - 1]) < 0.51 for number in (1, 2))
+    assert min(works) >= 20, "neither side waits for the other most of the time"
 
 
 @pytest.mark.dist

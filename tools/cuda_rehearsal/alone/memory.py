@@ -33,6 +33,10 @@ SHAPES = {
     "235B-A22B": "qwen3_235b_a22b_gspo",
     "671B-A37B": "deepseek_v3_grpo",
 }
+WORLDS: dict[str, dict[str, Any]] = {  # twice the recipes' ranks
+    "235B-A22B": {"trainer.nnodes": 32},
+    "671B-A37B": {"trainer.nnodes": 64, "actor.megatron.expert_model_parallel_size": 32},
+}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "none": {"recompute_granularity": "none", "recompute_method": None, "recompute_num_layers": None},
@@ -64,7 +68,7 @@ def questions() -> list[tuple[str, str, int]]:
 def config_of(shape: str, recompute: str) -> RunConfig:
     """The recipe of a shape, with what decides on its activations."""
     settings = {f"actor.megatron.{name}": value for name, value in RECOMPUTE[recompute].items()}
-    return load_config(RECIPES / f"{SHAPES[shape]}.yaml", settings, with_files=False)
+    return load_config(RECIPES / f"{SHAPES[shape]}.yaml", {**settings, **WORLDS.get(shape, {})}, with_files=False)
 
 
 def batch_of(num_samples: int, length: int) -> MiniBatch:
