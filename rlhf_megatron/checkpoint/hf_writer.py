@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.aside import written_aside
 from rlhf_megatron.checkpoint.hf_reader import DTYPES, FP8, INDEX
 
-MAX_SHARD_BYTES = 4 << 30
+MAX_SHARD_BYTES = 2 << 30  # processes that write into files of their own do not wait for each other
 _COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",

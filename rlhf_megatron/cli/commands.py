@@ -255,7 +255,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", metavar="N", type=_count, default=2, help="that convert (%(default)s)")
     text = "config.json and tokenizer, where SOURCE has none"
     parser.add_argument("--model", metavar="DIR", type=Path, help=text)
-    parser.add_argument("--max-shard-mib", metavar="N", type=int, help="size of a file, MiB (4096)")
+    parser.add_argument("--max-shard-mib", metavar="N", type=int, help="size of a file, MiB (2048)")
     ranks = parser.add_argument_group("of --to ranks")
     for name, text in (
         ("tp", "tensor-parallel size"),

@@ -108,7 +108,7 @@ def _open(source: Path, config_from: Path | None) -> Model:
 def _target(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> Target:
     if model.is_of_fsdp and args.to != "hf":
         raise ValueError(f"{args.source} was trained by the backend fsdp; convert it --to hf first.")
-    max_bytes = (args.max_shard_mib or 4096) << 20
+    max_bytes = (args.max_shard_mib or 2048) << 20
     if args.to == "ranks":
         axes = {name: getattr(args, name) for name in _LAYOUT if getattr(args, name) is not None}
         return RanksTarget(model, items, layout_on_disk(**axes))

@@ -40,7 +40,6 @@ from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 Put = Callable[[str, int, Tensor | bytes], None]
 """Write at a byte of a file."""
 MAX_PART_BYTES = 1 << 30  # of a tensor in torch_dist: a larger one is cut into several
-MAX_DIST_BYTES = 2 << 30  # of a file in torch_dist: processes that write into files of their own do not wait
 
 
 class Target(Protocol):
@@ -197,7 +196,7 @@ class TorchDistTarget:
         items: Sequence[Item],
         impl: Impl = "transformer_engine",
         is_stacked: bool | None = None,
-        max_file_bytes: int = MAX_DIST_BYTES,
+        max_file_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         naming = Naming.of(tuple(item.rule for item in items if not item.is_kept), impl, is_stacked)
         self._parts: dict[str, list[Part]] = {}
