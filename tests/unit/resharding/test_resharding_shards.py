@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import HFTensor, Rule, Span, hf_spans, rules_of_stage, split
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.plan import plan_buckets
+from rlhf_megatron.resharding.shard_sender import plan_rounds
 from rlhf_megatron.resharding.shards import (
     EngineLayout,
     Share,
@@ -109,6 +111,19 @@ def random_case(draw: random.Random) -> tuple[str, Layout, EngineLayout]:
     engine_tp = draw.choice((1, 2, 4, 8))
     fitting = [n for n in (1, 2, 4, 8) if engine_tp % n == 0]
     return model, layout, EngineLayout(engine_tp, draw.choice(fitting) if has_experts else 1)
+
+
+def test_the_ranks_of_a_copy_share_the_bytes_of_a_bucket() -> None:
+    """Each has half of 3,001 bytes, rounded up; a part of a buffer is a whole number of pages."""
+    rules = rules_of_stage(table_of("dense", 2), 0, Layout(2, tp=2))
+    rounds = plan_rounds(rules, Layout(2, tp=2), "bfloat16", 3_001)
+    alone = [
+        plan_buckets(share.rules, "bfloat16", 1_501, spans=share.spans) for share in shares_of(rules, Layout(2, tp=2))
+    ]
+    assert rounds.buckets == tuple(map(tuple, alone)) and rounds.count == max(map(len, alone)) > 1
+    largest = [max(bucket.num_bytes for bucket in mine) for mine in rounds.buckets]
+    assert rounds.sizes == [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in largest]
+    assert rounds.starts == [0, rounds.sizes[0], sum(rounds.sizes)]
 
 
 def expected_entries(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> dict[int, range]:
