@@ -31,6 +31,7 @@ class Counts:
     num_by_turn: int = 0  # conversations with a document a turn
     num_stops_added: int = 0
     num_thoughts_lost: int = 0
+    num_tools_lost: int = 0  # conversations
 
     def told(self) -> list[str]:
         """Return the counts that a person should know, one phrase each."""
@@ -42,6 +43,7 @@ class Counts:
             "conversations as a document a turn (the chat template rewrites earlier turns)": self.num_by_turn,
             "stop tokens put behind turns that the chat template ends with none": self.num_stops_added,
             "turns whose reasoning_content, or <think>, the chat template leaves out": self.num_thoughts_lost,
+            "conversations whose tools the chat template leaves out": self.num_tools_lost,
         }
         return [f"{count} {what}" for what, count in phrases.items() if count]
 
@@ -79,6 +81,10 @@ def _turns(
     turns = turns_of(messages, lambda part, asks: chat.conversation(part, asks, tools), tokenizer)
     counts.num_stops_added += turns.num_stops_added
     counts.num_thoughts_lost += turns.num_thoughts_lost
+    first = turns.documents[0]
+    asked = tokenizer.spell(first.token_ids[: first.trained[0][0]]) if tools else ""
+    functions = (tool.get("function", tool) for tool in tools or ())
+    counts.num_tools_lost += any(isinstance(f, dict) and str(f.get("name", "")) not in asked for f in functions)
     return turns
 
 

@@ -96,6 +96,15 @@ def test_conversations(tmp_path: Path) -> None:
     assert shown[0].startswith("--- chats 1 of 2: ") and shown[0].endswith(" train")
 
 
+@pytest.mark.parametrize(("family", "is_lost"), [("qwen25", False), ("llama3", True)])
+def test_tools_that_a_template_does_not_write_are_told(family: str, is_lost: bool, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_published(tmp_path, family))
+    rows = [{**row, "tools": [{"type": "function", "function": {"name": "add"}}]} for row in CHATS]
+    data = DataConfig(train_files=(write(tmp_path / "chats.jsonl", rows),), apply_chat_template=True)
+    sets = load_documents(data, SFTConfig(messages_key="messages"), tokenizer, is_pairs=False)
+    assert ("2 conversations whose tools the chat template leaves out" in sets.counts.told()) == is_lost
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
