@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,29 @@ def test_three_steps_equal_transformers(
     for holder in holders:
         assert all(torch.equal(holder.weights[part], holders[0].weights[part]) for part in HEAD)
         assert not holder.weights[HEAD[0]].equal(case.state["score.weight"])
+
+
+def test_fsdp2_equals_transformers_and_goes_on_bit_for_bit(
+    dist_pool: DistPool, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    """Three steps at dp2 against transformers, and against two steps, a checkpoint and one step more."""
+    case = cases["qwen3_tied"]
+    job: dict[str, Any] = {"name": case.name, "state": case.state, "batch": case.batch, "fsdp": FSDPConfig(), "dp": 2}
+    results = dist_pool.run(train_critic, **job)
+    values = restore([r.values for r in results], [r.plan for r in results], case.batch.offsets).values
+    off = float((values - case.exact[0].predicted).abs().max()) / reference.unit_of_tokens(case.exact[0], case.draws)
+    grads, weights = (joined([getattr(result, kind) for result in results]) for kind in ("grads", "weights"))
+    found = {"values": off, **reference.in_units(grads, weights, case.state, case.exact[-1], case.draws)}
+    assert max(found.values()) <= BAR, found
+    assert not weights["score.weight"].equal(case.state["score.weight"])
+    dist_pool.run(train_critic, **job, num_steps=2, directory=tmp_path / "critic")
+    resumed = dist_pool.run(train_critic, **job, num_steps=1, directory=tmp_path / "critic", is_loading=True)
+    again = joined([result.weights for result in resumed])
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def joined(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.student_curve import run_seed
 
-pytestmark = [pytest.mark.dist, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def test_a_student_learns_what_its_teacher_knows(tmp_path: Path) -> None:

@@ -42,8 +42,9 @@ def make_critic(
     megatron: dict[str, Any] | None = None,
     bucket_size: int | None = None,
     hf_config: dict[str, Any] | None = None,
+    fsdp: FSDPConfig | None = None,
 ) -> Any:
-    """`source`: of weights. `hf_config`: in place of that of `name`.
+    """`source`: of weights. `hf_config`: in place of that of `name`. `fsdp`: settings of that backend; None: Megatron.
 
     `bucket_size`: parameters of a gradient bucket, for small models to have several.
     """
@@ -57,7 +58,12 @@ def make_critic(
     data_parallel.BUCKET_SIZE = bucket_size
     try:
         first = with_value_head(source, config.value_head_init_std, SEED)
-        backend = MegatronBackend(hf_config or reference.HF_CONFIGS[name], first, world, dtype, settings, "value")
+        arguments = (hf_config or reference.HF_CONFIGS[name], first, world, dtype)
+        if fsdp is not None:
+            from rlhf_megatron.workers.fsdp import FSDPBackend
+
+            return Critic(FSDPBackend(*arguments, fsdp, "value"), config, phases, SEED)
+        backend = MegatronBackend(*arguments, settings, "value")
         return Critic(backend, config, phases, SEED)
     finally:
         data_parallel.BUCKET_SIZE = None
@@ -76,13 +82,15 @@ def train_critic(
     bucket_size: int | None = None,
     mistake: str | None = None,
     save_after: int | None = None,
+    fsdp: FSDPConfig | None = None,
 ) -> CriticResult:
     """Values, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
     after `save_after` steps."""
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
             MISTAKES[mistake](patch)
-        critic = make_critic(world, name, StateSource(state), dtype, megatron=megatron, bucket_size=bucket_size)
+        how = {"megatron": megatron, "bucket_size": bucket_size, "fsdp": fsdp}
+        critic = make_critic(world, name, StateSource(state), dtype, **how)
         if directory is not None and is_loading:
             critic.load(directory)
         shard, plan = share(world, batch, 40)
