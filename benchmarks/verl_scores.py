@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from benchmarks import verl_programs
 from benchmarks.common import ROOT
 
 OUT = ROOT / "tests" / "support" / "verl_scores.jsonl"
@@ -233,13 +235,14 @@ def module(folder: Path, name: str) -> ModuleType:
 def rows(verl: Path) -> Iterator[dict[str, Any]]:
     """All answers with verl's score; what verl raises is null."""
     folder = verl / "utils" / "reward_score"
-    gsm8k, math, dapo, search = (
-        module(folder, name) for name in ("gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em")
+    gsm8k, math, dapo, search, algebra = (
+        module(folder, name) for name in ("gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em", "math_verify")
     )
     scorers: list[tuple[str, dict[str, str], tuple[str, ...], Callable[[str, str], float]]] = [
         ("gsm8k", OF_GSM8K, NUMBERS, lambda r, label: gsm8k.compute_score(r, label.replace(",", ""))),
         ("math", OF_MATH, FORMS, math.compute_score),
         ("math_dapo", OF_DAPO, NUMBERS, lambda r, label: (dapo.compute_score(r, label)["score"] + 1) / 2),
+        ("math_verify", OF_MATH, FORMS, lambda r, label: algebra._verify_in_subprocess(f"\\boxed{{{label}}}", r)),
         ("search_r1", OF_SEARCH, NAMES, lambda r, label: search.compute_score(r, {"target": [label]})),
     ]
     for name, answers, labels, score in scorers:
@@ -252,6 +255,11 @@ def rows(verl: Path) -> Iterator[dict[str, Any]]:
                 except Exception:  # of verl's parsers: a run there ends, or scores 0
                     found = None
                 yield {"scorer": name, "kind": kind, "response": response, "label": label, "verl": found}
+    sys.path.insert(0, str(folder))
+    programs = importlib.import_module("prime_code")
+    for kind, response, label in verl_programs.answers():
+        found = float(programs.compute_score(response, label, continuous=True)[0])
+        yield {"scorer": "prime_code", "kind": kind, "response": response, "label": label, "verl": found}
 
 
 def main() -> None:

@@ -189,7 +189,7 @@ def _parse(text: str) -> Any:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    return parse(f"${text.strip('$ ')}$", extraction_config=configs, parsing_timeout=None)
+    return parse(f"${text.strip('$ ').rstrip('.')}$", extraction_config=configs, parsing_timeout=None)
 
 
 def _found_in(text: str, max_chars: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Our scorers against verl's own on 846 answers, published and adversarial: the same score, or a reason.
+"""Our scorers against verl's own on 1,362 answers, published and adversarial: the same score, or a reason.
 
 tests/support/verl_scores.jsonl holds what verl said (`python -m benchmarks.verl_scores`)."""
 
@@ -12,6 +12,7 @@ import pytest
 from places import ROOT
 
 from rlhf_megatron.rewards.scorers import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.code import CodeParams, sandbox_of
 
 ROWS = [json.loads(line) for line in (ROOT / "tests" / "support" / "verl_scores.jsonl").read_text().splitlines()]
 OURS: dict[str, tuple[str, dict[str, Any]]] = {  # ours -> verl's, and our parameters
@@ -19,19 +20,31 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {  # ours -> verl's, and our param
     "math": ("math", {}),
     "math_dapo": ("math_dapo", {}),
     "short_answer": ("search_r1", {}),
+    "code": ("prime_code", {"score": "share", "test_timeout_s": 2.0}),
     "exact_match": ("gsm8k", {"pattern": "#### (.*)"}),
-    "math_verify": ("math", {}),
+    "math_verify": ("math_verify", {}),
 }
 COMMAS = "verl removes commas of the answer; text compares as it is: clean the labels, or use gsm8k"
 READS_DIGITS = "verl stops reading at the first character that is none of a number's, so the rest of an answer is free"
 BLANKS = "white space around an answer does not count here; verl wants one blank"
 READS_ALL = "verl looks at the last 300 characters only"
-VALUES = "verl compares text after its rules, the library values"
-OTHER_BOXES = (
-    "verl wants the last \\boxed with braces, or one blank; here the last box that is closed counts, an \\fbox too"
-)
-UNITS = "verl cuts all behind \\text{ , and the percent sign: `12 or 77` passes for 12 there"
+OTHER_BOXES = "verl's parser reads no answer in them; here the last box that is closed counts, an \\fbox too"
+FROM_THE_FIRST = "verl's parser joins the boxes of a response; here the last one counts"
+FRACTIONS = "a \\frac that stands in no box, or in other marks within it, verl's parser finds all the same"
+RIGHT = "a right program; verl's grader runs it as a function in its own process, with texts as stdin and stdout"
 REASONS = {
+    "code": {
+        **dict.fromkeys(("open(0)", "buffer", "bytes", "exit(0) behind", "star"), RIGHT),
+        "exit code 1 behind": "a program that fails has not passed",
+        "nearly": "verl has a tolerance; here decimals are exact, as LiveCodeBench's",
+        "zero before": "lines of numbers are compared as decimals, as LiveCodeBench does",
+        "no mark": "an unmarked block counts where none is marked as Python",
+        "not closed": "a block that does not end is malformed",
+        "the first": "verl takes the first element of an expected list for all of it",
+        "equals all": "verl compares where the program's __eq__ counts",
+        "number": "verl takes 1 for true",
+        "by heart": "verl leaves out the function's name when it scores test by test: functions have no share there",
+    },
     "short_answer": {"eleven tags": "verl pays a quarter above ten tags; the term `repetition` fines those here"},
     "exact_match": {
         **dict.fromkeys(("published", "blank behind", "second one right", "five marks"), COMMAS),
@@ -41,13 +54,11 @@ REASONS = {
         "far from the end": READS_ALL,
     },
     "math_verify": {
-        **dict.fromkeys(("dollars in the box", "text in the box", "left right", "name of three letters"), VALUES),
-        **dict.fromkeys(("two equations", "another order", "with a sign", "full stop in the box"), VALUES),
-        **dict.fromkeys(("approximately", "degrees", "name of two letters"), VALUES),
-        **dict.fromkeys(("fbox", "fbox behind", "an unfinished box behind", "no braces"), OTHER_BOXES),
-        **dict.fromkeys(("box with a blank", "box with a blank and braces"), OTHER_BOXES),
-        **dict.fromkeys(("no box", "box without a backslash"), "without a box the library reads the last expression"),
-        **dict.fromkeys(("both", "two units", "percent"), UNITS),
+        **dict.fromkeys(("fbox", "box with a blank", "box with a blank and braces", "no braces"), OTHER_BOXES),
+        **dict.fromkeys(("text in the box", "open box", "capital"), FRACTIONS),
+        "last one right": FROM_THE_FIRST,
+        "full stop in the box": "`12.` is no number for verl's parser",
+        "approximately": "the library reads \\approx before 1/2 alone, asked as verl does before \\frac alone",
     },
 }
 
@@ -72,7 +83,15 @@ def scores(name: str) -> dict[str, list[tuple[str, str, float, float]]]:
 def test_the_same_score_or_a_reason(name: str) -> None:
     if name == "math_verify":
         pytest.importorskip("math_verify")
+    if name == "code":
+        try:
+            CodeParams(**OURS[name][1]).prepare()
+        except ValueError as error:
+            pytest.skip(str(error))
     differing = scores(name)
+    if name == "code":
+        sandbox_of(CodeParams(**OURS[name][1])).close()
+        sandbox_of.cache_clear()
     assert set(differing) == set(REASONS.get(name, {})), dict(differing)
 
 
