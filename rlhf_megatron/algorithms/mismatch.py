@@ -30,7 +30,7 @@ def mismatch_statistics(
     """
     found = _differences(rollout_log_probs_T, old_log_probs_T, response_mask_T)
     count = found.diff_N.numel()
-    mean = found.diff_N.mean().item() if count else 0.0
+    mean = _sum(found.diff_N) / max(count, 1)
     p50, p99, p100 = percentiles(found.diff_N, (0.5, 0.99, 1.0), in_place=True)
     return {
         "training/rollout_log_probs_diff_max": p100,
@@ -47,7 +47,7 @@ def mismatch_statistics(
 
 @dataclass(frozen=True)
 class _Differences:
-    diff_N: Tensor  # [N] float64, of log-probs, absolute; infinite where that is not a number
+    diff_N: Tensor  # [N] in the type of the columns, of log-probs, absolute; infinite where that is not a number
     kl_sum: float  # of k3
     probs_diff_max: float  # of probabilities, absolute
     probs_diff_mean: float
@@ -56,7 +56,7 @@ class _Differences:
 
 def _differences(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor) -> _Differences:
     """Block by block: memory that stays in a cache is several times faster, and only one column is kept whole."""
-    found = torch.empty(int(response_mask_T.count_nonzero()), dtype=torch.float64)
+    found = old_log_probs_T.new_empty(int(response_mask_T.count_nonzero()))
     first, kl_sum, mean, squares = 0, 0.0, 0.0, 0.0
     top = torch.zeros((), dtype=torch.float64)
     for start in range(0, response_mask_T.numel(), BLOCK):
@@ -68,7 +68,7 @@ def _differences(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_
         rollout_N = rollout_log_probs_T[block].index_select(0, places_N).to(torch.float64)
         trainer_N = old_log_probs_T[block].index_select(0, places_N).to(torch.float64)
         log_ratio_N = log_ratio(rollout_N, trainer_N)
-        torch.abs(log_ratio_N, out=found[first:last])
+        found[first:last] = log_ratio_N.abs()
         log_ratio_N.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kl_sum += log_ratio_N.expm1().sub_(log_ratio_N).sum().item()
         probs_diff_N = trainer_N.exp_().sub_(rollout_N.exp_()).abs_()
@@ -157,9 +157,10 @@ def differences(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
 def response_differences(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor, runs: Sequence[slice] | None = None
 ) -> Tensor:
-    """[N] float64: `differences` of the response tokens of `runs`, None: of all. Block by block: one column stands."""
+    """[N] `differences` of the response tokens of `runs`, None: of all, in the type of the columns, which has all the
+    digits that they have. Block by block: one column stands."""
     runs = [slice(0, response_mask_T.numel())] if runs is None else runs
-    found, count = torch.empty(sum(run.stop - run.start for run in runs), dtype=torch.float64), 0
+    found, count = old_log_probs_T.new_empty(sum(run.stop - run.start for run in runs)), 0
     for start, stop in (
         (start, min(start + BLOCK, run.stop)) for run in runs for start in range(run.start, run.stop, BLOCK)
     ):
@@ -179,7 +180,12 @@ def spread(differences_N: Tensor) -> Spread:
     inner = torch.tensor(EDGES[1:-1], dtype=torch.float64)
     counts = torch.zeros(len(EDGES) - 1, dtype=torch.int64)
     for block_N in differences_N.split(BLOCK):
-        counts += torch.bincount(torch.bucketize(block_N, inner, right=True), minlength=len(counts))
-    mean = differences_N.mean().item()
+        counts += torch.bincount(torch.bucketize(block_N.to(torch.float64), inner, right=True), minlength=len(counts))
+    mean = _sum(differences_N) / count
     p99, largest = percentiles(differences_N, (0.99, 1.0), in_place=True)
     return Spread(tuple(counts.tolist()), count, mean, p99, largest)
+
+
+def _sum(column_N: Tensor) -> float:
+    """In float64, block by block."""
+    return sum((block_N.sum(dtype=torch.float64).item() for block_N in column_N.split(BLOCK)), 0.0)

@@ -14,6 +14,7 @@ Legend: P prompts, B samples (B = P x group size), T tokens of all samples toget
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -238,18 +239,26 @@ def places_behind(offsets: Tensor, is_wanted_T: Tensor) -> Tensor:
     return (torch.arange(len(is_wanted_T)) + index_T + 1)[is_wanted_T]
 
 
+@functools.cache
+def _axes(kind: type) -> tuple[tuple[str, str], ...]:
+    """(name, "sample" or "token") of each column."""
+    return tuple((f.name, f.metadata["axis"]) for f in fields(kind) if "axis" in f.metadata)
+
+
 def columns_of(batch: TokenBatch | TokenColumns) -> Iterator[tuple[str, str, Any]]:
     """(name, "sample" or "token", value) of each column that is there."""
-    for f in fields(batch):
-        if "axis" in f.metadata and getattr(batch, f.name) is not None:
-            yield f.name, f.metadata["axis"], getattr(batch, f.name)
+    kind: Any = type(batch)
+    for name, axis in _axes(kind):
+        if (value := getattr(batch, name)) is not None:
+            yield name, axis, value
 
 
 def select(batch: Batch, samples: Sequence[int]) -> Batch:
     """The given samples of a batch, in the given order. Every column follows."""
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
-    runs = _runs(batch.offsets, samples)
-    new: dict[str, Any] = {"offsets": offsets_from_lengths(batch.lengths[rows])}
+    starts, stops = batch.offsets[rows], batch.offsets[rows + 1]
+    runs = _runs(starts, stops)
+    new: dict[str, Any] = {"offsets": offsets_from_lengths(stops - starts)}
     for name, axis, value in columns_of(batch):
         if axis == "token":
             column = value.numpy()
@@ -263,12 +272,10 @@ def select(batch: Batch, samples: Sequence[int]) -> Batch:
     return replace(batch, **new)
 
 
-def _runs(offsets: Tensor, samples: Sequence[int]) -> list[slice]:
+def _runs(starts: Tensor, stops: Tensor) -> list[slice]:
     """The tokens of these samples; those of neighbours are one run. No index a token: it is larger than a column."""
-    borders = offsets.tolist()
     runs: list[slice] = []
-    for sample in samples:
-        start, stop = borders[sample], borders[sample + 1]
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         if runs and runs[-1].stop == start:
             start = runs.pop().start
         runs.append(slice(start, stop))

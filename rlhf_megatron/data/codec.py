@@ -12,6 +12,7 @@ and such a field is one that a later version added.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -188,7 +189,9 @@ def _pack(obj: Any, buffers: list[Buffer]) -> Any:
     if isinstance(obj, Path):
         return {"path": str(obj)}
     if _REGISTERED.get(kind.__qualname__) is kind:
-        return {"data": [kind.__qualname__, {f.name: _pack(getattr(obj, f.name), buffers) for f in fields(obj)}]}
+        return {
+            "data": [kind.__qualname__, {name: _pack(getattr(obj, name), buffers) for name in _names(obj.__class__)[0]}]
+        }
     fix = "register the class with data.codec.register" if is_dataclass(obj) else "convert it to a plain type"
     raise ValueError(f"cannot encode a {kind.__module__}.{kind.__qualname__}; {fix}.")
 
@@ -251,15 +254,21 @@ def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
     if name not in _REGISTERED:
         raise ValueError(f"class {name!r} is not registered here; import the module that registers it")
     cls = _REGISTERED[name]
-    known = {f.name for f in fields(cls)}
-    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-    if wrong := (needed - set(columns)) | (set(columns) - known):
+    known, needed = _names(cls)
+    if wrong := (needed - columns.keys()) | (columns.keys() - known):
         raise ValueError(f"{name} was written with other fields (differing: {', '.join(sorted(wrong))})")
     values = {key: _unpack(node, buffers) for key, node in columns.items()}
     try:
         return cls(**values)
     except Exception as error:  # whatever the class's own checks raise on values of a wrong type
         raise ValueError(f"{name} refuses its fields ({error})") from error
+
+
+@functools.cache
+def _names(cls: type) -> tuple[dict[str, None], set[str]]:
+    """(all fields in their order, those without a default)."""
+    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    return {f.name: None for f in fields(cls)}, needed
 
 
 def _slices(view: memoryview, position: int, sizes: list[int]) -> Iterator[memoryview]:

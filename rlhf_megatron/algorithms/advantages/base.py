@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rlhf_megatron.algorithms.aggregate import sequence_sums
@@ -100,8 +101,11 @@ def spread(advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> Te
 
 
 def response_lengths(response_mask_T: Tensor, offsets: Tensor) -> Tensor:
-    """[B] int64: response tokens of each sample."""
-    return torch.searchsorted(places(response_mask_T), offsets).diff()
+    """[B] int64: True entries of each sample. No column a token is made of the mask."""
+    if response_mask_T.device.type != "cpu":
+        return torch.searchsorted(places(response_mask_T), offsets).diff()
+    mask, borders = response_mask_T.numpy(), pairwise(offsets.tolist())
+    return torch.tensor([int(np.count_nonzero(mask[start:stop])) for start, stop in borders], dtype=torch.int64)
 
 
 def places(is_one_T: Tensor) -> Tensor:

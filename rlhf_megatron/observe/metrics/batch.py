@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.advantages.base import response_lengths as sample_counts
 from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.algorithms.mismatch import response_differences
@@ -42,10 +43,7 @@ def valid_tokens(batch: ScoredBatch) -> Tensor:
 
 def response_lengths(batch: TokenBatch) -> Tensor:
     """[B] int64, tokens that the policy sampled."""
-    if bool((batch.lengths > 0).all()):
-        return sample_counts(batch.response_mask, batch.offsets)
-    sums = torch.cat([torch.zeros(1, dtype=torch.int64), batch.response_mask.to(torch.int64).cumsum(0)])
-    return sums[batch.offsets[1:]] - sums[batch.offsets[:-1]]
+    return sample_counts(batch.response_mask, batch.offsets)
 
 
 def prompt_lengths(batch: TokenBatch) -> Tensor:
@@ -53,12 +51,6 @@ def prompt_lengths(batch: TokenBatch) -> Tensor:
     mask, borders = batch.response_mask.numpy(), batch.offsets.tolist()
     own = [mask[start:end] for start, end in pairwise(borders)]
     return torch.tensor([int(of.argmax()) if of.any() else len(of) for of in own], dtype=torch.int64)
-
-
-def sample_counts(is_counted_T: Tensor, offsets: Tensor) -> Tensor:
-    """[B] int64: True entries of each sample, none of which is empty."""
-    starts = offsets[:-1].numpy()
-    return torch.from_numpy(np.add.reduceat(is_counted_T.numpy().view(np.uint8), starts, dtype=np.int64))
 
 
 def picked(column: Tensor, mask: Tensor) -> Tensor:
