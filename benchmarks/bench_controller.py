@@ -1,33 +1,33 @@
 """What the controller spends on every token: CPU time and memory, by part, with engines and ranks that cost nothing.
 
     python -m benchmarks.bench_controller [--groups 64] [--samples 8] [--response 2048] [--ranks 64]
-    python -m benchmarks.bench_controller --large    # 8,192 tokens a response and 1,024 ranks, in two sizes
+    python -m benchmarks.bench_controller --large    # 8,192 tokens a response, 1,024 engines and ranks, in three sizes
 
-A step of GRPO with a reference and four mini-batches goes through the controller's own code: SGLang's answers as bytes,
-samples, journal, batch, rewards, the calls of log-probs with their messages, advantages, updates, metrics. Answers,
-what a rank does with a message, and text are made up and not counted; no model runs. Nothing is compared with a
-baseline: two commits are compared by running both in turns (`--repeats`, the least counts).
+A step of GRPO with a reference and four mini-batches goes through the run's own code: fleet and drivers, which ask
+servers that stand for SGLang, samples, journal, batch, rewards, the calls of log-probs with their messages, advantages,
+updates, metrics. The servers, what a rank does with a message, and text are made up and not counted; no model runs.
+Nothing is compared with a baseline: two commits are compared by running both in turns (`--repeats`, the least counts).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import math
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.bench_in_flight import VOCABULARY, Servers, cpu_of
 from benchmarks.common import ROOT, significant, write_result
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.data import codec
@@ -37,9 +37,11 @@ from rlhf_megatron.observe.metrics.mismatch import mismatch_record
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rollout.engine import GenerateRequest, Groups
-from rlhf_megatron.rollout.fleet.balancer import cut
-from rlhf_megatron.rollout.sglang.samples import groups_of, version_name
+from rlhf_megatron.rollout.drivers.pool import Drivers
+from rlhf_megatron.rollout.engine import EngineAddress, Groups
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.samples import Limits
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
 from rlhf_megatron.runtime.messages import Reply
 from rlhf_megatron.runtime.proxies import Workers
@@ -48,7 +50,7 @@ from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.sync.weight_sync import Sync
 from rlhf_megatron.workers.contract import UpdateResult
 
-VOCABULARY = 150_000
+NUM_DRIVERS = 2
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Shape:
     prompt_length: int = 64
     response_length: int = 2048
     num_ranks: int = 64
+    num_engines: int = 8
 
     @property
     def num_tokens(self) -> int:
@@ -72,9 +75,9 @@ class Meter:
         self.seconds: Counter[str] = Counter()  # of the main thread
         self.beside: Counter[str] = Counter()  # of others
         self.bytes: dict[str, int] = {}  # of the process at the peak of the part, beyond what stood at first
-        self.waited_s = (
-            0.0  # of these seconds: between the last answer and the first micro-batch, without what is made up
-        )
+        self.drivers_s = 0.0  # of other processes
+        # Of these seconds: between the last answer and the first micro-batch, without what is made up.
+        self.waited_s = 0.0
         self._stood = reset_peak()
         self._open: list[str] = []
         self._since = 0.0
@@ -135,42 +138,40 @@ class Meter:
 MADE_UP = "made up"  # what is no part of the controller
 
 
-class Engines:
-    """Stands for a fleet: answers as stock SGLang sends them, read by the adapter's own code."""
+class Engines(EngineFleet):
+    """The run's fleet, clients and drivers before servers that stand for engines, which answer as stock SGLang does.
+
+    What the main thread does is a part of the stage that calls it; the loop that talks to drivers and the threads that
+    watch engines are counted beside it, drivers apart."""
 
     def __init__(self, shape: Shape, meter: Meter) -> None:
-        rng = np.random.default_rng(1)
+        self._servers = Servers(shape.num_engines, shape.response_length, is_sglang=True)
+        self._servers.ask("go")
         self._meter = meter
-        length = shape.response_length
-        self._samples = []
-        for _ in range(16):
-            ids, log_probs = rng.integers(0, VOCABULARY, length), -rng.exponential(0.5, length).astype(np.float32)
-            rows = [[float(p), int(t), None] for p, t in zip(log_probs, ids, strict=True)]
-            meta = {
-                "finish_reason": {"type": "length", "length": length},
-                "output_token_logprobs": rows,
-                "completion_tokens": length,
-                "weight_version": version_name(0),
-                "weight_versions": [{"version": version_name(0), "start": 0, "end": length}],
-            }
-            answer = {"text": "", "output_ids": ids.tolist(), "meta_info": meta}
-            self._samples.append(json.dumps(answer, separators=(",", ":")))
+        drivers = Drivers(NUM_DRIVERS)
+        self._pids = drivers.pids
+        addresses = [
+            EngineAddress(f"engine{i}", "sglang", f"http://127.0.0.1:{port}", "t" * 32)
+            for i, port in enumerate(self._servers.ports)
+        ]
+        engines = [SGLangEngine(address, Path("/nowhere")) for address in addresses]
+        for engine in engines:
+            engine._limits = Limits(VOCABULARY, is_deterministic=False)  # which a run asks for once
+        super().__init__(engines, 3600.0, 0, drivers=drivers)
+        while not drivers.are_ready:
+            time.sleep(0.1)
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], on_groups: Callable[[int, Groups], None], known: Mapping[int, Any]
-    ) -> Groups:
-        found: Groups = []
-        for chunk in cut(requests, 8):
-            with self._meter.of(MADE_UP):
-                numbers = [chunk.start * 7 + i for i in range(chunk.num_samples)]
-                data = f"[{','.join(self._samples[n % len(self._samples)] for n in numbers)}]".encode()
-            with self._meter.of("answers to samples"):
-                groups = groups_of(data, chunk.requests)
-                del data
-            on_groups(chunk.start, groups)
-            found += groups
+    def generate(self, *args: Any) -> Groups:
+        there, all_s, own_s = cpu_of(self._pids), time.process_time(), time.thread_time()
+        found = super().generate(*args)
         self._meter.answered()
+        self._meter.drivers_s = cpu_of(self._pids) - there
+        self._meter.beside["fleet"] += time.process_time() - all_s - (time.thread_time() - own_s)
         return found
+
+    def close(self) -> None:
+        super().close()
+        self._servers.end()
 
 
 class Ranks:
@@ -254,10 +255,9 @@ def measure(shape: Shape, directory: Path) -> Meter:
     made_up: Any = text
     data = RunData(None, (), made_up, ())
     parts = replace(load_parts(config), needs_reference=True)
-    fleet: Any = engines
     group: Any = ranks
     journal = Journal(directory / "journal", "benchmark")
-    stages = Stages(config, Workers(group), fleet, data, parts, Sync(), scores, journal=journal)
+    stages = Stages(config, Workers(group), engines, data, parts, Sync(-1), scores, journal=journal)
     thresholds: Any = lambda found: None  # noqa: E731
     stages.mismatch._stop_past_thresholds = thresholds  # type: ignore[method-assign]
     for name in ("append", "write"):
@@ -267,6 +267,8 @@ def measure(shape: Shape, directory: Path) -> Meter:
     stages.begin()
     with meter.of("samples to a batch"):
         rollout = stages.generate(1, prompts)
+    with meter.of(MADE_UP):
+        engines.close()
     with meter.of("rewards"):
         scored = stages.score(1, rollout)
     del rollout
@@ -304,25 +306,26 @@ def peak() -> int:
     return int(found[1]) * 1024
 
 
-LARGE = (Shape(64, 8, 64, 8192, 1024), Shape(256, 8, 64, 8192, 1024))  # is it linear?
-WHOLE = Shape(2048, 8, 64, 8192, 1024)  # the step whose figures follow
+LARGE = tuple(Shape(num_groups, 8, 64, 8192, 1024, 1024) for num_groups in (64, 256, 1024))  # is it linear?
+WHOLE = Shape(2048, 8, 64, 8192, 1024, 1024)  # the step whose figures follow
 
 
 def of_large() -> dict[str, Any]:
-    """Two sizes of a large step, once each, and what the whole one takes by them. Its memory would not be there."""
+    """Three sizes of a large step, once each, the exponents from the smallest to the largest, and what the whole one
+    takes by the largest."""
     sizes = []
     for shape in LARGE:
         with tempfile.TemporaryDirectory() as directory:
             meter = measure(shape, Path(directory))
         rows = {part: seconds for part, seconds in meter.seconds.items() if part != MADE_UP}
-        drivers, histograms = rows.pop("answers to samples"), rows.pop("distributions")
+        histograms = rows.pop("distributions")
         tokens, count = shape.num_tokens, {part: meter.bytes[part] for part in rows}
         rows |= meter.beside
         sizes.append(
             {
                 "num_samples": shape.num_groups * shape.num_samples,
                 "controller_us_a_token": sum(rows.values()) / tokens * 1e6,
-                "drivers_us_a_token": drivers / tokens * 1e6,
+                "drivers_us_a_token": meter.drivers_s / tokens * 1e6,
                 "answer_to_update_us_a_token": meter.waited_s / tokens * 1e6,
                 "histograms_us_a_token": histograms / tokens * 1e6,
                 "bytes_a_token": max(count.values()) / tokens,
@@ -330,7 +333,12 @@ def of_large() -> dict[str, Any]:
             }
         )
         print("  ".join(f"{name} {value:.4g}" for name, value in sizes[-1].items()))
-    last, millions = sizes[-1], WHOLE.num_tokens / 1e6
+    first, last, millions = sizes[0], sizes[-1], WHOLE.num_tokens / 1e6
+    growth = math.log(last["num_samples"] / first["num_samples"])
+    exponents = {  # of the sum over tokens: 1 is linear, what every size has alike makes it less
+        name: 1 + math.log(last[name] / first[name]) / growth for name in first if name.endswith("us_a_token")
+    }
+    print("exponents:  " + "  ".join(f"{name} {value:.3g}" for name, value in exponents.items()))
     whole = {
         "num_samples": WHOLE.num_groups * WHOLE.num_samples,
         "controller_cpu_s": last["controller_us_a_token"] * millions,
@@ -338,7 +346,8 @@ def of_large() -> dict[str, Any]:
         "gigabytes": last["bytes_a_token"] * millions / 1e3,
     }
     print("a step of 16,384 samples:  " + "  ".join(f"{name} {value:.4g}" for name, value in whole.items()))
-    return {"sizes": [{k: significant(v) for k, v in size.items()} for size in sizes], "whole_step": whole}
+    sizes = [{name: significant(value) for name, value in size.items()} for size in sizes]
+    return {"sizes": sizes, "exponents": {k: significant(v) for k, v in exponents.items()}, "whole_step": whole}
 
 
 def main() -> None:
@@ -347,6 +356,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=Shape.num_samples)
     parser.add_argument("--response", type=int, default=Shape.response_length)
     parser.add_argument("--ranks", type=int, default=Shape.num_ranks)
+    parser.add_argument("--engines", type=int, default=Shape.num_engines)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="large steps in place of the others")
     parser.add_argument(
@@ -355,7 +365,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
-    shape = Shape(args.groups, args.samples, Shape.prompt_length, args.response, args.ranks)
+    shape = Shape(args.groups, args.samples, Shape.prompt_length, args.response, args.ranks, args.engines)
     best: dict[str, float] = {}
     used: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -370,7 +380,7 @@ def main() -> None:
             meter = measure(shape, Path(directory))
         if repeat == 0:  # later ones find memory that the first has left
             used = {part: round(count / shape.num_tokens, 1) for part, count in meter.bytes.items() if part != MADE_UP}
-        for part, seconds in (meter.seconds | meter.beside).items():
+        for part, seconds in (meter.seconds | meter.beside | {"drivers": meter.drivers_s}).items():
             best[part] = min(best.get(part, seconds), seconds)
     del best[MADE_UP]
     rows = {part: significant(seconds / shape.num_tokens * 1e6) for part, seconds in best.items()}

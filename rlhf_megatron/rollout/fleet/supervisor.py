@@ -19,6 +19,7 @@ from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, Gen
 from rlhf_megatron.rollout.fleet.calls import EngineCalls
 
 _POLL_S = 0.1  # between looks at the process
+_LOOKS_A_SECOND = 500  # at the processes of all engines together, each from a thread of its own
 _RETRY_S = 0.5  # after a health check that failed at once
 
 
@@ -33,14 +34,16 @@ class HealthWatch:
         on_ill: Callable[[HealthWatch, str], None],
         interval_s: float,
         timeout_s: float,
+        poll_s: float = _POLL_S,
     ) -> None:
         """`health`: raises EngineError where it has not answered well within so many seconds. `ending`: how its process
-        ended, None while it runs. A first check comes after `interval_s`."""
+        ended, None while it runs, looked at every `poll_s`. A first check comes after `interval_s`."""
         self._health = health
         self._ending = ending
         self._on_ill = on_ill
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._poll_s = min(poll_s, interval_s)
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name=f"watch-{name}", daemon=True).start()
 
@@ -50,7 +53,7 @@ class HealthWatch:
 
     def _run(self) -> None:
         due = time.monotonic() + self._interval_s
-        while not self._stopped.wait(_POLL_S):
+        while not self._stopped.wait(self._poll_s):
             words = self._ending()
             if words is None and time.monotonic() >= due:
                 words = self._check()
@@ -348,6 +351,7 @@ class Supervisor:
             lambda watch, words: self._found_ill(member, watch, words),
             limits.health_interval_s,
             limits.health_timeout_s,
+            max(_POLL_S, len(self.members) / _LOOKS_A_SECOND),
         )
 
     def _stop_watch(self, member: Member) -> None:
