@@ -103,7 +103,7 @@ class WeightSync(Sync):
                 self.fleet.set_aside(name, str(error))
         self.turns.after_stream()
         faults.reach("sync.before_commit")
-        self.fleet.commit_update(version)
+        self.fleet.commit_update(version, is_whole=None in standing_by_name.values())  # those are asked below
         faults.reach("sync.after_commit")
         self.version, self._sent = version, sent.digests
         if self.transport == "disk":

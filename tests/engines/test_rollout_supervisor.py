@@ -73,13 +73,13 @@ class Rig:
         self.resynced = []
         return fleet
 
-    def sync(self, fleet: EngineFleet, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def sync(self, fleet: EngineFleet, meanwhile: Callable[[], None] = lambda: None, is_whole: bool = True) -> None:
         self.version += 1
         fleet.begin_update(self.version)
         for engine in fleet.live:
             self.send(engine)
         meanwhile()
-        fleet.commit_update(self.version)
+        fleet.commit_update(self.version, is_whole)
 
     def send(self, engine: Engine) -> None:
         for manifest in write_buckets(weights_of(tiny_qwen3(self.version)), self.transfer, self.version):
@@ -274,6 +274,50 @@ class Refuser(LocalEngine):
             Refuser.is_refusing = False
             raise EngineRequestError("engine1 answered 400: no")
         super().commit_update(version)
+
+
+class LateToCommit(LocalEngine):
+    """engine1 commits when it is let go, and refuses then, once, where it is told to."""
+
+    may_go = threading.Event()
+    is_refusing = False
+
+    def commit_update(self, version: int) -> None:
+        if self.address.name == "engine1":
+            assert LateToCommit.may_go.wait(120)
+            if LateToCommit.is_refusing:
+                LateToCommit.is_refusing = False
+                raise EngineRequestError("engine1 answered 400: no")
+        super().commit_update(version)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_refusing", [False, True])
+def test_new_requests_go_to_an_engine_that_has_committed_while_another_still_does(
+    rig: Rig, is_refusing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late one gets no request before it says that it serves the version, and no weights a second time; the bits
+    are those of two. The next sync waits for it."""
+    monkeypatch.setattr(LateToCommit, "may_go", threading.Event())
+    monkeypatch.setattr(LateToCommit, "is_refusing", is_refusing)
+    monkeypatch.setattr("rlhf_megatron.rollout.fleet.fleet._LATE_S", 0.2)
+    fleet = rig.fleet(2, connect=LateToCommit)
+    rig.sync(fleet, is_whole=False)
+    assert [engine.address.name for engine in fleet.live] == ["engine0"] and fleet.version() == rig.version
+    assert generate(fleet) == rig.expected(2)
+    asked = {call.engine for call in fleet.calls() if call.verb == "generate"}
+    assert asked == {"engine0"} and rig.resynced == []
+
+    LateToCommit.may_go.set()
+    if is_refusing:
+        generate_until(fleet, rig, lambda: bool(rig.resynced))
+        assert fleet.take_counters()["rollout/engine_failures"] == 1
+    rig.sync(fleet)
+    assert len(fleet.live) == 2 and fleet.version() == rig.version
+    assert generate(fleet) == rig.expected(2)
+    assert {call.engine for call in fleet.calls() if call.verb == "generate"} == {"engine0", "engine1"}
+    assert rig.resynced == (["engine1"] if is_refusing else [])
+    fleet.close()
 
 
 class SlowServers:

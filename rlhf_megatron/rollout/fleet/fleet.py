@@ -48,6 +48,7 @@ COUNTERS = tuple(
 _HEALTH_S = 5.0
 _QUESTION_S = 30.0
 _PURPOSE = "generate"
+_LATE_S = 5.0  # that engines which commit are waited for when one has done so
 _VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
 
 
@@ -203,6 +204,7 @@ class EngineFleet:
         be mended later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
         self._assert_mine()
         supervisor = self._supervisor
+        supervisor.await_commits(self._served.current, _VERB_S)
         supervisor.watch()
         supervisor.advance(self._served.current)
         candidates = supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
@@ -216,26 +218,33 @@ class EngineFleet:
             supervisor.stale(member, str(error))
         self._require_future(len(done), failures.values())
 
-    def commit_update(self, version: int) -> None:
+    def commit_update(self, version: int, is_whole: bool = True) -> None:
         """Commit on all engines that take part, then ask each whether it serves `version`. From then on that is the
         current version, also where an engine does not have it. Raises EngineError as `begin_update` does.
+
+        `is_whole` False: work goes on with engines that serve it, where others take longer. Such a one gets none until
+        it says that it serves `version` too; one that fails is STALE.
         """
         self._assert_mine()
         supervisor = self._supervisor
-        committed, failures = self._each(
-            "commit_update", lambda engine: engine.commit_update(version), supervisor.of(State.SYNCING)
-        )
-        found, unanswered = self._each("version", lambda engine: engine.version(), committed)
-        failures |= unanswered
-        for member, value in found.items():
-            if value == version:
-                supervisor.serves(member, is_proven=True)
-            else:
-                failures[member] = EngineError(f"{member.name} serves version {value} after the sync to {version}")
-        for member, error in failures.items():
-            supervisor.stale(member, str(error))
+        members = supervisor.of(State.SYNCING)
+        futures = supervisor.commits(members, version)
+        is_whole = is_whole or not isinstance(self._balancer, LeastOutstanding)  # a router sends to any engine
+        supervisor.await_commits(version, _VERB_S, num_wanted=None if is_whole else 1)
+        supervisor.await_commits(version, _LATE_S)
+        late = [member.name for member in members if member.is_committing]
+        if late and is_whole:
+            for name in late:
+                self.set_aside(name, f"{name} has not ended commit_update within {_VERB_S:g} s")
+        elif late:
+            logger.warning("%s still commit version %d; the others go on", ", ".join(late), version)
         supervisor.unwatch()
-        self._require_future(len(supervisor.of(State.SERVING)), failures.values())
+        failures = [
+            future.exception() or EngineError(member.reason)
+            for member, future in futures.items()
+            if not member.is_committing and member.state is not State.SERVING
+        ]
+        self._require_future(len(supervisor.of(State.SERVING)), failures)
         self._served.now(version)
 
     def abandon_update(self, reason: str) -> None:
@@ -269,6 +278,7 @@ class EngineFleet:
         started, and kills one that does not release its memory, since that would keep it.
         """
         self._assert_mine()
+        self._supervisor.await_commits(self._served.current, _VERB_S)
         self._supervisor.await_starts(self._served.current)
         self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
 
@@ -290,7 +300,8 @@ class EngineFleet:
 
     @property
     def _live(self) -> list[Member]:
-        return self._supervisor.of(State.SYNCING) or self._supervisor.of(State.SERVING)
+        syncing = [member for member in self._supervisor.of(State.SYNCING) if not member.is_committing]
+        return syncing or self._supervisor.of(State.SERVING)
 
     @contextmanager
     def _working(self, todo: Sequence[Chunk]) -> Iterator[Generation]:
@@ -360,7 +371,7 @@ class EngineFleet:
         logger.warning("%s answers again and joins the weight sync", member.name)
         return True
 
-    def _require_future(self, num_good: int, failures: Collection[EngineError]) -> None:
+    def _require_future(self, num_good: int, failures: Collection[BaseException]) -> None:
         """Check, after a verb of a sync, that some engine is left or will come back. Raises EngineError.
 
         Before the first sync, or where a request itself is refused, a restart would not help unless a server has died

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -127,11 +127,16 @@ class Member:
     engine: Engine
     state: State = State.SERVING
     reason: str = ""  # why it does not serve: what it said last
-    pending: Future[Any] | None = None  # of CHECKED (its version) and STARTING (its address)
+    pending: Future[Any] | None = None  # of CHECKED and a commit (its version) and STARTING (its address)
     is_suspect: bool = False  # CHECKED, as are all others, since nobody knows which of them failed
     max_running: int | None = None  # samples that it decodes at once; None: not known
     num_stale: int = 0  # times in a row that it was found without the current weights
     watch: HealthWatch | None = None
+
+    @property
+    def is_committing(self) -> bool:
+        """It has the weights of a sync that is over for others, and has not said that it serves them."""
+        return self.state is State.SYNCING and self.pending is not None
 
 
 class Supervisor:
@@ -236,6 +241,32 @@ class Supervisor:
             if member.state is State.DOWN:
                 self._restart(member)
 
+    def commits(self, members: Sequence[Member], version: int) -> dict[Member, Future[int | None]]:
+        """Have these commit a sync and say which version they serve, each in a thread, which `advance` hears of."""
+
+        def commit(engine: Engine) -> int | None:
+            engine.commit_update(version)
+            return engine.version()
+
+        start = self._calls.start
+        futures = {member: start(member.name, "commit_update", partial(commit, member.engine)) for member in members}
+        for member, future in futures.items():
+            member.pending = future
+        return futures
+
+    def await_commits(self, version: int | None, deadline_s: float, num_wanted: int | None = None) -> None:
+        """Wait until so many of those that commit do serve, None: until all are done."""
+        deadline = time.monotonic() + deadline_s
+        while committing := [member for member in self.members if member.is_committing]:
+            if num_wanted is not None and len(self.of(State.SERVING)) >= num_wanted:
+                return
+            pending = [member.pending for member in committing if member.pending is not None]
+            if not wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED).done:
+                return
+            for member in committing:
+                if member.pending is not None and member.pending.done():
+                    self._conclude(member, member.pending, version)
+
     def await_starts(self, version: int | None) -> None:
         """Waits until no server is being started any more; their launcher has a deadline for that. Starts none anew."""
         for member in self.of(State.STARTING):
@@ -251,7 +282,7 @@ class Supervisor:
                 self._bring_current(member, version)
 
     def _may_return(self, member: Member) -> bool:
-        if member.state in (State.CHECKED, State.STARTING):
+        if member.state in (State.CHECKED, State.STARTING) or member.is_committing:
             return True
         if member.state is State.STALE:
             return self.resync is not None
@@ -284,8 +315,17 @@ class Supervisor:
         try:
             found = pending.result(timeout=0)
         except (EngineError, OSError) as error:
+            if member.state is State.SYNCING:
+                self.stale(member, str(error))
+                return
             words = str(error) if member.state is State.STARTING else f"{member.reason} (and then: {error})"
             self.down(member, words)
+            return
+        if member.state is State.SYNCING:
+            if found == version:
+                self.serves(member, is_proven=True)
+            else:
+                self.stale(member, f"{member.name} serves version {found} after the sync to {version}")
             return
         if member.state is State.CHECKED:
             if version is None or found == version:

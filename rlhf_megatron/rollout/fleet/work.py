@@ -331,7 +331,9 @@ def _forget(task: asyncio.Task[Groups]) -> None:
 def _serves(member: Member | None, engine: Engine | None) -> bool:
     """Whether what was sent there is still awaited. A router's connection breaks when the engine behind it is killed,
     and one that is STALE aborts it."""
-    return member is None or (member.engine is engine and member.state in (State.SERVING, State.CHECKED))
+    if member is None:
+        return True
+    return member.engine is engine and (member.state in (State.SERVING, State.CHECKED) or member.is_committing)
 
 
 def spans_of(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
