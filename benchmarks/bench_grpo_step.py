@@ -72,7 +72,7 @@ class Shape:
 
 SHAPES = {
     "quickstart": Shape(32, 16, 128, 0, 4, 1280),
-    "long": Shape(8, 8, 32, 512, 64, 4608),
+    "long": Shape(8, 8, 32, 512, 64, 1152),
     "smollm2": Shape(2, 4, 8, 256, 512, 3072, lr=1e-5),
 }
 SMOLLM2 = ROOT / ".cache/smollm2-135m-instruct"
