@@ -187,9 +187,10 @@ class TrainJob:
             return False
         print(said)
         if self.config.trainer.save_hf:
+            from rlhf_megatron.config.rules.run import has_critic
             from rlhf_megatron.recovery.export import export_complete
 
-            for line in export_complete(self.run_dir, self.config):
+            for line in export_complete(self.run_dir, self.config.trainer, has_critic(self.config)):
                 print(line)
         return True
 

@@ -16,8 +16,7 @@ from rlhf_megatron.checkpoint.manifest import MANIFEST
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.checkpoint.value_model import reward_model_config, value_model_config
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.run import has_critic
-from rlhf_megatron.config.schema import LoRAConfig, RunConfig, TrainerConfig
+from rlhf_megatron.config.schema import LoRAConfig, TrainerConfig
 from rlhf_megatron.conversion.model import Model
 from rlhf_megatron.conversion.run import OnBytes, write_hf
 from rlhf_megatron.models.lora import scale_of
@@ -153,17 +152,17 @@ def best_step(values: Mapping[int, float], steps: Sequence[int], metric: str | N
     return max(known)[1] if known else None
 
 
-def export_complete(run_dir: Path, config: RunConfig) -> list[str]:
+def export_complete(run_dir: Path, trainer: TrainerConfig, has_critic: bool) -> list[str]:
     """Write what `trainer.save_hf` asks for and a complete run has not written. Returns a line for each directory.
 
     Raises ValueError where the last step has no checkpoint.
     """
     wanted: list[tuple[str, Literal["actor", "critic"]]] = [(HF, "actor")]
-    wanted += [(HF_CRITIC, "critic")] if has_critic(config) else []
+    wanted += [(HF_CRITIC, "critic")] if has_critic else []
     lines = []
     for name, role in wanted:
         if not (run_dir / name).exists():
-            find_weights(run_dir, config.trainer.total_training_steps, role=role).write(run_dir / name)
+            find_weights(run_dir, trainer.total_training_steps, role=role).write(run_dir / name)
             lines.append(f"weights of the {role}: {run_dir / name}")
     return lines
 

@@ -19,7 +19,7 @@ from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.observe.metrics.rates import FORWARD, TRAINING, model_flops, peak_tflops
@@ -93,7 +93,11 @@ def planned_durations(config: RunConfig, gpu: str, median: int | None) -> Durati
         trainer=_trainer(config, hf_config, layout, sample.tokens, speed),
         sync=SyncDurations(
             seconds=cost_of(stages, layout, engines, network).floor().seconds,
-            turns_s=_turns_s(config, hf_config, layout) if config.rollout.colocated else None,
+            turns_s=(
+                _turns_s(config.actor.megatron, config.model.dtype, hf_config, layout)
+                if config.rollout.colocated
+                else None
+            ),
         ),
         source=f"planned for {gpu}, not measured",
         assumed=(
@@ -167,9 +171,9 @@ def _trainer(
     return replace(found, critic_tokens_per_s=forward, critic_update_tokens_per_s=forward / TRAINING)
 
 
-def _turns_s(config: RunConfig, hf_config: Mapping[str, Any], layout: Layout) -> float:
+def _turns_s(megatron: MegatronConfig, dtype: str, hf_config: Mapping[str, Any], layout: Layout) -> float:
     """The trainer's states go to the machine's memory and come back; engines' weights come by the sync."""
-    model = Trained(hf_config, getattr(torch, config.model.dtype), 1)
+    model = Trained(hf_config, getattr(torch, dtype), 1)
     sizes = Sizes.of(model)
-    states = max(state_bytes(model, config.actor.megatron, layout, stage, sizes) for stage in range(layout.pp))
+    states = max(state_bytes(model, megatron, layout, stage, sizes) for stage in range(layout.pp))
     return 2 * states / _HOST_BYTES_S

@@ -54,11 +54,10 @@ def load_job_data(
     return load_documents(data, sft, tokenizer, is_pairs), tokenizer
 
 
-def order_of(config: RunConfig, sets: DocumentSets) -> Stream[DocumentSource]:
-    """The order in which samples are drawn; the batch of a step depends on nothing but the step."""
-    data = config.data
-    seed = config.trainer.seed if data.seed is None else data.seed
-    return Stream(sets.sources, data.train_batch_size, data.shuffle, seed)
+def order_of(data: DataConfig, seed: int, sets: DocumentSets) -> Stream[DocumentSource]:
+    """The order in which samples are drawn; the batch of a step depends on nothing but the step. `seed`: where `data`
+    has none."""
+    return Stream(sets.sources, data.train_batch_size, data.shuffle, seed if data.seed is None else data.seed)
 
 
 @dataclass
@@ -109,7 +108,7 @@ def train_supervised(
     load_plugins(config.plugins)
     trainer = config.trainer
     sets, tokenizer = load_job_data(config.model, config.data, config.sft, has_pairs(config))
-    stream = order_of(config, sets)
+    stream = order_of(config.data, config.trainer.seed, sets)
     start = find_start(config, run_dir, stream)
     attempts = Attempts(run_dir)
     with ExitStack() as stack:

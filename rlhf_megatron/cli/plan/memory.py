@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.run import reward_model_ranks
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.proof.plan.gpus import GB, GPUS
 from rlhf_megatron.proof.plan.phases import Phase, engine_of, host_bytes, of_other_pools, phases_of, picture
@@ -27,15 +28,15 @@ def memory(args: argparse.Namespace) -> int:
     policy = read_hf_config(Path(config.model.path))
     critic = read_hf_config(Path(config.critic.path)) if config.critic.path is not None else policy
     found = memory_table.plan(config, policy, critic)
-    engine = engine_of(config, policy, gpu_bytes)
+    engine = engine_of(config.rollout, config.model.dtype, policy, gpu_bytes)
     rows: list[tuple[str, Phase]] = []
     print(f"{args.gpu}: {gpu_bytes / GB:.0f} GB; GB of 10^9 bytes on the fullest rank of each stage")
     phases = [
         (f"stage {stage} ({own.num_ranks} ranks)", phase)
         for stage, own in enumerate(found.stages)
-        for phase in phases_of(config, found, stage, engine)
+        for phase in phases_of(found, stage, engine, config.rollout.colocated)
     ]
-    for place, phase in (*phases, *of_other_pools(config, found)):
+    for place, phase in (*phases, *of_other_pools(found, reward_model_ranks(config) > 0)):
         rows.append((f"{place.partition(' (')[0]} {phase.name}", phase))
         parts = ", ".join(f"{name} {num_bytes / GB:.2f}" for name, num_bytes in phase.parts.items() if num_bytes)
         print(f"  {place} {phase.name:<9} {phase.total / GB:7.2f}: {parts}")
@@ -45,7 +46,7 @@ def memory(args: argparse.Namespace) -> int:
             f"engines {where}: weights {engine.weights / GB:.2f}, cache {engine.cache / GB:.2f}, which is"
             f" {engine.num_tokens} tokens of {engine.token_bytes} bytes"
         )
-    for name, num_bytes in host_bytes(config, found).items():
+    for name, num_bytes in host_bytes(config.rollout, config.trainer.n_gpus_per_node, found).items():
         print(f"host memory of a machine: {name} {num_bytes / GB:.1f}")
     if args.picture is not None:
         args.picture.write_text(picture(rows, gpu_bytes, f"{args.config} on {args.gpu}"))

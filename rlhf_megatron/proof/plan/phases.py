@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from rlhf_megatron.config.rules.run import reward_model_ranks
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.proof.check.memory_table import Memory
 from rlhf_megatron.proof.plan.gpus import GB, EngineMemory, engine_memory
@@ -30,16 +29,17 @@ class Phase:
         return sum(self.parts.values())
 
 
-def engine_of(config: RunConfig, hf_config: Mapping[str, Any], gpu_bytes: int) -> EngineMemory | None:
-    """Return an engine's memory; None for an engine that is not SGLang: those run on CPUs or are small."""
-    if config.rollout.engine != "sglang":
+def engine_of(rollout: RolloutConfig, dtype: str, hf_config: Mapping[str, Any], gpu_bytes: int) -> EngineMemory | None:
+    """Return an engine's memory; None for an engine that is not SGLang: those run on CPUs or are small. `dtype`: where
+    `rollout` has none."""
+    if rollout.engine != "sglang":
         return None
-    dtype = config.rollout.dtype or config.model.dtype
-    table = engine_table(table_for(hf_config), dtype, config.rollout.quantization)
-    return engine_memory(table, hf_config, dtype, config.rollout.sglang.args, gpu_bytes)
+    dtype = rollout.dtype or dtype
+    table = engine_table(table_for(hf_config), dtype, rollout.quantization)
+    return engine_memory(table, hf_config, dtype, rollout.sglang.args, gpu_bytes)
 
 
-def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemory | None) -> list[Phase]:
+def phases_of(memory: Memory, stage: int, engine: EngineMemory | None, is_colocated: bool) -> list[Phase]:
     """Return the phases of a rank of an actor's stage. Colocated engines and trainer take turns (docs/colocated.md)."""
     own, traffic = memory.stages[stage], memory.traffic[stage]
     optimizer = {"main parameters": max(own.main_parameters), "moments": max(own.moments)}
@@ -65,7 +65,7 @@ def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemor
     weights = {"engine weights": engine.weights} if engine is not None else {}
     cache = {"engine cache": max(0, engine.cache)} if engine is not None else {}
     buffers = {"sync buffers": traffic.peak_buffer}
-    if not config.rollout.colocated:
+    if not is_colocated:
         return [
             Phase("generate", {**states, **stays}),
             log_probs,
@@ -76,22 +76,22 @@ def phases_of(config: RunConfig, memory: Memory, stage: int, engine: EngineMemor
     return [Phase("generate", {**weights, **cache}), log_probs, update, synced]
 
 
-def of_other_pools(config: RunConfig, memory: Memory) -> Iterator[tuple[str, Phase]]:
+def of_other_pools(memory: Memory, has_own_judge: bool) -> Iterator[tuple[str, Phase]]:
     """(model and stage, what a rank holds at most) of a critic, a reference or teacher, and a reward model with ranks
     of their own."""
     if memory.has_critic_pool:
         for own, kept in zip(memory.critic, memory.critic_activations, strict=True):
             parts = {"critic": max(own.totals), "critic's activations": kept}
             yield f"critic stage {own.stage} ({own.num_ranks} ranks)", Phase("update", parts)
-    judge = memory.reward_model if reward_model_ranks(config) else ()
+    judge = memory.reward_model if has_own_judge else ()
     for name, sizes in (("reference", memory.reference_pool), ("reward model", judge)):
         for stage, num_bytes in enumerate(sizes):
             yield f"{name} stage {stage}", Phase("forward", {name: num_bytes})
 
 
-def host_bytes(config: RunConfig, memory: Memory) -> dict[str, int]:
-    """Bound a machine's host memory: state that leaves the GPUs, copies of what a checkpoint writes, weight buckets."""
-    ranks = config.trainer.n_gpus_per_node
+def host_bytes(rollout: RolloutConfig, ranks: int, memory: Memory) -> dict[str, int]:
+    """Bound a machine's host memory: state that leaves the GPUs, copies of what a checkpoint writes, weight buckets.
+    `ranks`: of the machine."""
     optimizer = max(max(s.main_parameters) + max(s.moments) for s in memory.stages)
     parameters = max(s.parameters for s in memory.stages)
     states = max(s.parameters + max(s.main_parameters) + max(s.moments) for s in memory.stages)
@@ -99,12 +99,12 @@ def host_bytes(config: RunConfig, memory: Memory) -> dict[str, int]:
     found = {"a checkpoint's copies": ranks * states}
     if is_on_host:
         found["optimizer"] = ranks * optimizer
-    if config.rollout.colocated:
+    if rollout.colocated:
         found["trainer while engines generate"] = ranks * (parameters if is_on_host else states)
     if memory.reference and memory.is_reference_on_host:
         found["reference"] = ranks * max(memory.reference)
-    if config.rollout.weight_transport != "process_group":
-        found["weight buckets"] = 2 * len(memory.stages) * config.rollout.update_weights_bucket_megabytes << 20
+    if rollout.weight_transport != "process_group":
+        found["weight buckets"] = 2 * len(memory.stages) * rollout.update_weights_bucket_megabytes << 20
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.rules.machines import machines_of_parts, machines_of_servers
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from rlhf_megatron.parallel.device import visible_devices
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rewards.service.model_servers import SERVER
@@ -82,15 +82,15 @@ def seat_of_server(config: RunConfig, index: int, address: str) -> Seat:
     return Seat(address, {VISIBLE: ",".join(own)} if own else {})
 
 
-def seat_on(config: RunConfig, machine: int, place: int, address: str) -> Seat:
+def seat_on(rollout: RolloutConfig, trainer: TrainerConfig, machine: int, place: int, address: str) -> Seat:
     """The seat of the part of an engine with that place among those of `machine`: the first free devices there, and
     those of its ranks, whose memory it opens. Raises EngineError where there are too few."""
-    rollout, user = config.rollout, config.rollout.sglang
+    user = rollout.sglang
     names = {name.replace("_", "-") for name in user.args}
-    if config.trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in user.env:
+    if trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in user.env:
         return Seat(address)
     visible = visible_devices()
-    of_ranks = visible[: config.trainer.n_gpus_per_node] if machine < config.trainer.nnodes else []
+    of_ranks = visible[: trainer.n_gpus_per_node] if machine < trainer.nnodes else []
     size = gpus_of_part(rollout)
     first = place * size + (0 if rollout.colocated else len(of_ranks))
     own = visible[first : first + size]
@@ -125,7 +125,8 @@ class MachineEngines:
         self._num_placed += 1
         machine = self._machines[index]
         if machine == 0:
-            launch.take(seat_on(self._config, 0, self._machines[:index].count(0), self._address))
+            rollout, trainer = self._config.rollout, self._config.trainer
+            launch.take(seat_on(rollout, trainer, 0, self._machines[:index].count(0), self._address))
             return launch
         return self._kept(launch, machine, index)
 

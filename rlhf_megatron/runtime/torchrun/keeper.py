@@ -194,7 +194,7 @@ class MachineKeeper:
         if not self._launches:
             EngineSetup.of(self._config).start(self._run_dir, transfer_dir, None, self._recorded)
         place = machines_of_parts(self._config)[:index].count(self._machine)
-        seat = partial(seat_on, self._config, self._machine, place, self._address)
+        seat = partial(seat_on, rollout, self._config.trainer, self._machine, place, self._address)
         return self._start(self._launches[name], seat, is_again, meeting)
 
     def _start(self, launch: Launch, seat: Callable[[], Seat], is_again: bool, meeting: str = "") -> str:

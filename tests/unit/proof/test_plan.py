@@ -16,7 +16,7 @@ from table_samples import DEEPSEEK_V3
 from benchmarks import bench_plan
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.config.schema import MegatronConfig, RewardModelConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import rules_of_stage
 from rlhf_megatron.parallel.layout import Layout
@@ -101,12 +101,12 @@ def test_an_optimizer_on_the_host_and_a_critic_by_hand() -> None:
     traffic = StageTraffic(stage=0, num_buckets=1, gathered=1, sent=1, peak_buffer=7)
     memory = Memory((own,), (critic,), False, (), False, (traffic,), None, (3,), (11,))
     config = RunConfig()
-    found = {phase.name: phase.total for phase in phases_of(config, memory, 0, None)}
+    found = {phase.name: phase.total for phase in phases_of(memory, 0, None, is_colocated=False)}
     states = 20 + 40 + (20 + 40 + 15)
     assert found == {"generate": states, "log-probs": states, "update": states + 11, "sync": states + 7}
-    shared = replace(config, rollout=replace(config.rollout, colocated=True))
+    shared = replace(config.rollout, colocated=True)
     ranks = config.trainer.n_gpus_per_node
-    host = host_bytes(shared, memory)
+    host = host_bytes(shared, ranks, memory)
     assert host["optimizer"] == 15 * ranks and host["trainer while engines generate"] == 20 * ranks
 
 
@@ -114,10 +114,9 @@ def test_models_with_ranks_of_their_own_by_hand() -> None:
     """A critic trains there; a reference, or teacher, and a reward model hold parameters alone."""
     own = StageMemory(0, 8, 10, 20, 40, (5,), (10,), 20)
     memory = Memory((own,), (own,), True, (), False, (), None, (3,), (11,), (7, 6), False, (9,))
-    found = [(name, phase.name, phase.total) for name, phase in of_other_pools(RunConfig(), memory)]
+    found = [(name, phase.name, phase.total) for name, phase in of_other_pools(memory, has_own_judge=False)]
     assert found == [("critic stage 0 (8 ranks)", "update", 75 + 11), ("reference stage 0", "forward", 9)]
-    config = RunConfig(reward_model=RewardModelConfig(path="judge", num_ranks=2))
-    found = [(name, phase.name, phase.total) for name, phase in of_other_pools(config, memory)][2:]
+    found = [(name, phase.name, phase.total) for name, phase in of_other_pools(memory, has_own_judge=True)][2:]
     assert found == [("reward model stage 0", "forward", 7), ("reward model stage 1", "forward", 6)]
 
 

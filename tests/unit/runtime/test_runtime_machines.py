@@ -119,7 +119,7 @@ def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytes
 
     def devices(machine: int, place: int, *overrides: str) -> str:
         config: RunConfig = load([*TWO, "trainer.n_gpus_per_node=6", "trainer.device=auto", *overrides]).config
-        return seat_on(config, machine, place, "10.0.0.2").env["CUDA_VISIBLE_DEVICES"]
+        return seat_on(config.rollout, config.trainer, machine, place, "10.0.0.2").env["CUDA_VISIBLE_DEVICES"]
 
     assert devices(1, 0) == "6,0,1,2,3,4,5", "its own first; it opens the memory of the others"
     assert devices(1, 1) == "7,0,1,2,3,4,5"
