@@ -168,6 +168,17 @@ def test_lost_thoughts_are_counted(tmp_path: Path) -> None:
     assert trained(tmp_path / "other", "qwen3", THINKING)[0].num_thoughts_lost == 0
 
 
+def test_an_answer_that_the_template_changes_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
+
+    def render(messages: Any, asks: bool) -> str:
+        said = "".join(f"{m['role']}: {m['content'].upper()}<|im_end|>" for m in messages)
+        return said + ("assistant: " if asks else "")
+
+    with pytest.raises(ValueError, match=r"leaves out or changes the answer \('Hello!' is not in"):
+        turns_of([user("Hi"), says("<think>no</think>Hello!")], render, tokenizer)
+
+
 def test_a_border_inside_of_a_token_is_refused(tmp_path: Path) -> None:
     """The prompt ends with a space, which the tokenizer joins with the answer."""
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
