@@ -149,6 +149,31 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def _talks_by_nccl() -> bool:
+    import torch.distributed as dist
+
+    return hasattr(dist, "ProcessGroupNCCL")
+
+
+def _small_groups_of_one() -> None:
+    import torch.distributed as dist
+
+    parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
+    make = parallel_state.create_group
+
+    def create_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **others: Any
+    ) -> Any:
+        if pg_options is None and len(ranks) == 1 and "nccl" in (backend or dist.get_backend_config()):
+            pg_options = dist.ProcessGroupNCCL.Options()
+            pg_options.config.max_ctas = 1
+            if timeout is not None:
+                pg_options._timeout = timeout
+        return make(ranks, timeout, backend, pg_options, **others)
+
+    parallel_state.create_group = create_group
+
+
 PATCHES = (
     Patch(
         "transformer.moe.moe_utils.te_general_gemm",
@@ -207,6 +232,13 @@ PATCHES = (
         "without Transformer Engine and Apex the gradient norm waits for the device once a parameter",
         _norm_without_waits,
         is_needed=_norms_by_loop,
+    ),
+    Patch(
+        "parallel_state.create_group",
+        "a group of one rank takes 0.5 GB of a GPU as soon as one thing is summed in it (H100, NCCL 2.28); with one"
+        " channel it is 8 MB",
+        _small_groups_of_one,
+        is_needed=_talks_by_nccl,
     ),
 )
 

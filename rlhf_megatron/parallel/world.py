@@ -132,7 +132,7 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
 def smallest_device(world: World) -> int:
     """Bytes of the smallest GPU of the world's ranks; 0 on CPUs. All ranks."""
     total = torch.tensor(memory(world.device).total, dtype=torch.int64, device=world.device)
-    if world.device.type != "cpu":
+    if world.device.type != "cpu" and world.layout.world_size > 1:
         dist.all_reduce(total, dist.ReduceOp.MIN)
     return int(total)
 

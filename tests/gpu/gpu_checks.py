@@ -279,6 +279,21 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
     return {"num_bytes": report.num_bytes, **compare_log_probs(reported, found, batch.response_mask, BOUNDS[dtype])}
 
 
+def check_groups_of_one(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Sums in groups of one rank take next to no memory of a GPU: NCCL's buffers would be half a gigabyte each."""
+    need("megatron")
+    from rlhf_megatron.parallel.device import memory
+
+    with one_rank_actor(device, dtype) as (_, world):
+        groups = [world.tp_group, world.pp_group, world.dp_cp_group, world.model_parallel_group]
+        before = memory(device).used
+        for group in groups:
+            torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
+        taken = memory(device).used - before
+    assert taken <= len(groups) * 64 << 20, f"{taken >> 20} MiB for {len(groups)} groups"
+    return {"num_bytes": taken}
+
+
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step": check_training_step,
     "training_step_optimizer_cpu_offload": partial(check_training_step, optimizer_cpu_offload=True),
@@ -292,6 +307,7 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "attention_with_sinks_and_window": partial(check_attention, has_sinks=True, window=16),
     "offload": check_offload,
     "offload_distributed_optimizer": partial(check_offload, use_distributed_optimizer=True),
+    "groups_of_one": check_groups_of_one,
     "sync": check_sync,
 }
 

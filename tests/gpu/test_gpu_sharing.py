@@ -42,7 +42,8 @@ print(int(found.long().sum()), flush=True)
 
 
 def child(code: str, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # packages may be wheels there
+    environment = {**os.environ, "PYTHONPATH": places}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
