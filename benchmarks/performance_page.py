@@ -70,10 +70,24 @@ def kernels_on_gpu(directory: Path) -> str:
         text += f"\n{provenance(result)}\n"
         counts = ", ".join(f"{number} {kind}" for kind, number in sorted(result.get("counts", {}).items()))
         text += f"\nTests that need a GPU: {counts}.\n" if counts else ""
-        text += f"\n{cases_text(result.get('cases', {}))}"
+        text += f"\n{cases_text(result['cases'])}" if result.get("cases") else ""
+        text += runs_text(result.get("runs", ()))
+        text += "".join(f"\n{note}\n" for note in result.get("notes", ()))
         left_out = result.get("out_of_time", [])
         text += f"\nNot run, for want of time: {', '.join(left_out)}.\n" if left_out else ""
     return text
+
+
+def runs_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say which whole runs had the figures of a CPU, and what the others differed in."""
+    runs = [row for row in rows if "name" in row]
+    text = ""
+    for is_compared, words in ((True, "Whole runs with the figures of a CPU"), (False, "Not compared, ended well")):
+        names = [row["name"] for row in runs if row["is_compared"] == is_compared and not row["problems"]]
+        text += f"\n{words}: {', '.join(names)}.\n" if names else ""
+    return text + "".join(
+        f"\nWhole run {row['name']}: {'; '.join(row['problems'])}.\n" for row in runs if row["problems"]
+    )
 
 
 def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:

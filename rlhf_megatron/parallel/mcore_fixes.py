@@ -149,12 +149,6 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _talks_by_nccl() -> bool:
-    import torch.distributed as dist
-
-    return hasattr(dist, "ProcessGroupNCCL")
-
-
 def _small_groups_of_one() -> None:
     import torch.distributed as dist
 
@@ -238,7 +232,6 @@ PATCHES = (
         "a group of one rank takes 0.5 GB of a GPU as soon as one thing is summed in it (H100, NCCL 2.28); with one"
         " channel it is 8 MB",
         _small_groups_of_one,
-        is_needed=_talks_by_nccl,
     ),
 )
 

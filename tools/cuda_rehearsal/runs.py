@@ -45,6 +45,7 @@ class Outcome:
     """Of a case. `problems`: none where it passed. `largest`: the largest relative difference of a figure."""
 
     name: str
+    is_compared: bool
     seconds: float
     problems: tuple[str, ...]
     largest: float = 0.0
@@ -192,7 +193,7 @@ def _outcome(
             largest = largest_difference(found, expected)
     except (RunFailedError, subprocess.TimeoutExpired) as error:
         problems = [str(error)]
-    outcome = Outcome(case.name, round(time.monotonic() - start, 1), tuple(problems[:10]), largest)
+    outcome = Outcome(case.name, case.is_compared, round(time.monotonic() - start, 1), tuple(problems[:10]), largest)
     verdict = "FAILED" if problems else "ok"
     print(f"{verdict:7}{case.name:24}{outcome.seconds:6.0f} s  largest difference {largest:.1e}", flush=True)
     for words in outcome.problems:
