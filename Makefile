@@ -36,14 +36,14 @@ $(VENV)/.installed: setup.py constraints.txt
 
 install: $(VENV)/.installed  ## make the virtual environment
 
-quickstart: $(VENV)/.installed  ## train a tiny model: warm-up, then GRPO on addition at tp2 pp2 (4 processes)
-	$(BIN)/rlhf-megatron train configs/quickstart.yaml $(ARGS)
+quickstart: $(VENV)/.installed  ## train a tiny model: warm-up, then GRPO on addition at tp2 pp2 (4 processes on CPUs; ARGS="trainer.device=cuda": 4 GPUs)
+	$(BIN)/rlhf-megatron train configs/quickstart.yaml trainer.device=cpu $(ARGS)
 
 quickstart-sft: $(VENV)/.installed  ## the same model learns addition from answers alone, at tp2 (2 processes)
-	$(BIN)/rlhf-megatron sft configs/quickstart_sft.yaml $(ARGS)
+	$(BIN)/rlhf-megatron sft configs/quickstart_sft.yaml trainer.device=cpu $(ARGS)
 
 quickstart-ppo: $(VENV)/.installed  ## the same task with PPO: a critic on the actor's ranks, from the warmed-up weights
-	$(BIN)/rlhf-megatron train configs/quickstart_ppo.yaml $(ARGS)
+	$(BIN)/rlhf-megatron train configs/quickstart_ppo.yaml trainer.device=cpu $(ARGS)
 
 quickstart-seeds: $(VENV)/.installed  ## three seeds of a quickstart, and the mean gain; ARGS="--config configs/quickstart_ppo.yaml": of another
 	$(BIN)/python -m benchmarks.quickstart_seeds $(ARGS)

@@ -148,7 +148,7 @@ def _check_devices(trainer: TrainerConfig) -> None:
     if wanted > found:
         raise ValueError(
             f"trainer.n_gpus_per_node ({wanted}) must be at most the number of GPUs that torch finds here ({found});"
-            f" use {found}, or look at CUDA_VISIBLE_DEVICES."
+            f" use {found}, trainer.device: cpu, or look at CUDA_VISIBLE_DEVICES."
         )
 
 
