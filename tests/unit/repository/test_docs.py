@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from docs_tools import BLOCK, is_said
+from docs_tools import BLOCK, anchors, is_said
 from places import ROOT
 
 from rlhf_megatron.config.errors import ConfigError
@@ -23,8 +23,10 @@ PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*\w\.(?:py|y
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
     text = document.read_text()
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    missing = [link for link in links if link and not (document.parent / link).exists()]
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    missing = [link for link, _, _ in links if link and not (document.parent / link).exists()]
+    pages = [(document.parent / link if link else document, anchor) for link, _, anchor in links if anchor]
+    missing += [f"{page}#{anchor}" for page, anchor in pages if page.exists() and anchor not in anchors(page)]
     missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert not missing, f"{document.name} names what is not there: {missing}"
 
