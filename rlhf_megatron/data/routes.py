@@ -8,7 +8,9 @@ see (`runtime.route_store`)."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 
 STORE_ENV = "RLHF_MEGATRON_ROUTE_STORE"  # HOST:PORT of this machine's store, in processes that write
 Ids = np.ndarray[Any, np.dtype[Any]]
+RESERVE = 1 << 30  # bytes of a disk that files of routes leave, or a twentieth of it where that is less
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ def write_routes(directory: str, ids: Ids) -> str:
     aside = path.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(folder)
+        if disk.free - compact.nbytes < min(RESERVE, disk.total // 20):
+            raise OSError(errno.ENOSPC, f"{disk.free >> 20} MiB are free, and the journal and checkpoints need some")
         with open(aside, "wb") as file:
             np.save(file, compact, allow_pickle=False)
         os.replace(aside, path)

@@ -1,5 +1,6 @@
 """Routes by handle (runtime/route_store.py): a real store process, asked as ranks of another machine ask it."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +82,18 @@ def test_a_file_that_a_machines_end_has_cut_off_or_changed_is_not_there(tmp_path
     for damaged in (b"", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
         assert not routes.are_there([handle])
+
+
+@pytest.mark.parametrize(("total", "least"), [(100 << 30, 1 << 30), (10 << 30, (10 << 30) // 20)])
+def test_files_leave_a_part_of_the_disk_to_the_journal_and_checkpoints(
+    total: int, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.arange(24, dtype=np.int32).reshape(3, 2, 4)  # of one byte each
+    disk = shutil.disk_usage(tmp_path)._replace(total=total, free=least + ids.size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    assert routes.are_there([routes.write_routes(str(tmp_path), ids)])
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=disk.free - 1))
+    with pytest.raises(OSError, match=rf"{least >> 20} MiB are free, .*make room there"):
+        routes.write_routes(str(tmp_path), ids)
+    assert set(tmp_path.iterdir()) == before
