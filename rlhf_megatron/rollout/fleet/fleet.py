@@ -240,7 +240,7 @@ class EngineFleet:
             logger.warning("%s still commit version %d; the others go on", ", ".join(late), version)
         supervisor.unwatch()
         failures = [
-            future.exception() or EngineError(member.reason)
+            (future.exception() if future.done() else None) or EngineError(member.reason)
             for member, future in futures.items()
             if not member.is_committing and member.state is not State.SERVING
         ]
