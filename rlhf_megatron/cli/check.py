@@ -61,6 +61,7 @@ def _models(loaded: Loaded) -> Models:
     """config.json of the policy and of the critic, checked against the layouts; the files that must be there."""
     from rlhf_megatron.checkpoint.hf_reader import read_hf_config
     from rlhf_megatron.proof.check.proof import Models
+    from rlhf_megatron.proof.preflight import check_blocks
 
     config = loaded.config
     if config.job != "train":
@@ -80,6 +81,7 @@ def _models(loaded: Loaded) -> Models:
     problems += [str(problem) for problem in critic_model_problems(config, critic)] if has_other else []
     if problems:
         raise ConfigError(problems)
+    check_blocks(config)
     return Models(policy, critic)
 
 

@@ -102,6 +102,11 @@ def _check_engines(config: RunConfig) -> None:
     if config.job != "train":
         return
     EngineSetup.of(revealed(config, os.environ)).check()
+    check_blocks(config)
+
+
+def check_blocks(config: RunConfig) -> None:
+    """Raises ValueError where ranks of the trainer or of an engine cut a matrix within a block of FP8."""
     if config.rollout.quantization is not None:
         is_whole = config.actor.backend == "fsdp"  # it sends whole tensors
         layout = Layout(1) if is_whole else layout_of(config.actor.megatron, actor_ranks(config))

@@ -279,6 +279,14 @@ def test_runs_of_512_ranks_with_experts_pass_folded_to_8(config: str, words: tup
     assert any(".experts." in where for where in rows) and any(where.startswith("critic: ") for where in rows)
 
 
+@pytest.mark.long
+@pytest.mark.dist
+def test_a_run_whose_engines_hold_fp8_passes(tmp_path: Path) -> None:
+    """Ranks of the tiny model hold whole blocks; the engine's receipts are of blocks and scales."""
+    words = ("configs/recipes/qwen3_8b_dapo.yaml", "rollout.quantization=fp8", "--no-files", "--max-processes", "2")
+    passed(check(tmp_path / "out", *words), ["tp2 sequence pp1 dp1", "tp1 pp1 dp2"])
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -288,6 +296,14 @@ def test_runs_of_512_ranks_with_experts_pass_folded_to_8(config: str, words: tup
         (("configs/quickstart.yaml", "actor.policy_loss.loss_mode=ppo"), 2, "unknown policy loss 'ppo'"),
         (("configs/qwen3_64_ranks.yaml",), 2, "has no *.safetensors"),
         (("configs/gone.yaml",), 2, "cannot read configs/gone.yaml"),
+        (
+            (
+                *("configs/recipes/qwen3_30b_a3b_gspo.yaml", "rollout.quantization=fp8"),
+                *("rollout.sglang.args={tp_size: 8}", "--no-files"),
+            ),
+            1,
+            "the engine's tp_size cuts 768 rows of model.layers.0.mlp.experts.0.gate_proj.weight into 8 parts of 96",
+        ),
     ],
 )
 def test_bad_input(words: tuple[str, ...], code: int, message: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 LOSS, NORM, NATS, VALUES, UPDATE = 1e-4, 1e-4, 1e-5, 1e-4, 1e-3
 EXACT = 0.0
+QUANTISED = 0.3  # nats, of an engine that holds FP8: a sampled token's log-prob, at most
 
 LEFT_OUT = (
     *("kind", "step", "seconds", "timing_*", "perf/*", "sync/*", "val/*", "training/*", "warmup/accuracy"),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.checkpoint.quantised import FP8_BLOCK
 from rlhf_megatron.config import schema
 from rlhf_megatron.config.rules.experts import KEYS
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
@@ -24,13 +25,14 @@ TOKEN_BUDGET = 2 * (MAX_PROMPT + MAX_RESPONSE)  # a rank's: several micro-batche
 LEARNING_RATE = 1e-3
 MIN_EPS = 1e-5  # of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
 VALUE_HEAD_STD = 0.1  # least: behind a head of zeros nothing else would learn in the first optimizer step
+FP8_MEDIAN = 0.1  # nats, that FP8 may change a sampled token's log-prob by in the median
 VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny vocabulary
 
 HEAD_DIM = 8
+INITIALIZER_RANGE = 0.06  # wide enough for the probabilities of tokens to differ
 MIN_VOCAB_SIZE = 32  # holds the tokens of the character tokenizer
 MAX_QUERIES_PER_GROUP = 3
 SETTINGS: dict[str, Any] = {
-    "initializer_range": 0.06,  # wide enough for the probabilities of tokens to differ
     "torch_dtype": "float32",
     "dtype": None,
     "bos_token_id": None,  # these three are of the character tokenizer
@@ -39,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 CHANGED = (
-    "float32 in trainer and engine, so that layouts agree to rounding error",
+    "float32 in trainer and engine, so that layouts agree to rounding error; rollout.quantization stays",
     "the bundled local engine, one server; the synchronous schedule, whatever the run's is",
     f"a tiny model of the same family with random weights; {PROMPTS} prompts of the addition task with up to"
     f" {MAX_SAMPLES} samples; prompts of 4 to {MAX_PROMPT} tokens, responses of up to {MAX_RESPONSE}",
@@ -64,7 +66,10 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
         """Two a step where the run has several, else one."""
         return num_samples // 2 if true_samples > true else num_samples
 
-    checks = config.checks if config.is_exact else schema.CheckConfig()  # the run's own bound is one on float32
+    # The run's own bound is one on float32.
+    checks = schema.CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff) if config.is_exact else None
+    if config.rollout.quantization is not None:
+        checks = schema.CheckConfig(log_prob_p50_abs_diff=FP8_MEDIAN)
     return schema.RunConfig(
         model=schema.ModelConfig(
             path=str(directory / "model"),
@@ -85,6 +90,7 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
         reference=_reference(config.reference, directory) if needs_reference(config) else schema.ReferenceConfig(),
         rollout=schema.RolloutConfig(
             engine="local",
+            quantization=config.rollout.quantization,
             n=min(config.rollout.n, MAX_SAMPLES),
             temperature=config.rollout.temperature,
             stop=("+", "-", "*"),  # responses of different lengths
@@ -95,7 +101,7 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
         reward=schema.RewardConfig(name="character_share"),
         algorithm=_algorithm(config.algorithm, num_samples),
         warmup=_warmup(config.warmup),
-        checks=schema.CheckConfig(log_prob_max_abs_diff=checks.log_prob_max_abs_diff),
+        checks=checks or schema.CheckConfig(),
         trainer=schema.TrainerConfig(
             experiment_name=folded.name,
             default_local_dir=str(directory),
@@ -182,12 +188,17 @@ def _warmup(warmup: schema.WarmupConfig) -> schema.WarmupConfig:
 
 
 def fold_model(
-    hf_config: Mapping[str, Any], trues: Sequence[schema.MegatronConfig], folded: Sequence[schema.MegatronConfig]
+    hf_config: Mapping[str, Any],
+    trues: Sequence[schema.MegatronConfig],
+    folded: Sequence[schema.MegatronConfig],
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Return config.json of a tiny model that fits all layouts `folded`. `trues`: the run's own layouts, one a pool.
+    Under a `quantization` a rank's parts of matrices are whole blocks.
 
     Raises ValueError for a model that has no family here.
     """
+    head_dim, unit = (HEAD_DIM, 4) if quantization is None else FP8_BLOCK
     sizes = family_for(hf_config).transformer_arguments(hf_config)
     true_tp = trues[0].tensor_model_parallel_size
     tp = math.lcm(*(megatron.tensor_model_parallel_size for megatron in folded))
@@ -195,30 +206,31 @@ def fold_model(
     groups = tp * (2 if sizes["num_query_groups"] > true_tp else 1)
     heads = groups * _queries_per_group(sizes["num_attention_heads"] // sizes["num_query_groups"])
     is_square = sizes["hidden_size"] == sizes["num_attention_heads"] * sizes["kv_channels"]
-    hidden = heads * HEAD_DIM + (0 if is_square else 2 * HEAD_DIM)
+    hidden = heads * head_dim + (0 if is_square else 2 * head_dim)
     num_layers = chunks * max(layers_per_chunk(true, sizes["num_layers"], chunks) for true in trues)
     small: dict[str, Any] = {
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "hidden_size": hidden,
-        "intermediate_size": _up_to_multiple(3 * hidden // 2, 4 * math.lcm(tp, *map(_etp, folded))),
+        "intermediate_size": _up_to_multiple(3 * hidden // 2, unit * math.lcm(tp, *map(_etp, folded))),
         "vocab_size": _vocab_size(int(hf_config["vocab_size"]) % true_tp == 0, tp),
     }
     if hf_config.get("head_dim") is not None or not is_square:
-        small["head_dim"] = HEAD_DIM
+        small["head_dim"] = head_dim
     if hf_config.get("layer_types"):
         small["layer_types"] = list(hf_config["layer_types"])[:num_layers]
     if sizes.get("window_size"):
         small["sliding_window"] = MAX_PROMPT  # so that responses are longer than it
     if "num_moe_experts" in sizes:
-        small |= _fold_experts(hf_config, sizes, folded)
+        small |= _fold_experts(hf_config, sizes, folded, 3 * head_dim, unit)
     if sizes.get("multi_latent_attention"):
         narrow = {"q_lora_rank": hf_config.get("q_lora_rank") and 24, "head_dim": None, "qk_head_dim": None}
-        small |= {**narrow, "kv_lora_rank": 16, "v_head_dim": HEAD_DIM, "qk_nope_head_dim": HEAD_DIM}
-        small |= {"qk_rope_head_dim": 2 * HEAD_DIM, "num_nextn_predict_layers": None}
+        small |= {**narrow, "kv_lora_rank": 16, "v_head_dim": head_dim, "qk_nope_head_dim": head_dim}
+        small |= {"qk_rope_head_dim": 2 * head_dim, "num_nextn_predict_layers": None}
     kept = {key: value for key, value in hf_config.items() if not key.startswith("_")}
-    return {key: value for key, value in {**kept, **small, **SETTINGS}.items() if value is not None}
+    small["initializer_range"] = INITIALIZER_RANGE * math.sqrt(HEAD_DIM / head_dim)  # logits as wide at any width
+    return {key: value for key, value in {**kept, **SETTINGS, **small}.items() if value is not None}
 
 
 def _etp(megatron: schema.MegatronConfig) -> int:
@@ -226,19 +238,23 @@ def _etp(megatron: schema.MegatronConfig) -> int:
 
 
 def _fold_experts(
-    hf_config: Mapping[str, Any], sizes: Mapping[str, Any], folded: Sequence[schema.MegatronConfig]
+    hf_config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    folded: Sequence[schema.MegatronConfig],
+    least: int,
+    unit: int,
 ) -> dict[str, Any]:
     """Two experts a rank or more, in two groups at most, and one or two a token; where not all layers have experts, the
     first has none."""
     per_token = min(sizes["moe_router_topk"], 2)
     num = 2 * math.lcm(per_token, *(megatron.expert_model_parallel_size for megatron in folded))
     has_dense = not all(sizes["moe_layer_freq"])
-    width = 4 * math.lcm(*map(_etp, folded), *(megatron.tensor_model_parallel_size for megatron in folded))
+    width = unit * math.lcm(*map(_etp, folded), *(megatron.tensor_model_parallel_size for megatron in folded))
     groups = 2 if sizes.get("moe_router_num_groups") and per_token == 2 else 1
     small = {
         **dict.fromkeys(KEYS, num),
         **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), per_token),
-        "moe_intermediate_size": _up_to_multiple(3 * HEAD_DIM, width),
+        "moe_intermediate_size": _up_to_multiple(least, width),
         "mlp_only_layers": [0] if has_dense else [],
         "decoder_sparse_step": 1,
         "first_k_dense_replace": int(has_dense),

@@ -34,6 +34,8 @@ from rlhf_megatron.models.table import Head, Rule, stored_specs
 from rlhf_megatron.proof.check import compare
 from rlhf_megatron.proof.check.fold_config import NUM_STEPS, VALUE_HEAD_STD, fold_config, fold_model, fold_recompute
 from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, unsharded
+from rlhf_megatron.resharding.manifest import DTYPE_BYTES
+from rlhf_megatron.resharding.quantised import engine_table
 from rlhf_megatron.rollout.fleet.process import ServerProcess
 
 ONE_RANK = "one_rank"
@@ -95,7 +97,8 @@ def prove(config: RunConfig, models: Models, layouts: tuple[Folded, ...], direct
     A run that fails is a problem of its layout; when the run on one rank fails, the first layout has the problem.
     """
     trues = [megatron for _, megatron, _ in learning_sections(config)]
-    tiny = fold_models(trues, models, layouts, has_critic(config) and config.critic.path is not None)
+    has_other = has_critic(config) and config.critic.path is not None
+    tiny = fold_models(trues, models, layouts, has_other, config.rollout.quantization)
     layouts = tuple(_with_recompute(folded, trues, models) for folded in layouts)
     runs = _Runs(config, tiny, directory, progress)
     first, *others = layouts
@@ -116,7 +119,11 @@ def prove(config: RunConfig, models: Models, layouts: tuple[Folded, ...], direct
 
 
 def fold_models(
-    trues: Sequence[MegatronConfig], models: Models, layouts: Sequence[Folded], has_critic_path: bool
+    trues: Sequence[MegatronConfig],
+    models: Models,
+    layouts: Sequence[Folded],
+    has_critic_path: bool,
+    quantization: str | None = None,
 ) -> Models:
     """Make tiny models that fit the folded layouts. A critic from a directory of its own reads the policy's tokens.
 
@@ -125,9 +132,9 @@ def fold_models(
     of_actor = [folded.actor.megatron for folded in layouts]
     of_critic = [folded.pools[-1].megatron for folded in layouts]
     if not has_critic_path:
-        policy = fold_model(models.policy, trues, [*of_actor, *of_critic])
+        policy = fold_model(models.policy, trues, [*of_actor, *of_critic], quantization)
         return Models(policy, policy)
-    policy = fold_model(models.policy, trues[:1], of_actor)
+    policy = fold_model(models.policy, trues[:1], of_actor, quantization)
     critic = fold_model(models.critic, trues[-1:], of_critic)
     return Models(policy, {**critic, "vocab_size": policy["vocab_size"]})
 
@@ -177,6 +184,7 @@ class _Runs:
     def result(self, folded: Folded, found: Finished, one_rank: Finished) -> LayoutResult:
         steps, baseline = (compare.read_metrics(run.run_dir) for run in (found, one_rank))
         bar = load_run_config(self.directory / f"{folded.name}.yaml").config.checks.log_prob_max_abs_diff
+        bar = compare.QUANTISED if self.config.rollout.quantization else bar
         rows = compare.compare_metrics(steps, baseline, bar)
         for place, start in self._starts().items():
             mine, theirs = (compare.read_weights(run.run_dir / place) for run in (found, one_rank))
@@ -186,8 +194,9 @@ class _Runs:
 
     def _sent(self, steps: Sequence[Mapping[str, Any]]) -> list[compare.Row]:
         """Bytes of each weight sync, where the run had an engine, against what the table says."""
-        tensors = [hf for rule in table_for(self.models.policy) for hf in rule.hf]
-        expected = float(sum(4 * math.prod(hf.shape) for hf in tensors))
+        table = engine_table(table_for(self.models.policy), "float32", self.config.rollout.quantization)
+        sizes = (DTYPE_BYTES[rule.type_of(hf, "float32")] * math.prod(hf.shape) for rule in table for hf in rule.hf)
+        expected = float(sum(sizes))
         return [
             compare.Row("sync/num_bytes", f"step {step['step']}", found, expected, abs(found - expected), 0.0)
             for step in steps

@@ -33,6 +33,8 @@ from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_recompute, layers_per_chunk
 from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, fold_layouts, replica_size, unsharded
 from rlhf_megatron.proof.check.proof import Models, fold_models, write_model, write_prompts
+from rlhf_megatron.resharding.quantised import require_whole_blocks
+from rlhf_megatron.resharding.shards import EngineLayout
 
 CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "quickstart_fsdp")  # not Megatron
 LARGE = MegatronConfig(
@@ -45,7 +47,9 @@ LARGE = MegatronConfig(
     overlap_param_gather=True,
 )
 WITH_CP = replace(LARGE, pipeline_model_parallel_size=2, context_parallel_size=4)
-QWEN3_32B = json.loads((ROOT / "examples" / "qwen3_32b" / "config.json").read_text())
+QWEN3_32B, QWEN3_235B = (
+    json.loads((ROOT / "examples" / name / "config.json").read_text()) for name in ("qwen3_32b", "qwen3_235b_a22b")
+)
 
 
 def names(layouts: tuple[Folded, ...]) -> list[str]:
@@ -206,6 +210,24 @@ def test_experts_fold() -> None:
     assert all(layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8))
 
 
+@pytest.mark.parametrize("model", [QWEN3_32B, QWEN3_235B, DEEPSEEK_V3], ids=lambda model: str(model["model_type"]))
+def test_ranks_hold_whole_blocks_where_engines_hold_fp8(model: Mapping[str, Any]) -> None:
+    """A tiny model of head size 8 would be cut within blocks."""
+    true = replace(LARGE, virtual_pipeline_model_parallel_size=None)
+    if model is not QWEN3_32B:
+        true = replace(true, expert_model_parallel_size=8, expert_tensor_parallel_size=2)
+    layouts = fold(true, 64, 16)
+    of_actor = [layout.actor.megatron for layout in layouts]
+    for folded, layout in zip(of_actor, layouts, strict=True):
+        where = layout_of(folded, layout.num_ranks)
+        assert where.tp > 1
+        tiny = table_for(fold_model(model, [true], of_actor, "fp8"))
+        require_whole_blocks(tiny, where, EngineLayout(1, 1))
+        assert any(hf.shape[0] >= 2 * 128 for rule in tiny for hf in rule.hf)
+        with pytest.raises(ValueError, match="a scale for each 128 x 128"):
+            require_whole_blocks(table_for(fold_model(model, [true], of_actor)), where, EngineLayout(1, 1))
+
+
 @pytest.mark.parametrize("rank", [1536, None])
 def test_latent_attention_folds(rank: int | None) -> None:
     """512 ranks of DeepSeek-V3 to 8: groups of experts, dense layers first, narrow queries or not; no frozen layers."""
@@ -270,7 +292,8 @@ def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
     write_prompts(tmp_path, 1)
     for processes in (1, 4, 16, 64):
         layouts = fold_layouts(pools, processes)
-        write_model(tmp_path / "model", fold_models(trues, models, layouts, config.critic.path is not None).policy)
+        tiny = fold_models(trues, models, layouts, config.critic.path is not None, config.rollout.quantization)
+        write_model(tmp_path / "model", tiny.policy)
         for folded in layouts:
             small = fold_config(config, folded, tmp_path)
             path = tmp_path / f"{folded.name}.yaml"

@@ -173,7 +173,7 @@ def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
     code, text = plan("sync", str(recipe), "--network", sync[3])
     assert code == 0 and f"floor          {float(sync[1]):.2f} s" in text, text
     shares = r"step takes (\d+) s as planned; the trainer works (\d+) % of it, engines (\d+) %:"
-    planned = re.search(rf"{shares}\n# +rlhf-megatron (simulate .*)\n", head)
+    planned = re.search(rf"{shares}\n# +rlhf-megatron (simulate .*)", head)
     assert planned is not None and planned[4].startswith(f"simulate configs/recipes/{recipe.name} --gpu {gpu[1]} ")
     code, text = rlhf_megatron(*planned[4].split())
     step = re.search(r"step ([\d.]+) s in the mean", text)
