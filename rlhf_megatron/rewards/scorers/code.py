@@ -135,7 +135,12 @@ def read_tests(label: str, extra: str) -> Tests:
 
 
 def _printed(given: Any, wanted: Any) -> Case:
+    for one in (given, wanted):
+        if isinstance(one, dict | None):
+            raise ValueError(f"{one!r:.80} is no text that is read or printed")
     texts = ["\n".join(map(str, one)) if isinstance(one, list) else str(one) for one in (given, wanted)]
+    if len(texts[1]) > (most := Limits().output_bytes):
+        raise ValueError(f"an output has {len(texts[1])} characters, of which {most} are read")
     return Case(texts[0], (), texts[1])
 
 
@@ -172,7 +177,7 @@ def same_value(found: Any, expected: Any) -> bool:
     if isinstance(found, dict) and isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same_value(found[key], expected[key]) for key in found)
     kinds = [float if isinstance(one, int) else type(one) for one in (found, expected)]
-    return kinds[0] is kinds[1] and bool(found == expected)
+    return kinds[0] is kinds[1] and bool(found == expected or (found != found and expected != expected))  # NaN
 
 
 def passes(result: RunResult, case: Case, has_function: bool) -> bool:

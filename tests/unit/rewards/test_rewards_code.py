@@ -208,7 +208,12 @@ def test_what_is_no_program_or_hangs() -> None:
     assert score(half, SUM, SHARE) == RewardResult(0.5, parts={"passed": 0.5}), "a fresh sandbox after the first test"
 
 
-@pytest.mark.parametrize("label", ["", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '"x"', '[{"input": "1"}]'])
+WRONG = [{"inputs": ["1"], "outputs": [one]} for one in (None, {}, "9" * (1 << 20) + "9")]
+
+
+@pytest.mark.parametrize(
+    "label", [*map(json.dumps, WRONG), "", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '"x"', '[{"input": "1"}]']
+)
 def test_labels_that_hold_no_tests(label: str) -> None:
     assert score(ADDS, label).status == "masked:bad_label"
 
@@ -257,6 +262,8 @@ def test_printed_text(printed: str, expected: str, same: bool) -> None:
         ("1", 1, False),
         (None, None, True),
         (None, 0, False),
+        (float("nan"), float("nan"), True),
+        (float("nan"), 1.0, False),
     ],
 )
 def test_values(found: object, expected: object, same: bool) -> None:
