@@ -167,6 +167,11 @@ class KeptProcess:
                 self._exit_code = report.exit_code
         return self._exit_code
 
+    @property
+    def last_pid(self) -> int | None:
+        """The process number of the last report."""
+        return self._last.pid
+
     def check_begun(self) -> None:
         """Raises EngineError where the server could not be started at all."""
         if self._begun.is_done:
@@ -278,12 +283,14 @@ class KeptLaunch(LaunchElsewhere):
     machine: int = 0  # see EngineAddress
     process: KeptProcess | None = None
     num_starts: int = field(default=0)
+    former_pid: int | None = None  # of the server before this one
 
     def take(self, seat: object) -> None:
         raise AssertionError("its keeper gives it a seat")
 
     def start(self) -> None:
         """Returns before the server runs. Raises EngineError where its keeper cannot be told where."""
+        self.former_pid = None if self.process is None else self.process.last_pid
         try:
             self.process = KeptProcess(self.name, self.log, *self.begin(self.num_starts > 0))
         except (ProcessLostError, LateAnswerError) as error:
@@ -302,6 +309,8 @@ class KeptLaunch(LaunchElsewhere):
         while True:
             self.process.check_begun()
             report, now = self.process.look(), time.monotonic()
+            if report is not None and report.pid is not None and report.pid == self.former_pid:
+                report = None  # its keeper has not begun yet
             if report is not None and report.address is not None:
                 return replace(report.address, machine=self.machine)
             if report is not None and report.error:
