@@ -12,6 +12,7 @@ import pytest
 from end_to_end_tools import DP2, Finished, train, write_config
 from launch_tools import MARKER, processes_with
 from namespaces import Machines, has_namespaces
+from reward_model_tools import Scored
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, TWO_RANKS, needs_sglang, sglang_python
 from test_launch_nodes import QUICK, numbers
 
@@ -96,6 +97,23 @@ def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(start
     assert sum(row["rollout/engine_restarts"] for row in steps) == 1
     assert "engine0 is down: it exited with code -9; the end of" in run.console
     assert "engine0-part1.log" in run.console, "who ended is named"
+
+
+@needs_sglang
+@pytest.mark.sglang
+def test_servers_of_the_reward_model_stand_on_another_machine(start, tmp_path: Path) -> None:
+    """Machine 1 has no rank. After the first step the server there is killed, and comes back."""
+    scored = Scored(tmp_path / "judge")
+    settings = QUICK | RANK_EACH | scored.settings() | {"trainer.nnodes": 1, "trainer.total_training_steps": 4}
+    machines = start(settings | {"reward_model.served.machines": [1], "rollout.health_interval_s": 1.0}, 2)
+    metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
+    machines.wait_for(lambda: metrics.exists() and '"step"' in metrics.read_text())
+    os.kill(server_of(machines, "reward0.yaml"), signal.SIGKILL)
+    run = finished(machines)
+    steps = run.rows("step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4] and steps[-1]["reward/server_restarts"] == 1, run.console
+    for row in steps:
+        scored.assert_scored(run.run_dir, row["step"])
 
 
 def server_of(machines: Machines, settings_file: str) -> int:

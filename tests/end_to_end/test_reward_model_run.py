@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from end_to_end_tools import ONE_RANK, TP2_PP2, write_sections
+from end_to_end_tools import ONE_RANK, TP2_PP2, train, write_sections
 from end_to_end_tools import write_config as write_rl_config
 from forked_runs import ForkServer
 from places import MODEL
-from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from reward_model_tools import Scored
+from sglang_tools import needs_sglang
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -172,53 +171,43 @@ def test_a_run_is_scored_by_a_model(
     )
 
 
+COLOCATED = {"rollout.colocated": True}
+
+
 @needs_sglang
 @pytest.mark.sglang
 @pytest.mark.long
-@pytest.mark.parametrize("colocated", [False, True])
-def test_a_run_starts_servers_of_its_model(server: ForkServer, tmp_path: Path, colocated: bool) -> None:
+@pytest.mark.parametrize(
+    ("settings", "is_judge"),
+    [
+        ({}, False),
+        (COLOCATED, False),
+        (COLOCATED | {"trainer.runtime": "ray", "ray.num_cpus_per_engine": 0.5}, False),
+        (COLOCATED, True),
+    ],
+    ids=["apart", "colocated", "colocated under Ray", "judge"],
+)
+def test_a_run_starts_servers_of_its_model(
+    server: ForkServer, tmp_path: Path, settings: dict[str, Any], is_judge: bool
+) -> None:
     """Steps and evaluations are scored by them; each reward against transformers."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL, num_labels=1)).eval()
-    model.save_pretrained(tmp_path / "judge")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, tmp_path / "judge")
-    tokenizer = load_tokenizer(str(MODEL), str(MODEL))
-    served = {"num_servers": 1, "ending": "=", "python": str(sglang_python()), "env": CPU_ENV}
-    served["args"] = {**CPU_ARGUMENTS, "context_length": 64}
-    settings = ONE_RANK | {
-        "reward_model.path": str(tmp_path / "judge"),
-        "reward_model.weight": 0.5,
-        "rollout.colocated": colocated,
-        "rollout.startup_timeout_s": STARTUP_S,
-        "trainer.record": True,
-        "trainer.test_freq": 1,
-        "reward.max_error_rate": 1.0,  # the toy's tokenizer cannot spell <unused20>, which a raw policy samples
-        "trainer.deterministic": False,
-        "trainer.total_training_steps": 2,
-        **{f"reward_model.served.{name}": value for name, value in served.items()},
-    }
-    attempt = server.train(write_rl_config(tmp_path), settings)
-    assert attempt.code == 0, attempt.console
-    rows = [row for row in attempt.rows() if row["kind"] == "step"]
-    assert len(rows) == 2
-    for row in rows:
-        batch = Recorder(attempt.run_dir / "record").read(row["step"])
-        is_spelled = [not status.startswith("masked") for status in batch.reward_statuses]
-        assert sum(is_spelled) >= 8 and is_spelled == ["<unused" not in text for text in batch.responses]
+    scored = Scored(tmp_path / "judge", is_judge)
+    settings = ONE_RANK | scored.settings() | {"trainer.test_freq": 1, "trainer.total_training_steps": 2} | settings
+    if "trainer.runtime" in settings:
+        pytest.importorskip("ray")
+        run = train(write_rl_config(tmp_path), settings | {"trainer.logger": ["jsonl"]})
+        code, console, rows = run.exit_code, run.console, [*run.rows("step"), *run.rows("evaluation")]
+    else:
+        attempt = server.train(write_rl_config(tmp_path), settings)
+        code, console = attempt.code, attempt.console
+        rows = attempt.rows() if code == 0 else []
+    assert code == 0, console
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert len(steps) == 2
+    for row in steps:
         assert row["reward/servers"] == 1 and row["reward/server_restarts"] == 0
-        texts = [f"{prompt}{text}=" for prompt, text in zip(batch.prompts, batch.responses, strict=True)]
-        with torch.no_grad():
-            parts = [
-                model(torch.tensor([tokenizer.encode(text)])).logits.item() for text in compress(texts, is_spelled)
-            ]
-        found = batch.reward_parts["reward_model"][torch.tensor(is_spelled)]
-        assert found.tolist() == pytest.approx(parts, abs=1e-5)
-        own = batch.reward_parts["exact_match"][torch.tensor(is_spelled)]
-        assert batch.rewards[torch.tensor(is_spelled)].tolist() == pytest.approx((own + 0.5 * found).tolist(), abs=1e-5)
-    for row in (row for row in attempt.rows() if row["kind"] == "evaluation"):
+        scored.assert_scored(tmp_path / "runs" / "tiny", row["step"])
+    for row in (row for row in rows if row["kind"] == "evaluation" and not is_judge):
         times = [row["val/accuracy"] * count for count in range(1, 41)]
         assert all(abs(one - round(one)) > 1e-6 for one in times), "the rule alone: up to 40 items of 0 or 1"
 

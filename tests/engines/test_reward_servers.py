@@ -20,14 +20,16 @@ import torch
 import yaml
 from config_samples import VALID
 from places import MODEL, SUPPORT
+from reward_model_tools import VERDICT, Scored
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import RewardConfig, RunConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.scorers import RewardSample
+from rlhf_megatron.rewards.service import model_servers
 from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.scorer import make_scorer
 from rlhf_megatron.rollout.engine import EngineAddress
@@ -138,7 +140,7 @@ def test_servers_under_ray(judge: tuple[Path, PreTrainedModel]) -> None:
     assert told["slept"] == told["woken"], "bitwise"
 
 
-def test_two_servers(judge: tuple[Path, PreTrainedModel]) -> None:
+def test_two_servers(judge: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, model = judge
     asked = samples(60)
     wanted = by_transformers(model, asked)
@@ -175,31 +177,24 @@ def test_two_servers(judge: tuple[Path, PreTrainedModel]) -> None:
             servers.wake()
             assert directly() == before and scores() == pytest.approx(first, abs=1e-5)
 
-
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '=' if add_generation_prompt }}"
+            monkeypatch.setattr(model_servers, "MEMORY_S", 2.0)
+            servers.servers.process("reward1").send_signal(signal.SIGSTOP)
+            servers.sleep()
+            assert servers.servers.ending("reward1") is not None, "one that keeps its memory is ended, which gives it"
+            servers.wake()
+            assert scores() == pytest.approx(first, abs=1e-5)
+            await_true(lambda: servers.num_restarts == 2 and len(servers._live()) == 2)
 
 
 def test_a_judge(tmp_path: Path) -> None:
-    """The verdict is the last digit of what the model writes; what it writes without one is masked."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL, initializer_range=0.1)).eval()
-    model.save_pretrained(tmp_path / "judge")
-    shutil.copy(MODEL / "tokenizer.json", tmp_path / "judge")
-    settings = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
-    (tmp_path / "judge" / "tokenizer_config.json").write_text(json.dumps(settings))
-    judge = {"template": "{prompt}{response}", "pattern": r"(\d)", "lowest": 0.0, "highest": 9.0, "max_tokens": 1}
+    """The verdict is the digit that the model writes; another character is masked."""
+    judge = Scored(tmp_path / "judge", is_judge=True)
     config = run_config(tmp_path)
-    served = replace(config.reward_model.served, judge=judge, ending="")
-    served = replace(served, args={**served.args, "skip_server_warmup": True})  # by a text that the toy cannot spell
+    arguments = {**config.reward_model.served.args, "skip_server_warmup": True}
+    served = replace(config.reward_model.served, judge=VERDICT, ending="", args=arguments)
     config = replace(config, reward_model=replace(config.reward_model, served=served, mean=0.0, std=1.0))
-
-    tokenizer, asked, wanted = load_tokenizer(MODEL), samples(40), []
-    for one in asked:
-        ids = torch.tensor([tokenizer.encode(f"{one.prompt}{one.response}=")])
-        with torch.no_grad():
-            written = model.generate(ids, max_new_tokens=1, do_sample=False)[0, ids.shape[1] :].tolist()
-        digits = [letter for letter in tokenizer.decode(written) if letter.isdigit()]
-        wanted.append(int(digits[-1]) / 9 if digits else None)
+    asked = samples(40)
+    wanted = [judge.score(one.prompt + one.response) for one in asked]
     assert len(set(wanted)) > 4 and None in wanted
 
     with ModelServers(config, tmp_path) as servers:

@@ -137,16 +137,16 @@ class ModelServers:
         return {"reward/server_restarts": float(self.num_restarts), "reward/servers": float(len(self._live()))}
 
     def sleep(self) -> None:
-        """The servers give their devices' memory back. Safe to call twice. Raises EngineError."""
+        """The servers give their devices' memory back; one that does not is ended. Safe to call twice."""
         with self._lock:
             if self._is_asleep:
                 return
             for address in self._live():
                 try:
                     HttpClient(address).post("/release_memory_occupation", {}, MEMORY_S)
-                except EngineError:
-                    if self.servers.ending(address.name) is None:
-                        raise
+                except EngineError as error:
+                    logger.warning("%s does not give its memory back, and is ended: %s", address.name, error)
+                    self.servers.kill(address.name)
             self._is_asleep = True
 
     def wake(self) -> None:

@@ -1,0 +1,76 @@
+"""Toy models that score what a run has sampled, and whether the run has the scores that transformers gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import MODEL
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, sglang_python
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.recovery.recorder import Recorder
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '=' if add_generation_prompt }}"
+VERDICT = {"template": "{prompt}{response}", "pattern": r"(\d)", "lowest": 0.0, "highest": 9.0, "max_tokens": 1}
+
+
+class Scored:
+    """A classifier, or a judge whose verdict is the digit that it writes, behind one SGLang server of a run."""
+
+    def __init__(self, folder: Path, is_judge: bool = False) -> None:
+        torch.manual_seed(0)
+        kind = AutoModelForCausalLM if is_judge else AutoModelForSequenceClassification
+        changes = {"initializer_range": 0.1} if is_judge else {"num_labels": 1}
+        self.model = kind.from_config(AutoConfig.from_pretrained(MODEL, **changes)).eval()
+        self.model.save_pretrained(folder)
+        self.folder, self.is_judge, self.tokenizer = folder, is_judge, load_tokenizer(MODEL)
+        shutil.copy(MODEL / "tokenizer.json", folder)
+        settings = json.loads((MODEL / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+
+    def settings(self) -> dict[str, Any]:
+        arguments = {**CPU_ARGUMENTS, "context_length": 64}
+        arguments |= {"skip_server_warmup": True} if self.is_judge else {}  # by a text that the toy cannot spell
+        served = {"num_servers": 1, "python": str(sglang_python()), "args": arguments, "env": CPU_ENV}
+        served |= {"judge": VERDICT} if self.is_judge else {"ending": "="}
+        return {
+            "reward_model.path": str(self.folder),
+            "reward_model.weight": 0.5,
+            "rollout.startup_timeout_s": STARTUP_S,
+            "trainer.record": True,
+            "trainer.deterministic": False,
+            "reward.max_error_rate": 1.0,  # the tokenizer cannot spell <unused20>, which a raw policy samples
+            **{f"reward_model.served.{name}": value for name, value in served.items()},
+        }
+
+    def score(self, text: str) -> float | None:
+        """The score by transformers; None where the judge writes no verdict."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([self.tokenizer.encode(f"{text}=")])).logits
+        if not self.is_judge:
+            return logits.item()
+        written = self.tokenizer.decode([int(logits[0, -1].argmax())])
+        return int(written) / 9 if written.isdigit() else None
+
+    def assert_scored(self, run_dir: Path, step: int) -> None:
+        """Look at each reward of a step."""
+        batch = Recorder(run_dir / "record").read(step)
+        texts = [f"{prompt}{text}" for prompt, text in zip(batch.prompts, batch.responses, strict=True)]
+        statuses = [status.startswith("masked") for status in batch.reward_statuses]
+        wanted: list[float | None] = []
+        for text, status in zip(texts, batch.reward_statuses, strict=True):
+            is_spelled = "<unused" not in text
+            wanted.append(self.score(text) if is_spelled else None)
+            if not self.is_judge or is_spelled:  # a server spells what it can
+                assert (wanted[-1] is None) == status.startswith("masked"), (text, status)
+        scored = [i for i, score in enumerate(wanted) if score is not None and not statuses[i]]
+        assert len(scored) >= (2 if self.is_judge else 8), batch.reward_statuses
+        found, own = (batch.reward_parts[name][torch.tensor(scored)] for name in ("reward_model", "exact_match"))
+        assert found.tolist() == pytest.approx([wanted[i] for i in scored], abs=1e-5)
+        assert batch.rewards[torch.tensor(scored)].tolist() == pytest.approx((own + 0.5 * found).tolist(), abs=1e-5)
