@@ -19,7 +19,9 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.documents import has_labels, load_documents
 from rlhf_megatron.data.items import PromptItem, prompt_batch
 from rlhf_megatron.data.prompts import load_prompts
+from rlhf_megatron.data.samples import DocumentSource
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.turns import THINK_END
 from rlhf_megatron.generation.answer_file import AnswerFile, asked_of, digest_of
 from rlhf_megatron.generation.file_weights import FileWeights, bring
 from rlhf_megatron.generation.pace import Pace
@@ -165,27 +167,24 @@ class GenerateJob:
 
 def questions_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
     """Return the training and the held-out prompts. Rows of a supervised job that are no prompts with labels are asked
-    for what they train: every turn of a conversation, the better answer of a pair; its text is the label.
-
-    Raises ValueError as `load_prompts` and `load_documents`.
+    for what they train: every turn of a conversation, the better answer of a pair. Its text, without thoughts, is the
+    label. Raises ValueError as `load_prompts` and `load_documents`.
     """
     data, is_pairs = config.data, has_pairs(config)
     if not (is_pairs or (config.job == "sft" and config.sft.messages_key is not None)) or has_labels(data):
         sets = load_prompts(data, tokenizer)
         return sets.train, sets.held_out
     found = load_documents(data, replace(config.sft, teacher_key=None), tokenizer, is_pairs)
-    train, held_out = (
-        tuple(
-            PromptItem(ids[:begin], tokenizer.spell(ids[:begin]), tokenizer.decode(ids[begin:end]), sample.source)
-            for one in sources
-            for sample in (one.items[index] for index in range(len(one.items)))
-            for document in (sample.documents[:1] if is_pairs else sample.documents)
-            for ids in (document.token_ids,)
-            for begin, end in document.trained
-        )
-        for sources in (found.sources, found.held_out)
-    )
-    return train, held_out
+
+    def items(sources: Sequence[DocumentSource]) -> Iterator[PromptItem]:
+        for sample in (one.items[index] for one in sources for index in range(len(one.items))):
+            document = sample.documents[0]
+            for begin, end in document.trained:
+                prompt_ids = document.token_ids[:begin]
+                answer = tokenizer.decode(document.token_ids[begin:end]).rpartition(THINK_END)[2].strip()
+                yield PromptItem(prompt_ids, tokenizer.spell(prompt_ids), answer, sample.source)
+
+    return tuple(items(found.sources)), tuple(items(found.held_out))
 
 
 def answer_along(jobs: Sequence[GenerateJob], stop: StopRequest, report: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.generation.job import questions_of
 
 USER, TWO = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+THOUGHT = [USER, {"role": "assistant", "content": "<think>\none and one\n</think>\n\n2"}]
 CHAT = {"messages": [USER, TWO, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes"}]}
 PAIRS = [
     {"prompt": "1+1=", "chosen": "2", "rejected": "3", "data_source": "sums"},
@@ -30,6 +31,7 @@ DPO = SFTConfig(loss_mode="dpo")
         (PAIRS, DPO, [(PROMPT, "2")] * 2),
         ([CHAT], SFTConfig(messages_key="messages"),
          [(PROMPT, "2"), (PROMPT + "2<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", "Yes")]),
+        ([{"messages": THOUGHT}], SFTConfig(messages_key="messages"), [(PROMPT, "2")]),
         ([{"prompt": "1+1=", "answer": "2", "chosen": "9"}], DPO, [(PROMPT, "2")]),
     ],
 )  # fmt: skip
