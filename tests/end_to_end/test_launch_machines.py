@@ -112,8 +112,7 @@ def test_servers_of_the_reward_model_stand_on_another_machine(start, tmp_path: P
     run = finished(machines)
     steps = run.rows("step")
     assert [row["step"] for row in steps] == [1, 2, 3, 4] and steps[-1]["reward/server_restarts"] == 1, run.console
-    for row in steps:
-        scored.assert_scored(run.run_dir, row["step"])
+    assert sum(scored.assert_scored(run.run_dir, row["step"]) for row in steps) > 0
 
 
 def server_of(machines: Machines, settings_file: str) -> int:
