@@ -179,6 +179,11 @@ class CopyQueue:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether copies are made beside the computation."""
+        return self._stream is not None
+
     @contextmanager
     def after_computation(self) -> Iterator[None]:
         """Copies made in here come after what the device was told to compute before."""

@@ -2,15 +2,16 @@
 fewer bits (`use_precision_aware_optimizer`), or both.
 
 In a step they pass in pieces through float32 on the device, two at a time: one is computed on while another one is
-copied. megatron-core's HybridDeviceOptimizer computes on the host instead, and for fewer bits it needs Transformer
-Engine's FusedAdam: neither can be run, nor compared, without CUDA.
+copied. Small parameters are joined to pieces, so that experts do not cost launches each. megatron-core's
+HybridDeviceOptimizer computes on the host instead, and for fewer bits it needs Transformer Engine's FusedAdam: neither
+can be run, nor compared, without CUDA.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlhf_megatron.parallel.device import CopyQueue, page_lock, page_unlock
 from rlhf_megatron.workers.kept_state import MAIN, MOMENTS, Kept, restored, store
 
 PIECE = 16 << 20  # elements: a piece and its moments are 192 MiB, of which there are two on the device
+IN_CACHE = 1 << 16  # elements of a piece of small parameters on a CPU
 
 
 def stream_states(part: Any, device: torch.device, kept: Kept) -> None:
@@ -65,15 +67,16 @@ class StreamedAdam:
     @torch.no_grad()
     def step(self) -> None:
         """One step with the gradients of the parameters. Returns when the new state stands in host memory."""
-        pieces = list(self._pieces())
-        queue, size = CopyQueue(self._device), max((len(piece.grad) for piece in pieces), default=0)
+        queue = CopyQueue(self._device)
+        pieces = list(_joined(self._parts(), PIECE if queue.is_beside else IN_CACHE))
+        size = max((piece.size for piece in pieces), default=0)
         rooms = [torch.empty(3, size, device=self._device) for _ in range(2)]
 
         def bring(number: int) -> Any:
             piece = pieces[number]
             with queue.after_computation():
                 for here, kept in zip(rooms[number % 2], piece.kept, strict=False):
-                    here[: len(kept)].copy_(restored(kept, piece.model), non_blocking=True)
+                    here[: len(kept)].copy_(restored(kept, piece.beside(kept)), non_blocking=True)
                 return queue.mark()
 
         marks = [bring(0)] if pieces else []
@@ -82,14 +85,14 @@ class StreamedAdam:
                 marks.append(bring(number + 1))
             if marks[number] is not None:
                 queue.wait(marks[number])
-            here = [room[: len(piece.grad)] for room in rooms[number % 2]]
+            here = [room[: piece.size] for room in rooms[number % 2]]
             piece.update(here)
             with queue.after_computation():
                 for kept, new in zip(piece.kept, here, strict=False):
-                    store(kept, new, piece.model)
+                    store(kept, new, piece.beside(kept))
         queue.synchronize()
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _parts(self) -> Iterator[_Piece]:
         for group in self.param_groups:
             for main in group["params"]:
                 if main.grad is None:
@@ -100,31 +103,66 @@ class StreamedAdam:
                 kept = [state[kind].view(-1) for kind in (*MOMENTS, MAIN) if kind in state]
                 whole = [main.grad.view(-1), model, *kept]
                 for grad, target, *of_state in zip(*(tensor.split(PIECE) for tensor in whole), strict=True):
-                    yield _Piece(grad, target, of_state, group, float(state["step"]))
+                    yield _Piece([grad], [target], of_state, group, float(state["step"]))
+
+
+def _joined(parts: Iterable[_Piece], most: int) -> Iterator[_Piece]:
+    """Join parts whose states lie one behind the other, up to `most` elements."""
+    waiting: list[_Piece] = []
+    size = 0
+    for part in parts:
+        if waiting and not (part.follows(waiting[-1]) and size + part.size <= most):
+            yield _together(waiting)
+            waiting, size = [], 0
+        waiting.append(part)
+        size += part.size
+    if waiting:
+        yield _together(waiting)
+
+
+def _together(parts: Sequence[_Piece]) -> _Piece:
+    kept = [tensor.as_strided((sum(part.size for part in parts),), (1,)) for tensor in parts[0].kept]
+    grads, models = ([tensor for part in parts for tensor in getattr(part, name)] for name in ("grads", "models"))
+    return replace(parts[0], grads=grads, models=models, kept=kept)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some elements of a parameter, flat."""
+    """Some elements of a parameter, or of several parameters that have made as many steps; all tensors are flat."""
 
-    grad: Tensor
-    model: Tensor  # what the forward pass reads
-    kept: list[Tensor]  # the moments, and the float32 parameter where `model` is in half precision
+    grads: list[Tensor]
+    models: list[Tensor]  # what the forward pass reads
+    kept: list[Tensor]  # the moments, and the float32 parameters where `models` are in half precision
     group: Mapping[str, Any]
     num_steps: float  # this one included
 
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.grads))
+
+    def follows(self, other: _Piece) -> bool:
+        """Tell whether both can be one piece, this one behind `other`."""
+        kinds = ((one.num_steps, len(one.kept), id(one.group)) for one in (self, other))
+        place, end = self.kept[0].storage_offset(), other.kept[0].storage_offset() + other.size
+        return len(set(kinds)) == 1 and place == end
+
+    def beside(self, kept: Tensor) -> Tensor:
+        """Return what one of `kept` is read beside: see `kept_state.restored`. On the stream that copies."""
+        return torch.cat(self.models) if kept.dtype == torch.int16 else self.models[0]
+
     def update(self, here: list[Tensor]) -> None:
-        """`here`: `kept` in float32 on the device, changed in place like `model`."""
-        first, second, main = here
+        """Change `models`, and `here`: `kept` in float32 on the device."""
+        sizes = [len(grad) for grad in self.grads]
+        first, second, mains = (room.split(sizes) for room in here)
         is_copied = len(self.kept) == 3
         beta1, beta2 = self.group["betas"]
         adamw(
-            [main if is_copied else self.model],
-            [self.grad],
-            [first],
-            [second],
+            list(mains) if is_copied else self.models,
+            self.grads,
+            list(first),
+            list(second),
             [],
-            [torch.full((), self.num_steps - 1, device=self.grad.device)],
+            list(torch.full((len(sizes),), self.num_steps - 1, device=here[0].device).unbind()),
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -135,7 +173,7 @@ class _Piece:
             maximize=False,
         )
         if is_copied:
-            self.model.copy_(main)
+            torch._foreach_copy_(self.models, here[2].to(self.models[0].dtype).split(sizes))
 
 
 def _is_done() -> None:

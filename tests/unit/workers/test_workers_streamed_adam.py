@@ -15,16 +15,17 @@ from rlhf_megatron.workers.memory_plan import StageMemory
 from rlhf_megatron.workers.streamed_adam import StreamedAdam
 
 SETTINGS = {"betas": (0.8, 0.95), "eps": 1e-6}
-SIZES = ((10, 20), (64,), (3,))  # in pieces of 64 elements: four, one and one
+SIZES = ((10, 20), (64,), (5,), (3,))  # in pieces of 64 elements: four, one, one and one
 
 
 def groups_of(parameters: list[Tensor]) -> list[dict[str, Any]]:
     return [
-        {"params": parameters[:2], "lr": 0.02, "weight_decay": 0.1, **SETTINGS},
-        {"params": parameters[2:], "lr": 0.01, "weight_decay": 0.0, **SETTINGS},
+        {"params": parameters[:3], "lr": 0.02, "weight_decay": 0.1, **SETTINGS},
+        {"params": parameters[3:], "lr": 0.01, "weight_decay": 0.0, **SETTINGS},
     ]
 
 
+@pytest.mark.parametrize("most", [1, 64, 1 << 16])
 @pytest.mark.parametrize(
     "dtype, kept",
     [
@@ -35,10 +36,12 @@ def groups_of(parameters: list[Tensor]) -> list[dict[str, Any]]:
     ids=["float32", "bf16", "remainders of 16 bits"],
 )
 def test_pieces_of_parameters_make_the_steps_of_whole_ones(
-    dtype: torch.dtype, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, kept: Kept, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit: the schedule moves a learning rate, and one parameter has no gradient in the second step."""
+    """Bit for bit, joined up to `most` elements: the schedule moves a learning rate, and one parameter has no gradient
+    in the second step."""
     monkeypatch.setattr(streamed_adam, "PIECE", 64)
+    monkeypatch.setattr(streamed_adam, "IN_CACHE", most)
     torch.manual_seed(1)
     models = [torch.randn(size).to(dtype) for size in SIZES]
     plain, mains = ([nn.Parameter(model.float().clone()) for model in models] for _ in range(2))
