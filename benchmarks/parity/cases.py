@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.parity.rounding import orders
 from rlhf_megatron.config.schema import PolicyLossConfig, RolloutCorrectionConfig
 
 VOCAB = 131  # odd: tensor parallelism must pad it
@@ -207,6 +208,11 @@ CUTS = (
 
 # What `make test` runs: two epochs, so that moments of the first step count in the second; "uneven" has three steps.
 QUICK_CUTS = (replace(CUTS[0], mini_batches=CUTS[0].mini_batches[:2]), CUTS[1])
+
+
+def orders_of(hf_config: dict[str, Any]) -> list[Tensor]:
+    """The orders of a model's hidden units in which float32's error is drawn."""
+    return orders(hf_config["hidden_size"], "num_experts_per_tok" in hf_config)
 
 
 def make_state(family: str, role: Role = "actor") -> dict[str, Tensor]:

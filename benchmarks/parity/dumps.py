@@ -5,7 +5,8 @@
     DUMPS/rows.json                              every row; nothing is computed from it
     DUMPS/<family>/start.safetensors             weights before the first step, float32
     DUMPS/<family>/batch.safetensors             the batch
-    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32_0 and so on (transformers), or a layout
+    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32_0 and so on (transformers), or a layout,
+                                                 and with .order_1 and so on behind its name further runs of it
 
 What a family's critic has stands under DUMPS/<family>/critic instead, in the same order.
 
@@ -37,6 +38,11 @@ ROWS = "rows.json"
 def single_name(number: int) -> str:
     """The name of a draw of float32's error: transformers with its hidden units in one order."""
     return f"float32_{number}"
+
+
+def run_name(layout: str, number: int) -> str:
+    """The name of a layout's run: 0 is its own, others are with its hidden units in another order."""
+    return f"{layout}.order_{number}" if number else layout
 
 
 class Dumps:

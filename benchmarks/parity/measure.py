@@ -14,8 +14,10 @@ Of a critic: values, values_after as log_probs, in the unit of rewards; value_gr
 and bias of its head are one tensor, "score": a bias of one element can be right by luck in float32, and its bar near 0.
 
 The bar is BAR times float32's own error: that of transformers in float32, a root mean square over some orders of
-summation (`rounding`). A single number can be right by luck, so the bar of grad_norm is BAR times ||x - y|| / ||y|| of
-the whole float32 gradient of that step, which bounds the norm's own error.
+summation (`rounding`). Where a layout's own run is over it, the layout runs in the same orders, and the root mean
+square counts: one run is one draw of its rounding, a mistake is in all of them. A single number can be right by luck,
+so the bar of grad_norm is BAR times ||x - y|| / ||y|| of the whole float32 gradient of that step, which bounds the
+norm's own error.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Row:
     float32_error: float
     bar: float
     ok: bool
+    num_runs: int = 1  # of the layout; of several `error` is the root mean square
 
 
 def measure(
@@ -61,13 +64,32 @@ def measure(
     mask: Tensor,
     exact: Result,
     draws: Sequence[Result],
-    result: Result,
+    results: Sequence[Result],
     role: Role = "actor",
 ) -> list[Row]:
-    """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens; `draws`: in float32."""
+    """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens; `draws`: in float32;
+    `results`: of each run of the layout."""
+    runs = [_figures(start, mask, exact, draws, result, role) for result in results]
+    rows = []
+    for quantity, figures in runs[0].items():
+        if not figures:
+            continue
+        errors = zip(*([error for _, error, _ in run[quantity]] for run in runs), strict=True)
+        settled = [(name, scale(found), own) for (name, _, own), found in zip(figures, errors, strict=True)]
+        tensor, error, float32_error = max(settled, key=lambda figure: share_of_bar(figure, BAR))
+        bar = BAR * float32_error
+        # not (a <= b): a NaN is a miss
+        row = Row(family, layout, cut, quantity, tensor, error, float32_error, bar, bool(error <= bar), len(runs))
+        rows.append(row)
+    return rows
+
+
+def _figures(
+    start: Result, mask: Tensor, exact: Result, draws: Sequence[Result], result: Result, role: Role
+) -> dict[str, list[Figure]]:
     prefix = PREFIX[role]
     gradients, updates = [_part(draw, "gradient/0/") for draw in draws], [_update(draw, start) for draw in draws]
-    found = {
+    return {
         **_token_figures(TOKEN_QUANTITIES[role], mask, exact, draws, result),
         f"{prefix}gradient": list(tensor_figures(_part(result, "gradient/0/"), _part(exact, "gradient/0/"), gradients)),
         f"{prefix}update": list(tensor_figures(_update(result, start), _update(exact, start), updates)),
@@ -75,15 +97,6 @@ def measure(
         f"{prefix}copies": list(_copy_figures(result)),
         f"{prefix}routes": list(_route_figures(exact, draws, result)),
     }
-    rows = []
-    for quantity, figures in found.items():
-        if not figures:
-            continue
-        tensor, error, float32_error = max(figures, key=lambda figure: share_of_bar(figure, BAR))
-        bar = BAR * float32_error
-        # not (a <= b): a NaN is a miss
-        rows.append(Row(family, layout, cut, quantity, tensor, error, float32_error, bar, bool(error <= bar)))
-    return rows
 
 
 def _token_figures(

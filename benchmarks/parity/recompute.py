@@ -23,7 +23,7 @@ Arrays = dict[str, np.ndarray]
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
     """L2 norm of the difference over the L2 norm of y, in float64."""
-    return float(np.sqrt(np.sum((x - y) ** 2) / np.sum(y**2)))
+    return float(np.sqrt(np.sum((x - y) ** 2)) / max(np.sqrt(np.sum(y**2)), 1e-300))
 
 
 def farthest(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> float:
@@ -46,6 +46,14 @@ def own(errors: list[float]) -> float:
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
+def settled(runs: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """`figures` of each run of a layout -> the root mean square of their errors."""
+    return {
+        quantity: [(name, own([run[quantity][n][1] for run in runs]), f) for n, (name, _, f) in enumerate(values)]
+        for quantity, values in runs[0].items()
+    }
+
+
 def figures(
     start: Arrays, mask: np.ndarray, exact: Arrays, draws: list[Arrays], result: Arrays
 ) -> dict[str, list[Any]]:
@@ -59,14 +67,16 @@ def figures(
     tensors = tensors_of(start)
     found[f"{of}gradient"], found[f"{of}update"] = [], []
     for name, parts in tensors.items():
-        gradients = [whole(x, "gradient/0/", parts) for x in (exact, result, *draws)]
-        moved = [whole(x, "weights/", parts) - whole(start, "", parts) for x in (exact, result, *draws)]
-        for quantity, (truth, *others) in (("gradient", gradients), ("update", moved)):
+        of_name = {"update": [whole(x, "weights/", parts) - whole(start, "", parts) for x in (exact, result, *draws)]}
+        if f"gradient/0/{parts[0]}" in exact:  # a buffer has none
+            of_name["gradient"] = [whole(x, "gradient/0/", parts) for x in (exact, result, *draws)]
+        for quantity, (truth, *others) in of_name.items():
             error, *errors = (distance(x, truth) for x in others)
             found[of + quantity].append((name, error, own(errors)))
     found[f"{of}grad_norm"] = []
+    trained = [name for name in sorted(start) if f"gradient/0/{name}" in exact]
     for step, norm in enumerate(exact["grad_norms"]):
-        truth, *others = (whole(x, f"gradient/{step}/", sorted(start)) for x in (exact, *draws))
+        truth, *others = (whole(x, f"gradient/{step}/", trained) for x in (exact, *draws))
         error = abs(result["grad_norms"][step] - norm) / norm
         found[f"{of}grad_norm"].append((f"step {step}", float(error), own([distance(x, truth) for x in others])))
     copies = [key.split("/") for key in result if key.startswith("copies/")]
@@ -98,8 +108,12 @@ def recompute(dumps: Path) -> dict[tuple[str, str, str, str], dict[str, tuple[fl
                 f"{directory / cut} holds no float32_*.safetensors; run `python -m benchmarks.parity` again."
             )
         for layout in layouts:
-            result = read(directory / cut / f"{layout}.safetensors")
-            found = figures(start, batch["response_mask"].astype(bool), exact, draws, result)
+            files = [
+                directory / cut / f"{layout}.safetensors",
+                *(directory / cut).glob(f"{layout}.order_*.safetensors"),
+            ]
+            mask = batch["response_mask"].astype(bool)
+            found = settled([figures(start, mask, exact, draws, read(file)) for file in files])
             for quantity, values in found.items():
                 table[family, layout, cut, quantity] = {name: (e, f) for name, e, f in values}
     return table

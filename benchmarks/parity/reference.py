@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parity.cases import Cut, Recipe, Role
+from benchmarks.parity.cases import Cut, Recipe, Role, orders_of
 from benchmarks.parity.forced_routes import force, select
 from benchmarks.parity.fused_experts import fused, unfused
-from benchmarks.parity.rounding import orders, renumbered
+from benchmarks.parity.rounding import renumbered
 from benchmarks.parity.router_reference import Routers
 from benchmarks.parity.value_reference import ValueModel, padded, token_values, tokens_of, value_losses
 
@@ -226,7 +226,7 @@ def run_in_float32(
 ) -> list[dict[str, Tensor]]:
     """`run_reference` in float32, once in each order of the hidden units: draws of float32's own error."""
     draws = []
-    for order in orders(hf_config["hidden_size"]):
+    for order in orders_of(hf_config):
         found = run_reference(hf_config, renumbered(state, order), batch, cut, recipe, torch.float32, role)
         draws.append(renumbered(found, order.argsort()))
     return draws

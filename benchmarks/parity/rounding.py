@@ -3,6 +3,9 @@
 One run in float32 is one draw of its rounding error, and a bar that rests on one draw holds by luck of the processor.
 Here the hidden units of a model are renumbered, by which the model stays what it is: each order of them sums in another
 order in every matrix product and norm, and so rounds anew. Nothing of the package is used.
+
+Models with experts take more orders: an expert's gradient comes from a few tokens, of which one may weigh most. Its
+error is then that of one number, and four draws of one number tell its size to a factor of two.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-NUM_ORDERS = 4  # more of them would move the root mean square by a few per cent
+NUM_ORDERS = 4  # more of them would move the root mean square of a dense model by a few per cent
+NUM_ORDERS_OF_EXPERTS = 8
 HEAD = "score"  # a critic's: a linear layer of one output
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ROWS = ("o_proj", "down_proj", "w2", "norm", *_NORMS)  # what writes hidden units
@@ -24,13 +28,11 @@ Tensors = Mapping[str, Tensor]
 Figure = tuple[str, float, float]  # tensor, error, float32's own error
 
 
-def orders(hidden_size: int) -> list[Tensor]:
-    """NUM_ORDERS orders of the hidden units. The first is the one that they have."""
+def orders(hidden_size: int, has_experts: bool = False) -> list[Tensor]:
+    """Some orders of the hidden units. The first is the one that they have."""
     generator = torch.Generator().manual_seed(23)
-    return [
-        torch.arange(hidden_size),
-        *(torch.randperm(hidden_size, generator=generator) for _ in range(NUM_ORDERS - 1)),
-    ]
+    num = NUM_ORDERS_OF_EXPERTS if has_experts else NUM_ORDERS
+    return [torch.arange(hidden_size), *(torch.randperm(hidden_size, generator=generator) for _ in range(num - 1))]
 
 
 def renumbered(tensors: Tensors, order: Tensor) -> dict[str, Tensor]:

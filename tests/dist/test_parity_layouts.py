@@ -25,7 +25,7 @@ from benchmarks.parity.cases import (
 from benchmarks.parity.layouts import LAYOUTS, Axes, cover, critic_cover, divides
 from benchmarks.parity.reference import COLUMNS, make_model
 from benchmarks.parity.rounding import orders, renumbered
-from benchmarks.parity.run import Case, make_case, rows_of, run_cell
+from benchmarks.parity.run import Case, make_case, rows_of, run_cell, settle
 
 pytestmark = pytest.mark.dist
 QUANTITIES = {"log_probs", "entropies", "log_probs_after", "gradient", "update", "grad_norm", "copies"}
@@ -62,7 +62,7 @@ def has_copies(family: str, axes: Axes) -> bool:
 @pytest.mark.parametrize("family, axes", cells_of(CELLS, "actor"))
 def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family)
-    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), QUICK_CUTS))
+    rows, _ = settle(dist_pool, case, axes, Recipe(), QUICK_CUTS)
     assert {row.quantity for row in rows} == (QUANTITIES if has_copies(family, axes) else QUANTITIES - {"copies"})
     assert {row.cut for row in rows} == {"epochs", "uneven"}
     misses = [row for row in rows if not row.ok]
@@ -72,7 +72,7 @@ def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPoo
 @pytest.mark.parametrize("family, axes", cells_of(CRITIC_CELLS, "critic"))
 def test_a_critic_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family, "critic")
-    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), QUICK_CUTS))
+    rows, _ = settle(dist_pool, case, axes, Recipe(), QUICK_CUTS)
     has_two_of_a_tensor = axes.num_ranks > axes.pp  # nothing is tied to a value head
     assert {row.quantity for row in rows} == CRITIC_QUANTITIES - (set() if has_two_of_a_tensor else {"value_copies"})
     assert {row.cut for row in rows} == {"epochs", "uneven"}

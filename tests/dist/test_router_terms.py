@@ -11,7 +11,7 @@ from dist_pool import DistPool
 
 from benchmarks.parity.cases import CUTS, Recipe
 from benchmarks.parity.layouts import Axes
-from benchmarks.parity.run import Case, make_case, rows_of, run_cell
+from benchmarks.parity.run import Case, make_case, rows_of, run_cell, settle
 
 pytestmark = pytest.mark.dist
 SP: dict[str, Any] = {"sequence_parallel": True}
@@ -47,7 +47,7 @@ def test_terms_of_routers_do_not_depend_on_how_a_mini_batch_is_split(
 ) -> None:
     """Filler, padding and no-op samples count in no term; biases have moved as the reference's."""
     case = case_of(family, recipe)
-    misses = [row for row in rows_of(case, axes, run_cell(dist_pool, case, axes, recipe, [CUT])) if not row.ok]
+    misses = [row for row in settle(dist_pool, case, axes, recipe, [CUT])[0] if not row.ok]
     assert not misses, misses
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.parity.dumps import Dumps
+from benchmarks.parity.dumps import Dumps, run_name
 from benchmarks.parity.measure import Result, Row, measure
 from benchmarks.parity.recompute import main as recompute
 
@@ -40,7 +40,7 @@ EXACT, SINGLE = result(0.0, torch.float64), result(0.25)
 
 
 def rows(found: Result) -> dict[str, Row]:
-    return {row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, [SINGLE], found)}
+    return {row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, [SINGLE], [found])}
 
 
 def test_figures_are_those_of_the_definition() -> None:
@@ -64,11 +64,22 @@ def test_three_times_the_error_of_float32_is_the_bar(shift: float, is_ok: bool) 
 def test_float32_s_own_error_is_the_root_mean_square_of_its_draws() -> None:
     """Of 0.1 and 0.7 it is 0.5: one lucky draw alone would make a bar of 0.3 instead of 1.5."""
     for draws, own in (([0.1, 0.7], 0.5), ([0.1], 0.1), ([0.1, float("nan")], float("nan"))):
-        measured = measure("f", "l", "c", START, MASK, EXACT, [result(draw) for draw in draws], result(1.4))
+        measured = measure("f", "l", "c", START, MASK, EXACT, [result(draw) for draw in draws], [result(1.4)])
         found = {row.quantity: row for row in measured}
         for quantity, size in (("log_probs", 1), ("gradient", 5), ("update", 1.25)):
             assert found[quantity].float32_error == pytest.approx(own / size, nan_ok=True, rel=1e-6)
             assert found[quantity].ok == (own == 0.5)
+
+
+def test_runs_of_a_layout_count_by_their_root_mean_square(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 0.1, 0.7 and 0.8 it is 0.616, under the bar of 0.75. What wrote the dumps and what reads them agree."""
+    shifts = (0.8, 0.1, 0.7)
+    report = dump(tmp_path, *map(result, shifts))
+    found = {row["quantity"]: row for row in json.loads(report.read_text())["rows"]}
+    assert found["log_probs"]["error"] == pytest.approx((1.14 / 3) ** 0.5) and found["log_probs"]["num_runs"] == 3
+    assert not rows(result(0.8))["log_probs"].ok and all(row["ok"] for row in found.values())
+    assert recompute([str(tmp_path), "--against", str(report)]) == 0
+    assert "0 over the bar, 0 unlike the file" in capsys.readouterr().out
 
 
 def test_tokens_outside_of_the_mask_do_not_count() -> None:
@@ -92,17 +103,18 @@ def test_a_copy_must_be_equal_bit_for_bit() -> None:
     assert (found.ok, found.tensor, found.error) == (False, "a (dp1_tp0)", 2.0**-22)
 
 
-def dump(directory: Path, found: Result, name: str = "one_rank") -> Path:
+def dump(directory: Path, *runs: Result, name: str = "one_rank") -> Path:
     """Dumps of one family, and the result file beside them."""
     dumps = Dumps(directory)
     batch: dict[str, Tensor] = {"response_mask": MASK}
     dumps.inputs("f", "actor", START, batch)
-    for result_name, tensors in (("float64", EXACT), ("float32_0", SINGLE), (name, found)):
+    written = [("float64", EXACT), ("float32_0", SINGLE), *((run_name(name, n), run) for n, run in enumerate(runs))]
+    for result_name, tensors in written:
         dumps.result("f", "actor", "c", result_name, tensors)
     layouts = {name: {"families": ["f"], "critic_families": []}}
     dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
     report = directory / "parity.json"
-    found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, [SINGLE], found)]
+    found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, [SINGLE], runs)]
     report.write_text(json.dumps({"rows": found_rows}))
     return report
 
@@ -139,7 +151,7 @@ def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFix
     exact, single = value_result(0.0, dtype=torch.float64), value_result(0.25)
     found = {}
     for name, result_of in (("near", value_result(0.25, 0.5)), ("far", value_result(0.25, 1.0))):
-        measured = measure("f", name, "c", VALUE_START, MASK, exact, [single], result_of, "critic")
+        measured = measure("f", name, "c", VALUE_START, MASK, exact, [single], [result_of], "critic")
         found[name] = {row.quantity: row for row in measured}
     assert set(found["far"]) == {"values", "values_after", "value_gradient", "value_update", "value_grad_norm"}
     near, far = found["near"]["value_gradient"], found["far"]["value_gradient"]
