@@ -80,6 +80,20 @@ def of_table(config: dict[str, Any], dtype: str) -> dict[str, Tensor]:
     }
 
 
+def as_stored(case: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What files have, and SGLang loads by itself: the experts of a layer of GPT-OSS as one tensor."""
+    if case["family"] != "gpt_oss":
+        return weights
+    found: dict[str, Tensor] = {}
+    entries: dict[str, list[Tensor]] = {}
+    for hf in (hf for rule in table_for(case["config"]) for hf in rule.hf):
+        if hf.entry is None:
+            found[hf.name] = weights[hf.name]
+        else:
+            entries.setdefault(hf.stored_name, []).append(weights[hf.name])
+    return found | {name: torch.stack(parts) for name, parts in entries.items()}
+
+
 @contextmanager
 def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
     """This process is that rank of a server."""
@@ -91,10 +105,11 @@ def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
     arguments = {
         "device": "cpu",
         "dtype": case["dtype"],
-        "attention_backend": "torch_native",
+        "attention_backend": "triton" if case["family"] == "gpt_oss" else "torch_native",
         "sampling_backend": "pytorch",
         "tp_size": case["tp"],
         "ep_size": case.get("ep", 1),
+        "moe_runner_backend": case.get("runner", "auto"),
     }
     server = ServerArgs(model_path=str(directory), **arguments)
     runtime_context.publish(server, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
@@ -108,6 +123,7 @@ def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
 def model_of(case: dict[str, Any], directory: Path, rank: int) -> nn.Module:
     from sglang.srt.models.deepseek_v2 import DeepseekV3ForCausalLM
     from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+    from sglang.srt.models.gpt_oss import GptOssForCausalLM
     from sglang.srt.models.llama import LlamaForCausalLM
     from sglang.srt.models.qwen2 import Qwen2ForCausalLM
     from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -117,6 +133,7 @@ def model_of(case: dict[str, Any], directory: Path, rank: int) -> nn.Module:
     classes = {
         "deepseek_v3": DeepseekV3ForCausalLM,
         "glm4_moe": Glm4MoeForCausalLM,
+        "gpt_oss": GptOssForCausalLM,
         "llama": LlamaForCausalLM,
         "qwen2": Qwen2ForCausalLM,
         "qwen3": Qwen3ForCausalLM,
@@ -210,18 +227,34 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     weights = as_sent(case, weights)
     found: list[list[dict[str, Any]]] = [[] for _ in sent]
     seconds = {"shards": 0.0, "whole": 0.0}
+    is_as_stock, added_twice = [], []
+    stored = as_stored(case, weights)
+    can_load = case["family"] != "gpt_oss" or case.get("ep", 1) == 1  # SGLang itself cannot share these experts out
     for rank in range(case["tp"]):
         with place(case, directory, rank):
             model = model_of(case, directory, rank)
             start = time.process_time()
-            model.load_weights(list(weights.items()))
+            if can_load:
+                model.load_weights(list(stored.items()))
             seconds["whole"] += time.process_time() - start
-            model.load_weights([(name, torch.zeros_like(tensor)) for name, tensor in weights.items()])
+            by_stock = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            for parameter in model.parameters():
+                parameter.data.fill_(1)
+            if case["family"] != "gpt_oss":
+                model.load_weights([(name, torch.zeros_like(tensor)) for name, tensor in weights.items()])
             for number, (manifest, memory) in enumerate(sent):
                 start = time.process_time()
                 loader.load_bucket(model, manifest, views(manifest, (0, memory)))
                 seconds["shards"] += time.process_time() - start
                 found[number].append({"rank": rank, "size": case["tp"], **loader.standing(model, manifest)})
+            of_layers = [name for name in by_stock if ".layers." in name]  # the vocabulary is padded
+            same = [torch.equal(by_stock[name], model.get_parameter(name)) for name in of_layers]
+            is_as_stock.append(all(same) or not can_load)
+            if case["family"] == "gpt_oss":
+                model.get_parameter("model.layers.1.mlp.experts.w2_weight_bias").data[0] += 1
+                added_twice.append(
+                    [name for manifest, _ in sent for name in loader.standing(model, manifest)["misfits"]]
+                )
     total = receipts.Standing()
     for (manifest, _), of_bucket in zip(sent, found, strict=True):
         total |= receipts.check("engine0", manifest, json.loads(json.dumps(of_bucket)))
@@ -230,6 +263,8 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
         planned[one.target] += one.num_bytes
     return {
         "equal": total.by_name() == {name: as_hex(digest(tensor)) for name, tensor in weights.items()},
+        "as_stock": is_as_stock,
+        "added_twice": added_twice,
         "planned": planned,
         "moved": [sum(of_bucket[rank]["num_bytes_read"] for of_bucket in found) for rank in range(case["tp"])],
         "needed": [sum(of_bucket[rank]["num_bytes_standing"] for of_bucket in found) for rank in range(case["tp"])],

@@ -22,7 +22,7 @@ from rlhf_megatron.config.rules.experts import (
 from rlhf_megatron.config.rules.layouts import FIRST_LAST, recompute_of_model
 from rlhf_megatron.config.rules.run import learning_sections, megatron_sections, reference_ranks
 from rlhf_megatron.config.rules.stages import MOST_LAYERS, parse_layout
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RolloutConfig, RunConfig
 from rlhf_megatron.plugins import not_loaded
 from rlhf_megatron.registry import parts_of
 
@@ -97,11 +97,40 @@ def _problems(
         for section, megatron, _ in pools:
             for text, keys in of_biases(megatron):
                 yield _problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
+    if arguments.get("softmax_type") == "learnable" and config.rollout.engine == "sglang":
+        yield from _of_sinks(config.rollout, config.rollout.dtype or config.model.dtype, hf_config)
+
+
+def _of_sinks(rollout: RolloutConfig, dtype: str, hf_config: Mapping[str, Any]) -> Findings:
+    """What stock SGLang cannot do with GPT-OSS."""
+    is_on_cpu = rollout.sglang.args.get("device") == "cpu" or rollout.sglang.env.get("SGLANG_USE_CPU_ENGINE") == "1"
     yield wrong(
-        arguments.get("softmax_type") == "learnable" and config.rollout.engine == "sglang",
-        "attention with sinks has no backend of SGLang on a CPU, and SGLang loads the experts of a layer as one tensor,"
-        " which a weight sync does not send; use rollout.engine: local, or another model.",
+        is_on_cpu,
+        "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or GPUs for the servers.",
         ("model.path", "rollout.engine"),
+    )
+    yield wrong(
+        dtype != "bfloat16",
+        f"SGLang keeps sinks of attention in bfloat16, and rollout.dtype ({dtype}) would be rounded to it; set"
+        " rollout.dtype: bfloat16.",
+        ("rollout.dtype",),
+    )
+    yield wrong(
+        rollout.quantization,
+        f"SGLang loads experts with biases as they are, and rollout.quantization ({rollout.quantization}) cannot be"
+        " sent; leave it out.",
+        ("rollout.quantization",),
+    )
+    yield wrong(
+        rollout.endpoints,
+        "a weight sync sends experts with biases one by one, which servers that the run did not start may drop without"
+        " a word; leave rollout.endpoints out.",
+        ("rollout.endpoints",),
+    )
+    yield wrong(
+        hf_config.get("swiglu_limit") is None,
+        "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
+        ("model.path",),
     )
 
 

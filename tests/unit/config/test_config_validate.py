@@ -163,14 +163,24 @@ def test_a_model_that_does_not_fit(
 
 
 def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
-    """Experts with biases over tensor-parallel ranks, and an engine that would not take its weights."""
-    given = ["actor.megatron.sequence_parallel=true", "rollout.engine=sglang"]
+    """Experts with biases over tensor-parallel ranks, and servers that would not compute with its weights."""
+    given = ["actor.megatron.sequence_parallel=true", "rollout.engine=sglang", "rollout.quantization=fp8"]
+    given += ["rollout.sglang.args={device: cpu}", "rollout.endpoints=['http://127.0.0.1:1']"]
     found = validate_model(read_run_config(run_file, given), EXPERT_FAMILIES["gpt_oss"])
-    assert len(found) == 2
-    assert "actor.megatron.expert_tensor_parallel_size (2, null: as tensor_model_parallel_size) must be 1" in found[0]
-    assert "attention with sinks has no backend of SGLang on a CPU" in found[1] and "rollout.engine: local" in found[1]
+    expected = (
+        "actor.megatron.expert_tensor_parallel_size (2, null: as tensor_model_parallel_size) must be 1",
+        "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or GPUs for the servers.",
+        "rollout.dtype (float32) would be rounded to it; set rollout.dtype: bfloat16.",
+        "rollout.quantization (fp8) cannot be sent; leave it out.",
+        "which servers that the run did not start may drop without a word; leave rollout.endpoints out.",
+        "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
+    )
+    assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
     mended = ["actor.megatron.sequence_parallel=true", "actor.megatron.expert_tensor_parallel_size=1"]
     assert validate_model(read_run_config(run_file, mended), EXPERT_FAMILIES["gpt_oss"]) == []
+    mended += ["rollout.engine=sglang", "rollout.dtype=bfloat16"]
+    given_limit = {**EXPERT_FAMILIES["gpt_oss"], "swiglu_limit": 7.0}
+    assert validate_model(read_run_config(run_file, mended), given_limit) == []
 
 
 def test_plain_rope_is_accepted(run_file: Path) -> None:

@@ -45,8 +45,10 @@ from rlhf_megatron.rollout.sglang.server.standing import (
     MisfitError,
     Place,
     UnlikeError,
+    is_entry,
     is_quantised,
     missing,
+    must_be_zero,
     places_of,
     tied_head,
 )
@@ -150,13 +152,15 @@ def _device(model: Any) -> torch.device:
 def load_bucket(
     model: Any, manifest: BucketManifest, given: Mapping[str, Tensor], held: Mapping[str, Span] | None = None
 ) -> None:
-    """SGLang loads whole tensors. Of parts of tensors, those that stand in this rank are copied to where they belong.
+    """SGLang loads whole tensors, and GPT-OSS's experts a layer at a time. Of parts of tensors, and of one expert,
+    those that stand in this rank are copied to where they belong.
     `held`: the parts that `given` has; None: all that was sent."""
     spans = {entry.key: entry.span for entry in manifest.tensors} if held is None else held
     came = [entry for entry in manifest.tensors if entry.key in given]
-    model.load_weights([(e.name, given[e.key]) for e in came if given[e.key].shape == e.shape])
+    is_part = {e.key: given[e.key].shape != e.shape or is_entry(e.name) for e in came}
+    model.load_weights([(e.name, given[e.key]) for e in came if not is_part[e.key]])
+    parts = [entry for entry in came if is_part[entry.key]]
     parameters = dict(model.named_parameters())
-    parts = [entry for entry in came if given[entry.key].shape != entry.shape]
     with torch.no_grad():
         for entry in parts:
             span = spans[entry.key]
@@ -164,6 +168,8 @@ def load_bucket(
                 common = overlap(span, place.span, entry.shape)
                 if common is not None and not place.is_derived:
                     in_model(place, common).copy_(within(given[entry.key], span, common))
+            for values in must_be_zero(model, parameters, entry.name):
+                values.zero_()
         tie_head(model, parameters, [entry.name for entry in manifest.tensors])
         if derived_from := [entry.name for entry in parts if ".kv_b_proj." in entry.name]:
             model.post_load_weights(weight_names=derived_from)  # as `load_weights` does
@@ -231,6 +237,8 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
         except MisfitError as error:
             misfits[entry.key] = str(error)
             continue
+        if any(values.any() for values in must_be_zero(model, parameters, entry.name)):
+            misfits[entry.key] = "a rank adds it beside the one that has it"
         for place in places:
             common = overlap(entry.span, place.span, entry.shape)
             if common is None:

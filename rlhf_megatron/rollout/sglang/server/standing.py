@@ -24,9 +24,17 @@ FUSED = {  # SGLang's fused part -> its Hugging Face members in order
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}  # SGLang's [expert, rows, columns]
+# GPT-OSS: an expert's entry of tensors whose input comes first, gate and up by turns.
+ENTRIES = {
+    "w13_weight": "gate_up_proj",
+    "w13_weight_bias": "gate_up_proj_bias",
+    "w2_weight": "down_proj",
+    "w2_weight_bias": "down_proj_bias",
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?")
+_ENTRY = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 _SHARED = re.compile(r"(.*)\.shared_experts\.(\w+)\.weight(_scale_inv)?")  # on GPUs it stands behind the other experts
 _UNQUANTISED = "Unquant"  # names of SGLang's methods that keep weights as they come
 
@@ -70,6 +78,8 @@ def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tu
             own = name.replace(f".{member}.", f".{fused}.")
             if f".{member}." in name and own in parameters:
                 return [_of_fused(model, parameters[own], own, index, shape)]
+    if entry := _ENTRY.fullmatch(name):
+        return list(_of_entry(model, parameters, entry[1], int(entry[2]), entry[3], shape))
     if shared := _SHARED.fullmatch(name):
         return list(_of_expert(model, parameters, f"{shared[1]}.experts", None, shared[2], shared[3], shape))
     return []
@@ -90,6 +100,8 @@ def _direct(model: Any, parameter: Tensor, name: str, shape: tuple[int, ...]) ->
         return _part(parameter, 1, layer.tp_rank * parameter.shape[1], shape)
     if _is_a(layer, "ColumnParallelLinear"):
         return _part(parameter, 0, layer.tp_rank * parameter.shape[0], shape)
+    if leaf == "sinks":  # of this rank's heads
+        return _part(parameter, 0, layer.o_proj.tp_rank * parameter.shape[0], shape)
     if tuple(parameter.shape) != shape:
         raise MisfitError(f"the engine's is {list(parameter.shape)}, which is not {list(shape)}")
     return Place(parameter, 0, 0)
@@ -174,6 +186,43 @@ def _of_expert(
             yield _part(values.narrow(axis, 0, size), axis, layer.moe_tp_rank * size, shape)
 
 
+def _of_entry(
+    model: Any, parameters: Mapping[str, Tensor], prefix: str, number: int, kind: str, shape: tuple[int, ...]
+) -> Iterator[Place]:
+    layer = model.get_submodule(prefix)
+    for values in _entries(model, parameters, prefix, number, kind):
+        _require_plain(layer, values)
+        if kind != "down_proj_bias":
+            axis = 1 if kind == "gate_up_proj" else 0
+            size = shape[axis] // layer.moe_tp_size
+            yield _part(values.narrow(axis, 0, size), axis, layer.moe_tp_rank * size, shape)
+        elif layer.moe_tp_rank == 0:
+            yield _part(values, 0, 0, shape)
+
+
+def _entries(model: Any, parameters: Mapping[str, Tensor], prefix: str, number: int, kind: str) -> Iterator[Tensor]:
+    fused = next(name for name, of_entry in ENTRIES.items() if of_entry == kind)
+    parameter = parameters.get(f"{prefix}.{fused}")
+    if parameter is None:
+        return
+    layer = model.get_submodule(prefix)
+    for slot in _own_slots(layer, number):
+        yield parameter[slot] if layer.use_triton_kernels else parameter[slot].t()
+
+
+def is_entry(name: str) -> bool:
+    """Whether SGLang would load the tensor with those of all experts of its layer only."""
+    return _ENTRY.fullmatch(name) is not None
+
+
+def must_be_zero(model: Any, parameters: Mapping[str, Tensor], name: str) -> list[Tensor]:
+    """Return what another rank adds already: an expert's last bias, where ranks share the expert and add up."""
+    entry = _ENTRY.fullmatch(name)
+    if entry is None or entry[3] != "down_proj_bias" or not model.get_submodule(entry[1]).moe_tp_rank:
+        return []
+    return list(_entries(model, parameters, entry[1], int(entry[2]), entry[3]))
+
+
 def _own_slots(layer: Any, expert: int | None) -> list[int]:
     """Slots of this rank's parameters; none where other ranks hold the expert. `expert`: None for the shared one."""
     if expert is None:
@@ -233,6 +282,9 @@ def _has_come(model: Any, name: str, parameter: Tensor, received: set[str]) -> b
         return True
     prefix, _, leaf = name.rpartition(".")
     layer = model.get_submodule(prefix)
+    if leaf in ENTRIES and getattr(layer, "with_bias", False):
+        held = [number for number in range(facts.num_experts(layer._num_global_routed)) if _own_slots(layer, number)]
+        return all(f"{prefix}.{number}.{ENTRIES[leaf]}" in received for number in held)
     scale = SCALE if leaf.endswith(SCALE) else ""
     if (fused := leaf.removesuffix(scale)) in EXPERTS and (not scale or _keeps_blocks(layer)):
         held = [number for number in range(facts.num_experts(layer._num_global_routed)) if _own_slots(layer, number)]
