@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,11 @@ class Scored:
         self.model = kind.from_config(AutoConfig.from_pretrained(MODEL, **changes)).eval()
         self.model.save_pretrained(folder)
         self.folder, self.is_judge, self.tokenizer = folder, is_judge, load_tokenizer(MODEL)
-        shutil.copy(MODEL / "tokenizer.json", folder)
+        spelling = json.loads((MODEL / "tokenizer.json").read_text())
+        spelling["model"]["unk_token"] = "<pad>" if is_judge else spelling["model"].get("unk_token")
+        (folder / "tokenizer.json").write_text(
+            json.dumps(spelling)
+        )  # SGLang fails a text that its tokenizer cannot spell
         settings = json.loads((MODEL / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
 
