@@ -180,9 +180,12 @@ def check_sources(config: RewardConfig, known: Iterable[str]) -> None:
 def check_labels(config: RewardConfig, labels: Iterable[tuple[str, str, bool]]) -> None:
     """Look at the labels of a run's data, each with its source and whether it was a list or an object. Warns of labels
     that are JSON within text. Raises ConfigError for those that no answer could score with: more than
-    `reward.max_error_rate` of a source's, or lists and objects.
+    `reward.max_error_rate` of a source's, or lists and objects. A reward that cannot be loaded is told by `check_reward`.
     """
-    components = load_components(config)
+    try:
+        components = load_components(config)
+    except ConfigError:
+        return
     by_source: dict[str, list[tuple[str, bool]]] = {}
     for source, label, is_json in labels:
         by_source.setdefault(source, []).append((label, is_json))

@@ -183,7 +183,7 @@ def test_long_answers_are_the_same_to_the_last_bit(server: Server, drivers: Driv
     [
         (400, EngineRequestError, "token 400 is not known"),
         (503, EngineStaleError, "STALE"),
-        (1, EngineError, "numbers"),
+        (1, EngineError, "samples for requests"),
     ],
 )
 def test_errors_are_those_of_the_client(
