@@ -180,7 +180,7 @@ def check_sources(config: RewardConfig, known: Iterable[str]) -> None:
 def check_labels(config: RewardConfig, labels: Iterable[tuple[str, str, bool]]) -> None:
     """Look at the labels of a run's data, each with its source and whether it was a list or an object. Warns of labels
     that are JSON within text. Raises ConfigError for those that no answer could score with: more than
-    `reward.max_error_rate` of a source's, or lists and objects. A reward that cannot be loaded is told by `check_reward`.
+    `reward.max_error_rate` of a source's, or lists and objects. `check_reward` tells of rewards that cannot be loaded.
     """
     try:
         components = load_components(config)

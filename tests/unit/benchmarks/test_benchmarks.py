@@ -130,7 +130,7 @@ def test_a_step_of_the_controller_is_told_by_part(tmp_path: Path) -> None:
     meter = bench_controller.measure(bench_controller.Shape(4, 2, 3, 20, 2), tmp_path)
     calls = {"call actor.log_probs", "call reference.log_probs", "call actor.update"}
     parts = {"samples to a batch", "mismatch record", "journal of groups"}
-    assert meter.seconds.keys() >= parts | calls and meter.beside.keys() == {"journal of batches"}
+    assert meter.seconds.keys() >= parts | calls and meter.beside.keys() == {"journal of batches", "fleet"}
     assert all(seconds > 0 for seconds in meter.seconds.values()) and meter.bytes.keys() == meter.seconds.keys()
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["step_000001.train"]
     assert 0 < meter.waited_s < sum(meter.seconds.values())
