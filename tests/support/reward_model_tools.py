@@ -59,7 +59,8 @@ class Scored:
         if not self.is_judge:
             return logits.item()
         written = self.tokenizer.decode([int(logits[0, -1].argmax())])
-        return int(written) / 9 if written.isdigit() else None
+        digits = [letter for letter in written if letter.isdigit()]  # <unused20> has some, too
+        return int(digits[-1]) / 9 if digits else None
 
     def assert_scored(self, run_dir: Path, step: int) -> int:
         """Look at each reward of a step. Return how many samples have one."""
