@@ -68,7 +68,7 @@ class Alone:
 
 
 class _OneRank:
-    """As much of a process group of one rank as sending asks for."""
+    """Stands for a process group of one rank, with what sending asks of it."""
 
     def size(self) -> int:
         return 1

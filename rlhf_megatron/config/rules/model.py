@@ -102,7 +102,7 @@ def _problems(
 
 
 def _of_sinks(rollout: RolloutConfig, dtype: str, hf_config: Mapping[str, Any]) -> Findings:
-    """What stock SGLang cannot do with GPT-OSS."""
+    """Find what stock SGLang cannot do with GPT-OSS."""
     is_on_cpu = rollout.sglang.args.get("device") == "cpu" or rollout.sglang.env.get("SGLANG_USE_CPU_ENGINE") == "1"
     yield wrong(
         is_on_cpu,

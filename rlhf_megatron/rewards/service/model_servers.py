@@ -171,7 +171,7 @@ class ModelServers:
             raise EngineError(f"{address.name} scores a probe with {score:g}, before with {before:g}.")
 
     def _score(self, address: EngineAddress) -> float:
-        """Of a judge, the certainty of its first token."""
+        """Return the score of a probe; of a judge, the log-prob of its first token."""
         client, limit_s = HttpClient(address), self.config.rollout.health_timeout_s
         if self._is_judge:
             return certainty_of(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
