@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -20,10 +19,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
+from rlhf_megatron.runtime.processes import die_with_parent
 
 MESSAGE_LENGTH = 2000
 GRACE_S = 5.0  # between a case's own deadline and its end
@@ -76,7 +77,12 @@ def run_case(name: str, budget_s: float, is_quick: bool = False) -> dict[str, An
 def run_group(command: Sequence[str], timeout_s: float, **streams: Any) -> int | None:
     """Exit code; None where it was ended, with all that it started, because its time was up."""
     child = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), start_new_session=True, preexec_fn=_end_with_parent, **streams
+        command,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        **streams,
     )
     try:
         return child.wait(timeout_s)
@@ -84,11 +90,6 @@ def run_group(command: Sequence[str], timeout_s: float, **streams: Any) -> int |
         return None
     finally:
         end_group(child)
-
-
-def _end_with_parent() -> None:
-    """A case that outlives its check would slow the next one."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_group(child: subprocess.Popen[Any]) -> None:

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from rlhf_megatron.checkpoint import smollm2
+from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES
 from rlhf_megatron.checkpoint.megatron_dir import layout_on_disk
 from rlhf_megatron.checkpoint.safe_pickle import METADATA
 from rlhf_megatron.config import hub_data
@@ -108,7 +109,7 @@ def _open(source: Path, config_from: Path | None) -> Model:
 def _target(args: argparse.Namespace, model: Model, items: Sequence[Item]) -> Target:
     if model.is_of_fsdp and args.to != "hf":
         raise ValueError(f"{args.source} was trained by the backend fsdp; convert it --to hf first.")
-    max_bytes = (args.max_shard_mib or 2048) << 20
+    max_bytes = args.max_shard_mib << 20 if args.max_shard_mib else MAX_SHARD_BYTES
     if args.to == "ranks":
         axes = {name: getattr(args, name) for name in _LAYOUT if getattr(args, name) is not None}
         return RanksTarget(model, items, layout_on_disk(**axes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,8 +9,8 @@ import threading
 import msgspec
 import pytest
 import torch
-from places import ROOT
 
+from benchmarks.gpu.children import environment
 from rlhf_megatron.parallel import device as device_sharing
 from rlhf_megatron.parallel.links import Link
 from rlhf_megatron.resharding.buffers import in_memory
@@ -42,10 +41,8 @@ print(int(found.long().sum()), flush=True)
 
 
 def child(code: str, *arguments: str) -> subprocess.Popen[str]:
-    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # packages may be wheels there
-    environment = {**os.environ, "PYTHONPATH": places}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 @pytest.mark.gpu
