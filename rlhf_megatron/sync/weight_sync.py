@@ -103,7 +103,8 @@ class WeightSync(Sync):
                 self.fleet.set_aside(name, str(error))
         self.turns.after_stream()
         faults.reach("sync.before_commit")
-        self.fleet.commit_update(version, is_whole=None in standing_by_name.values())  # those are asked below
+        is_probed = None in standing_by_name.values()  # an engine without digests, which must serve for its probe
+        self.fleet.commit_update(version, is_whole=is_probed)
         faults.reach("sync.after_commit")
         self.version, self._sent = version, sent.digests
         if self.transport == "disk":
