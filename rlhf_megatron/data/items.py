@@ -9,7 +9,7 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -29,9 +29,6 @@ class PromptItem:
     label: str
     source: str
     extra: str = ""  # JSON object of what else a reward may read
-    has_json_label: bool = field(
-        default=False, repr=False, compare=False
-    )  # the row has a list or an object as its label
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def encode_rows(
             ids = cut(ids, limit.max_prompt_length, limit.truncation)
             text = tokenizer.spell(ids)
             num_cut += 1
-        items.append(PromptItem(ids, text, row.label, row.source, row.extra, row.has_json_label))
+        items.append(PromptItem(ids, text, row.label, row.source, row.extra))
     if not items:
         raise ValueError(
             f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from math import isfinite
 from pathlib import Path
@@ -124,6 +124,7 @@ def name_of(path: Path) -> str:
 NUM_SHOWN = 5  # problems that an error message lists
 MAX_EXTRA = 65_536  # characters of a row's other keys as JSON
 SOURCE_KEY = "data_source"
+JSON_LABEL = "label_is_json"  # of `extra`: the label was no text, and is its JSON now
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,6 @@ class PromptRow:
     source: str  # value of data_source, or name of the file or task
     origin: str  # where a user finds it: "train.jsonl:12"
     extra: str = ""  # JSON object of what else a reward may read
-    has_json_label: bool = field(default=False, repr=False, compare=False)  # the label was a list or an object
 
 
 @dataclass(frozen=True)
@@ -226,18 +226,24 @@ def checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str)
         raise ValueError(f"a JSON {_json_type(value)}, not an object")
     prompt = prompt_of(look_up(value, prompt_key, "data.prompt_key"), prompt_key)
     label = look_up(value, label_key, "data.label_key")
-    is_json = isinstance(label, dict | list)  # such as several right answers
+    is_text = isinstance(label, str)
     if isinstance(label, float):
         label = _decimal(label, label_key)
-    elif is_json:
+    elif isinstance(label, dict | list):  # such as several right answers
         label = json.dumps(label, ensure_ascii=False, default=str)
     elif isinstance(label, bool) or not isinstance(label, str | int):
         raise ValueError(f"{label_key!r} must be a string or a number, not a JSON {_json_type(label)}")
     source = value.get(SOURCE_KEY, stem)
     if not isinstance(source, str) or not source:
         raise ValueError(f"{SOURCE_KEY!r} must be a name, not {_shown(source)}")
-    extra = _extra({key: item for key, item in value.items() if key not in (prompt_key, label_key)})
-    return check_texts(PromptRow(prompt, str(label), source, origin, extra, is_json))
+    others = _without({key: item for key, item in value.items() if key != prompt_key}, label_key)
+    extra = _extra(others if is_text else {JSON_LABEL: True} | others)
+    return check_texts(PromptRow(prompt, str(label), source, origin, extra))
+
+
+def has_json_label(label: str, extra: str) -> bool:
+    """Whether a row has a list or an object as its label."""
+    return extra.startswith(f'{{"{JSON_LABEL}": true') and label[:1] in ("[", "{")
 
 
 def _decimal(number: float, key: str) -> str:
@@ -248,6 +254,14 @@ def _decimal(number: float, key: str) -> str:
         )
     text = format(Decimal(repr(number)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _without(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """`row` without what `look_up` finds."""
+    if key in row or "." not in key:
+        return {name: value for name, value in row.items() if name != key}
+    first, _, rest = key.partition(".")
+    return {name: _without(value, rest) if name == first else value for name, value in row.items()}
 
 
 def look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:

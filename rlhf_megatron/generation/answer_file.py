@@ -103,7 +103,6 @@ def _of_others(path: Path, number: int, row: dict[str, Any], data: DataConfig) -
     of_prompt = {"prompt": prompt, "answer": asked.label, "source": asked.source, "extra": asked.extra}
     count = len(responses)
     found: dict[str, Any] = {
-        "has_json_label": asked.has_json_label,
         "index": number,
         "responses": responses,
         "finish_reasons": ["stop"] * count,

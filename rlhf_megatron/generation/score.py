@@ -32,7 +32,7 @@ def score(
     if not rows:
         raise ValueError(f"{path} has no answers.")
     check_sources(config, {row["source"] for row in rows})
-    check_labels(config, ((row["source"], row["answer"], row.get("has_json_label", False)) for row in rows))
+    check_labels(config, ((row["source"], row["answer"], row.get("extra", "")) for row in rows))
     samples = [sample for row in rows for sample in _samples(row)]
     with make_scorer(config, log, model) as scorer:
         results = iter(scorer(samples))

@@ -126,7 +126,7 @@ def _check_data(
     run_data(data, 0, stop, sets, tokenizer)
     items = (*sets.train, *sets.held_out)
     check_sources(reward, {item.source for item in items})
-    check_labels(reward, ((item.source, item.label, item.has_json_label) for item in items))
+    check_labels(reward, ((item.source, item.label, item.extra) for item in items))
     _check_vocabulary(tokenizer.vocab_size, Path(model.path))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that may answer later
+OWN_FAULT = 500  # the one of these that the request itself may cause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 LOOK_S = 0.02
 MAX_ANSWER_BYTES = 1 << 26
@@ -40,9 +41,13 @@ def share_limits(num_machines: int) -> None:
 class EndpointError(RuntimeError):
     """A server did not answer, or not as it should: not the policy's doing."""
 
+    why = "endpoint"  # of the masked sample
+
 
 class Refused(EndpointError):
     """A server answered, and would answer so again."""
+
+    why = "refused"
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,11 @@ class Endpoint:
         """The longest that an answer takes once it is this request's turn."""
         return self.patience_s + self.timeout_s
 
-    def ask(self, body: Any) -> Asked:
-        """Post `body` as JSON. Raises EndpointError when the server gives no answer in time, or refuses."""
+    def ask(self, body: Any, probe: Any = None) -> Asked:
+        """Post `body` as JSON. Raises EndpointError when the server gives no answer in time, Refused when it refuses.
+
+        `probe`: what a sound server answers. One that does, and fails at `body` twice with status 500, refuses it.
+        """
         first: float | None = None
         pause, num_retries = FIRST_PAUSE_S, 0
         while True:
@@ -87,7 +95,8 @@ class Endpoint:
                     return Asked(json.loads(text), num_retries, time.monotonic() - sent)
                 except (ValueError, RecursionError) as error:
                     raise EndpointError(f"{self.url} answered what is no JSON: {text[:200]!r}.") from error
-            if status is not None and status not in PASSING:
+            is_own_fault = status == OWN_FAULT and num_retries > 0 and probe is not None and self._answers(probe)
+            if is_own_fault or (status is not None and status not in PASSING):
                 raise Refused(f"{self.url} answered {status}: {text[:200]!r}.")
             pause_s = max(wait_s, pause * random.uniform(0.5, 1.5))
             if time.monotonic() + pause_s - first > self.patience_s:
@@ -96,6 +105,10 @@ class Endpoint:
             time.sleep(pause_s)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             num_retries += 1
+
+    def _answers(self, probe: Any) -> bool:
+        with self._turn():
+            return self._post(json.dumps(probe).encode())[0] == 200
 
     def _post(self, body: bytes) -> tuple[int | None, bytes, float]:
         """(status, answer, seconds that the server asks to wait). No status: it could not be reached, and why."""

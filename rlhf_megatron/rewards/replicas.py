@@ -21,22 +21,29 @@ def ask_any(
 ) -> tuple[T, int]:
     """(answer, servers that failed before). One that failed is asked in the next `rest_s` only where no other answers.
 
-    Raises Refused where a server says that no other would take the request either, EndpointError after `patience_s`.
+    Raises Refused where a server refuses the request and no other answers it, EndpointError after `patience_s`.
     """
-    deadline, num_failed = time.monotonic() + patience_s, 0
+    deadline, num_failed, refused = time.monotonic() + patience_s, 0, None
     while True:
         now = time.monotonic()
         for server in sorted(servers, key=lambda one: (_resting.get(one.url, 0.0) > now, random.random())):
             try:
                 answer = ask(replace(server, patience_s=FAILOVER_S) if len(servers) > 1 else server)
-            except Refused:
-                raise
+            except Refused as error:
+                if refused is not None or len(servers) == 1:
+                    raise
+                refused, refuser = error, server
+                num_failed += 1
             except EndpointError as error:
                 _resting[server.url], last = time.monotonic() + rest_s, error
                 num_failed += 1
             else:
                 _resting.pop(server.url, None)
+                if refused is not None:  # it is the server, then, not the request
+                    _resting[refuser.url] = time.monotonic() + rest_s
                 return answer, num_failed
+        if refused is not None:
+            raise refused
         if time.monotonic() >= deadline:
             raise last
         time.sleep(PAUSE_S)

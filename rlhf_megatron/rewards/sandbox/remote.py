@@ -20,6 +20,7 @@ from rlhf_megatron.rewards.sandbox.base import Program, RunResult, SandboxUnavai
 from rlhf_megatron.rewards.sandbox.harness import PRELUDE
 
 Protocol = Literal["sandbox_fusion", "plain"]
+PROBE = {"code": "print(1)", "stdin": ""}
 VALUE_MARK = "\u2407value "  # begins the last line, which holds what a function returned
 CALL = """
 import json as _json, sys as _sys
@@ -103,7 +104,7 @@ def fusion(sandbox: RemoteSandbox, code: str, stdin: str) -> RunResult:
         "files": {},
         "fetch_files": [],
     }
-    answer = sandbox.endpoint.ask(body).answer
+    answer = sandbox.endpoint.ask(body, body | PROBE).answer
     if answer["status"] == "SandboxError":
         raise EndpointError(f"the sandbox server failed: {answer.get('message')!r}")
     if answer.get("run_result") is None:
@@ -122,6 +123,7 @@ class PlainRun(msgspec.Struct):
 
 def plain(sandbox: RemoteSandbox, code: str, stdin: str) -> RunResult:
     limits = {"timeout_s": sandbox.timeout_s, "memory_mib": sandbox.memory_mib}
-    answer = sandbox.endpoint.ask({"language": "python", "code": code, "stdin": stdin, **limits}).answer
+    body = {"language": "python", "code": code, "stdin": stdin, **limits}
+    answer = sandbox.endpoint.ask(body, body | PROBE).answer
     run = msgspec.convert(answer, PlainRun)
     return RunResult(run.ending, run.code, run.stdout, run.stderr)

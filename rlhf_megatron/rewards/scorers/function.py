@@ -1,8 +1,8 @@
 """A function of the user's own, named by a dotted path or a file: the way to a reward without touching this package.
 
 It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and num_tokens that its
-signature has, also by verl's names, and `kwargs`. It returns a number, or a mapping with the number "score" and further
-numbers for metrics.
+signature has, also by verl's names, and `kwargs`. `label` is text, `ground_truth` the label as the row has it. It
+returns a number, or a mapping with the number "score" and further numbers for metrics.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.data.rows import JSON_LABEL
 from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, BadResultError, RewardResult, RewardSample
 
 OF_VERL = {"solution_str": "response", "ground_truth": "label", "data_source": "source", "extra_info": "extra"}
@@ -117,10 +118,11 @@ def function(sample: RewardSample, params: FunctionParams) -> RewardResult:
     """Score with the user's function. A sample for which it raises is masked, not held against the policy."""
     call, names = load_function(params.path, tuple(params.kwargs))
     given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
-    if {"extra", "extra_info"} & given.keys():
+    if {"extra", "extra_info", "ground_truth"} & given.keys():
         extra = json.loads(sample.extra) if sample.extra else {}
-        of_verl = extra.get("extra_info") or {}
-        given |= {name: value for name, value in (("extra", extra), ("extra_info", of_verl)) if name in given}
+        label = json.loads(sample.label) if extra.pop(JSON_LABEL, False) else sample.label
+        read = {"extra": extra, "extra_info": extra.get("extra_info") or {}, "ground_truth": label}
+        given |= {name: value for name, value in read.items() if name in given}
     return as_result(call(**given, **params.kwargs))
 
 

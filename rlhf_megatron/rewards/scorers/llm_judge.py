@@ -128,15 +128,17 @@ def llm_judge(sample: RewardSample, params: LlmJudgeParams) -> RewardResult:
         "temperature": params.temperature,
         "max_tokens": params.max_tokens,
     }
+    probe = {"model": params.model, "messages": PROBE["messages"], "max_tokens": 1}
     patience_s = params.patience_s if params.servers else 0.0  # a server has its own
     scores, num_retries, num_failed, latency_s, text = [], 0, 0, 0.0, ""
     for vote in range(params.num_votes):
         asks = body | ({"seed": vote} if params.num_votes > 1 else {})
         try:
-            asked, failed = ask_any(params.asked, patience_s, params.rest_s, partial(Endpoint.ask, body=asks))
+            ask = partial(Endpoint.ask, body=asks, probe=probe)
+            asked, failed = ask_any(params.asked, patience_s, params.rest_s, ask)
             text = asked.answer["choices"][0]["message"]["content"] or ""
         except EndpointError as error:
-            return masked("endpoint", str(error))
+            return masked(error.why, str(error))
         except (KeyError, IndexError, TypeError):
             return masked("endpoint", f"A server answered no chat completion: {asked.answer!r:.200}")
         num_retries += asked.num_retries

@@ -52,13 +52,13 @@ def remote(sample: RewardSample, params: RemoteParams) -> RewardResult:
     try:
         result, _ = ask_any(params.servers, params.patience_s, params.rest_s, lambda server: _ask(server, sample))
     except EndpointError as error:
-        return masked("endpoint", str(error))
+        return masked(error.why, str(error))
     return result
 
 
 def _ask(server: Endpoint, sample: RewardSample) -> RewardResult:
     """Raises EndpointError."""
-    answer: Any = server.ask(asdict(sample)).answer
+    answer: Any = server.ask(asdict(sample), asdict(PROBE)).answer
     try:
         return msgspec.convert(answer, RewardResult)
     except msgspec.ValidationError as error:

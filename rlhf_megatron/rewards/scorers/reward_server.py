@@ -93,7 +93,7 @@ def reward_server(sample: RewardSample, params: RewardServerParams) -> RewardRes
             params.servers, params.patience_s, params.rest_s, lambda server: _ask(server, params, text)
         )
     except EndpointError as error:
-        return masked("endpoint", str(error))
+        return masked(error.why, str(error))
     score, asked = found
     parts = {"failovers": num_failed, "retries": asked.num_retries, "latency_s": asked.latency_s}
     return RewardResult(params.scaled(score), parts=parts)
@@ -107,11 +107,16 @@ def _tokenizer(directory: str) -> Tokenizer:
 def _ask(server: Endpoint, params: RewardServerParams, text: str) -> tuple[float, Asked]:
     """Raises EndpointError."""
     is_openai = server.url.rstrip("/").endswith("/embeddings")
-    what = text if params.tokenizer is None else list(_tokenizer(params.tokenizer).encode(text))
-    if not what:
-        raise Refused("the sample has no text.")  # an SGLang server takes harm from an empty list
-    name = "text" if params.tokenizer is None else "input_ids"
-    asked = server.ask({"model": params.model, "input": what} if is_openai else {name: what})
+
+    def body(text: str) -> dict[str, Any]:
+        what = text if params.tokenizer is None else list(_tokenizer(params.tokenizer).encode(text))
+        if not what:
+            raise Refused("the sample has no text.")  # an SGLang server takes harm from an empty list
+        if is_openai:
+            return {"model": params.model, "input": what}
+        return {"text" if params.tokenizer is None else "input_ids": what}
+
+    asked = server.ask(body(text), body(PROBE))
     return number_of(asked.answer, server.url, is_openai), asked
 
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.data import unknown_sources
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
+from rlhf_megatron.data.rows import has_json_label
 from rlhf_megatron.rewards.scorers.base import (
     MASKED,
     Keyed,
@@ -177,18 +178,18 @@ def check_sources(config: RewardConfig, known: Iterable[str]) -> None:
         raise ConfigError(problems)
 
 
-def check_labels(config: RewardConfig, labels: Iterable[tuple[str, str, bool]]) -> None:
-    """Look at the labels of a run's data, each with its source and whether it was a list or an object. Warns of labels
-    that are JSON within text. Raises ConfigError for those that no answer could score with: more than
-    `reward.max_error_rate` of a source's, or lists and objects. `check_reward` tells of rewards that cannot be loaded.
+def check_labels(config: RewardConfig, labels: Iterable[tuple[str, str, str]]) -> None:
+    """Look at the labels of a run's data: (source, label, extra) of each row. Warns of labels that are JSON within
+    text. Raises ConfigError for those that no answer could score with: more than `reward.max_error_rate` of a source's,
+    or lists and objects. `check_reward` tells of rewards that cannot be loaded.
     """
     try:
         components = load_components(config)
     except ConfigError:
         return
     by_source: dict[str, list[tuple[str, bool]]] = {}
-    for source, label, is_json in labels:
-        by_source.setdefault(source, []).append((label, is_json))
+    for source, label, extra in labels:
+        by_source.setdefault(source, []).append((label, has_json_label(label, extra)))
     problems = []
     for source, found in by_source.items():
         for component in components.of(source):

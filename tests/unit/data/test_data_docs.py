@@ -80,5 +80,5 @@ def test_the_recipe_for_verl(directory: Path) -> None:
     assert shown(item) == (
         "openai/gsm8k | <|im_start|>user↵1+1?<|im_end|>↵<|im_start|>assistant↵ | 2 | "
         '{"data_source": "openai/gsm8k", "extra_info": {"index": 0},'
-        ' "reward_model": {"ground_truth": "2", "style": "rule"}}'
+        ' "reward_model": {"style": "rule"}}'
     )

@@ -12,9 +12,10 @@ from data_samples import written
 from pyarrow import parquet
 
 from rlhf_megatron.data import rows as rows_module
-from rlhf_megatron.data.rows import ChatMessage, PromptRow, RowCounts, raw_rows, read_rows
+from rlhf_megatron.data.rows import ChatMessage, PromptRow, RowCounts, has_json_label, raw_rows, read_rows
 
 KEYS = ("prompt", "answer")
+JSON = '{"label_is_json": true}'
 
 
 def test_good_rows(tmp_path: Path) -> None:
@@ -27,12 +28,12 @@ def test_good_rows(tmp_path: Path) -> None:
     )
     rows, counts = read_rows([first, second], *KEYS, skip_bad_rows=False)
     assert rows == (
-        PromptRow("1+1=", "2", "a", f"{first}:1"),
+        PromptRow("1+1=", "2", "a", f"{first}:1", JSON),
         PromptRow("é\u2028", "0.50", "b", f"{second}:1"),
-        PromptRow("1+1=", "2.5", "b", f"{second}:2"),
-        PromptRow("who", '{"target": ["é", "b"]}', "b", f"{second}:3"),
+        PromptRow("1+1=", "2.5", "b", f"{second}:2", JSON),
+        PromptRow("who", '{"target": ["é", "b"]}', "b", f"{second}:3", JSON),
     )
-    assert [row.has_json_label for row in rows] == [False, False, False, True]
+    assert [has_json_label(row.label, row.extra) for row in rows] == [False, False, False, True]
     assert counts == RowCounts(num_rows=4, num_bad=0, num_duplicates=1)
 
 
@@ -98,22 +99,24 @@ def only(path: Path, prompt_key: str = "prompt", label_key: str = "answer") -> P
 
 
 def test_other_keys_travel_as_json(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": 1, "level": [3, None], "é": {"x": 0.5}})
+    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1", "level": [3, None], "é": {"x": 0.5}})
     assert only(path).extra == '{"level": [3, null], "é": {"x": 0.5}}'
-    assert only(written(tmp_path / "b.jsonl", {"prompt": "1", "answer": 1})).extra == ""
+    assert only(written(tmp_path / "b.jsonl", {"prompt": "1", "answer": "1"})).extra == ""
+    row = only(written(tmp_path / "c.jsonl", {"prompt": "1", "answer": {"target": ["x"]}}))
+    assert (row.label, row.extra) == ('{"target": ["x"]}', JSON)
 
 
 def test_other_keys_have_a_limit(tmp_path: Path) -> None:
     most = rows_module.MAX_EXTRA - len('{"k": ""}')
-    assert len(only(written(tmp_path / "a.jsonl", {"prompt": "1", "answer": 1, "k": "x" * most})).extra) == 65_536
-    path = written(tmp_path / "b.jsonl", {"prompt": "1", "answer": 1, "k": "x" * (most + 1)})
+    assert len(only(written(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1", "k": "x" * most})).extra) == 65_536
+    path = written(tmp_path / "b.jsonl", {"prompt": "1", "answer": "1", "k": "x" * (most + 1)})
     with pytest.raises(ValueError, match=r"b.jsonl:1: its other keys \(k\) have 65537 characters as JSON, over 65536"):
         only(path)
 
 
 def test_data_source_names_the_source(tmp_path: Path) -> None:
     row = only(written(tmp_path / "a.jsonl", {"prompt": "1", "answer": 1, "data_source": "gsm8k"}))
-    assert row.source == "gsm8k" and json.loads(row.extra) == {"data_source": "gsm8k"}
+    assert row.source == "gsm8k" and json.loads(row.extra)["data_source"] == "gsm8k"
     with pytest.raises(ValueError, match="'data_source' must be a name, not a JSON number"):
         only(written(tmp_path / "b.jsonl", {"prompt": "1", "answer": 1, "data_source": 3}))
 
@@ -122,7 +125,7 @@ def test_nested_keys(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"p.q": "plain", "p": {"q": "nested"}, "r": {"truth": 7, "style": "rule"}})
     row = only(path, "p.q", "r.truth")
     assert (row.prompt, row.label) == ("plain", "7"), "a key that exists as it is written comes first"
-    assert json.loads(row.extra)["r"] == {"truth": 7, "style": "rule"}
+    assert json.loads(row.extra)["r"] == {"style": "rule"}
     with pytest.raises(ValueError, match=r"no key 'r.false' \(set data.label_key\); it has 'p.q', 'p', 'r'"):
         only(path, "p.q", "r.false")
 
@@ -225,7 +228,7 @@ def test_the_layout_of_verl(tmp_path: Path) -> None:
     assert json.loads(first.extra) == {
         "data_source": "openai/gsm8k",
         "ability": "math",
-        "reward_model": {"ground_truth": "72", "style": "rule"},
+        "reward_model": {"style": "rule"},  # a label is no other key, however long it is
         "extra_info": {"index": 0, "split": "train"},  # what is null in parquet is absent in JSONL
     }
     assert second.prompt == (ChatMessage("system", "be short"), ChatMessage("user", "1+1?"))

@@ -141,7 +141,7 @@ def test_solved_rows_are_not_held_out_either(tmp_path: Path, tokenizer: Tokenize
 def test_load_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"q": text, "a": 1} for text in ("1+1=", "1+1=", "2+2=", "12345+1=")]
     train = written(tmp_path / "train.jsonl", *rows, b"{")
-    val = written(tmp_path / "val.jsonl", {"q": "2+2=", "a": 4}, {"q": "3+3=", "a": 6, "level": 1})
+    val = written(tmp_path / "val.jsonl", {"q": "2+2=", "a": 4}, {"q": "3+3=", "a": "6", "level": 1})
     config = DataConfig(
         train_files=(str(train),),
         val_files=(str(val),),

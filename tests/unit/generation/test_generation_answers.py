@@ -23,7 +23,7 @@ def test_answers_with_the_columns_of_verl(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({**ROW, "id": i}) + "\n" for i in range(2)))
     (found,) = score(path, RewardConfig(), tmp_path / "log", data)
     assert found.name == "sums" and found.scores() == [(1.0, 0.0)] * 2 and found.prompts.prompts == ("1+1?",) * 2
-    assert json.loads(found.prompts.extras[1]) == {"data_source": "sums", "reward_model": ROW["reward_model"], "id": 1}
+    assert json.loads(found.prompts.extras[1]) == {"data_source": "sums", "reward_model": {"style": "rule"}, "id": 1}
     with pytest.raises(ValueError, match=r"line 1 must be an object with \"index\""):
         score(path, RewardConfig(), tmp_path / "log")
     for wrong, words in (({"responses": "2"}, "responses must be a list of texts"), ({"question": 3}, "'question'")):

@@ -81,7 +81,7 @@ def test_labels_of_other_forms_that_count(name: str, response: str, label: str) 
 
 
 def test_lists_and_objects_are_refused_before_a_run_where_text_is_compared() -> None:
-    labels = [("a", '["72"]', True), *[("a", "72", False)] * 99]
+    labels = [("a", '["72"]', '{"label_is_json": true}'), *[("a", "72", "")] * 99]
     with pytest.raises(ConfigError) as caught:
         check_labels(RewardConfig(name="exact_match"), labels)
     assert caught.value.problems == [
@@ -99,18 +99,18 @@ def test_lists_and_objects_are_refused_before_a_run_where_text_is_compared() -> 
 def test_other_labels_are_refused_where_a_run_would_stop_for_them() -> None:
     """Up to reward.max_error_rate of a source's are masked as they are scored, as whatever fails."""
     config = RewardConfig(by_source={"b": RewardTermConfig("gsm8k")})
-    labels = [("a", SOLUTION, False)] * 20 + [("b", "1", False)] * 9
-    check_labels(config, [*labels, ("b", SOLUTION, False)])
+    labels = [("a", SOLUTION, "")] * 20 + [("b", "1", "")] * 9
+    check_labels(config, [*labels, ("b", SOLUTION, "")])
     with pytest.raises(ConfigError, match=r"reward\.by_source\.b \(gsm8k\): 2 of 11 labels of the source 'b'"):
-        check_labels(config, [*labels, *[("b", SOLUTION, False)] * 2])
+        check_labels(config, [*labels, *[("b", SOLUTION, "")] * 2])
 
 
 def test_labels_that_are_all_json_within_text_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    check_labels(RewardConfig(), [("a", '"72"', False), ("a", "[1]", False)])
+    check_labels(RewardConfig(), [("a", '"72"', ""), ("a", "[1]", "")])
     assert "all labels of the source 'a' are JSON within text, such as '\"72\"'; reward (exact_match)" in caplog.text
     caplog.clear()
-    check_labels(RewardConfig(), [("a", '"72"', False), ("a", "72", False)])
-    check_labels(RewardConfig(name="short_answer"), [("a", '"72"', False)])
+    check_labels(RewardConfig(), [("a", '"72"', ""), ("a", "72", "")])
+    check_labels(RewardConfig(name="short_answer"), [("a", '"72"', "")])
     assert not caplog.records
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from places import SUPPORT
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
+from rlhf_megatron.data.rows import checked
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.scorer import RewardError, Scorer, check_reward, make_scorer
 
@@ -173,11 +175,17 @@ def test_scores_of_all_kinds(scorer: Scorer, value: str, score: float, parts: di
     assert (result.score, result.status, result.parts) == (score, "ok", {"function": score, **parts})
 
 
+VALUES = [{"target": ["a", 1]}, ["a"], '["a"]', 7, "7"]  # labels of rows, which verl gives to its functions so
+
+
 def test_a_function_that_was_written_for_verl(tmp_path: Path) -> None:
     with make_scorer(config("compute_score", num_workers=1), tmp_path / "log") as scorer:
         right, wrong = scorer([sample("7", extra_info={"index": 3}, ability="x"), sample("7")])
+        values = [checked({"prompt": "?", "answer": value}, "prompt", "answer", "s", "o") for value in VALUES]
+        as_they_are = scorer([replace(sample(repr(VALUES)), label=row.label, extra=row.extra) for row in values])
     assert right == RewardResult(1.0, "ok", {"function": 1.0, "function/acc": 1.0})
     assert wrong == RewardResult(-1.0, "ok", {"function": -1.0, "function/acc": 0.0})
+    assert [result.parts["function/place"] for result in as_they_are] == [0, 1, 2, 3, 4]
 
 
 def test_a_sample_whose_worker_died_is_tried_once_more(scorer: Scorer, tmp_path: Path) -> None:

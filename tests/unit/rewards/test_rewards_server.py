@@ -140,7 +140,32 @@ def test_what_is_no_score_is_refused_at_once(start: Callable[[Answer], Server], 
     with pytest.raises(ValueError, match=text):
         params_of(server.url()).prepare()
     result = score(sample("a"), params_of(server.url()))
-    assert result.status == "masked:endpoint" and text in result.error and len(server.asked) == 2
+    assert result.status == "masked:refused" and text in result.error and len(server.asked) == 2
+
+
+def unspellable(body: dict[str, Any]) -> tuple[int, Any]:
+    """As SGLang answers for text that its tokenizer cannot spell."""
+    return (500, {}) if "\u2603" in body["text"] else of_length(body)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sample_that_servers_fail_at_is_masked_at_once(start: Callable[[Answer], Server], count: int) -> None:
+    """They answer others, so it is the sample: it waits for no patience, and no server rests."""
+    servers = [start(unspellable) for _ in range(count)]
+    params = params_of(*(server.url() for server in servers), rest_s=3600.0)
+    result = score(sample("\u2603"), params)
+    assert result.status == "masked:refused" and "answered 500" in result.error
+    assert sum(len(server.asked) for server in servers) == 3 * count, "it twice, and a probe"
+    assert score(sample("a"), params).parts["failovers"] == 0 and replicas._resting == {}
+
+
+def test_a_server_that_fails_at_all_is_not_the_samples_fault(start: Callable[[Answer], Server]) -> None:
+    broken = start(lambda body: (500, {}))
+    params = RewardServerParams((Endpoint(broken.url(), patience_s=0.5),), patience_s=0.0)
+    assert score(sample("a"), params).status == "masked:endpoint"
+    refuser, good = start(lambda body: (404, {})), start(of_length)
+    found = [score(sample("a"), params_of(refuser.url(), good.url(), rest_s=3600.0)) for _ in range(40)]
+    assert {result.status for result in found} == {"ok"} and len(refuser.asked) == 1, "it rests"
 
 
 def test_replicas_with_biases_of_their_own_are_refused(start: Callable[[Answer], Server]) -> None:
@@ -169,7 +194,7 @@ def test_the_ids_of_the_models_own_tokenizer_are_sent(start: Callable[[Answer], 
     params = params_of(server.url(), tokenizer=str(tmp_path), mean=3.0, std=2.0)
     assert score(replace(sample("12<eos>"), prompt="<pad>1"), params).score == (5 - 3) / 2
     assert server.asked == [{"input_ids": [0, 3, 3, 4, 1]}]
-    assert score(replace(sample(""), prompt=""), params).status == "masked:endpoint" and len(server.asked) == 1
+    assert score(replace(sample(""), prompt=""), params).status == "masked:refused" and len(server.asked) == 1
 
 
 def test_a_score_far_from_0_has_a_sigmoid(start: Callable[[Answer], Server]) -> None:
