@@ -18,7 +18,7 @@ from rlhf_megatron.config.hub_data import fetch_data
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
 from rlhf_megatron.config.rules import Check
-from rlhf_megatron.config.rules.run import megatron_sections
+from rlhf_megatron.config.rules.run import has_served_model, megatron_sections
 from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redacted, revealed
@@ -55,7 +55,7 @@ class TrainJob:
     @cached_property
     def config(self) -> RunConfig:
         """Secrets included. Raises ConfigError with all that is wrong, which one process looks for."""
-        checks = [Check(("job",), self._check_job)]
+        checks = [Check(("job",), lambda config: self._check_job(config.job))]
         is_checked = bool({CONTROLLER_ENV, CHECKED_ENV, KEEPER_ENV} & os.environ.keys())
         if not is_checked:
             self._fetch_models()
@@ -84,10 +84,10 @@ class TrainJob:
         fetch_models(config, partial(print, flush=True))
         fetch_data(config.data, partial(print, flush=True))
 
-    def _check_job(self, config: RunConfig) -> None:
-        if config.job != self.command:
+    def _check_job(self, job: str) -> None:
+        if job != self.command:
             raise ValueError(
-                f"job ({config.job}) is not what the command {self.command} runs; use `rlhf-megatron {config.job}`, or"
+                f"job ({job}) is not what the command {self.command} runs; use `rlhf-megatron {job}`, or"
                 f" set job: {self.command}."
             )
 
@@ -207,8 +207,9 @@ class TrainJob:
         if opened.moved is not None:
             print(f"{opened.path} held a former run; it is {opened.moved} now")
         if not is_kept(opened.path):
-            write_text(opened.path / "config.yaml", as_yaml(self.config))
-            write_text(opened.path / LOCK_FILE, locked_yaml(self.config))
+            resolved = as_yaml(self.config)
+            write_text(opened.path / "config.yaml", resolved)
+            write_text(opened.path / LOCK_FILE, locked_yaml(resolved))
         return opened
 
     def _run(
@@ -279,13 +280,18 @@ class TrainJob:
         def run(group, places) -> int:  # type: ignore[no-untyped-def]
             return self._run(opened.path, opened.lock, stop, lambda: group, places)
 
+        config = self.config
         job = RayJob(
-            self.config,
+            config.trainer,
+            config.ray,
+            config.rollout,
+            config.reward_model.served if has_served_model(config) else None,
+            [megatron for _, megatron, _ in megatron_sections(config)],
             self._pools(),
             partial(_build_roles, redacted(self.config)),  # ranks need no secrets
             opened.path / "logs",
             self._deadlines(),
-            has_engines=self.replay is None and self.config.job == "train",
+            has_engines=self.replay is None and config.job == "train",
         )
         return run_driver(run, job, stop)
 
@@ -323,14 +329,15 @@ class TrainJob:
         )
 
     def _keepers(self):  # type: ignore[no-untyped-def]
-        from rlhf_megatron.runtime.torchrun.engines import keeper_pool
+        from rlhf_megatron.runtime.torchrun.engines import Servers
 
-        return keeper_pool(self.config) if self.replay is None else None
+        return Servers.of(self.config).keepers if self.replay is None else None
 
     def _keep(self, machine: int) -> int:
+        from rlhf_megatron.runtime.torchrun.engines import Servers
         from rlhf_megatron.runtime.torchrun.keeper import keep
 
-        return keep(machine, self.config, self.run_dir, self._deadlines())
+        return keep(machine, Servers.of(self.config), self.run_dir, self._deadlines())
 
     def _backend(self) -> str:
         from rlhf_megatron.parallel.device import has_accelerator
@@ -348,10 +355,10 @@ class TrainJob:
 
         def run(group) -> int:  # type: ignore[no-untyped-def]
             from rlhf_megatron.rewards.service.places import Places
-            from rlhf_megatron.runtime.torchrun.engines import MachineEngines
+            from rlhf_megatron.runtime.torchrun.engines import MachineEngines, Servers
 
             is_spread = self.config.trainer.nnodes > 1 or keepers is not None
-            servers = MachineEngines(self.config, group, run_dir) if is_spread else None
+            servers = MachineEngines(Servers.of(self.config), group, run_dir) if is_spread else None
             places = Places(servers, servers.reward_server) if servers is not None else None
             return self._run(run_dir, lock, stop, lambda: group, places)
 

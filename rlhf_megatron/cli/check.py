@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.model import critic_model_problems
-from rlhf_megatron.config.rules.run import has_critic, learning_sections, megatron_sections, world_size
+from rlhf_megatron.config.rules.run import actor_ranks, has_critic, learning_sections, megatron_sections, world_size
 from rlhf_megatron.config.rules.validate import validate_model
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -62,6 +62,7 @@ def _models(loaded: Loaded) -> Models:
     from rlhf_megatron.checkpoint.hf_reader import read_hf_config
     from rlhf_megatron.proof.check.proof import Models
     from rlhf_megatron.proof.preflight import check_blocks
+    from rlhf_megatron.rollout.fleet.start import EngineSetup
 
     config = loaded.config
     if config.job != "train":
@@ -81,7 +82,7 @@ def _models(loaded: Loaded) -> Models:
     problems += [str(problem) for problem in critic_model_problems(config, critic)] if has_other else []
     if problems:
         raise ConfigError(problems)
-    check_blocks(config)
+    check_blocks(EngineSetup.of(config), config.actor, actor_ranks(config))
     return Models(policy, critic)
 
 
@@ -101,9 +102,10 @@ def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, di
     from rlhf_megatron.proof.check.certificate import Certificate
     from rlhf_megatron.proof.check.fold_layout import fold_layouts
     from rlhf_megatron.proof.check.proof import prove
-    from rlhf_megatron.runtime.roles import settled_config
+    from rlhf_megatron.runtime.roles import RoleBuilder
 
-    given, config = config, settled_config(config, 0 if config.trainer.device == "cpu" else memory_table.GPU_BYTES)
+    device_bytes = 0 if config.trainer.device == "cpu" else memory_table.GPU_BYTES
+    given, config = config, RoleBuilder(config).settled(device_bytes).config
     memory = memory_table.plan(config, models.policy, models.critic)
     _print_memory(memory)
     _make_directory(directory)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_megatron.cli.generate import answer, answer_steps, is_address, split_words
+from rlhf_megatron.cli.serve_rewards import model_servers
 from rlhf_megatron.config.rules.run import has_reward_model
 from rlhf_megatron.data.prepare import questions
 from rlhf_megatron.evaluation.evaluation import Answered, summarize
@@ -18,7 +19,6 @@ from rlhf_megatron.generation.answer_file import PARQUET
 from rlhf_megatron.generation.loss import loss_table, losses_as_json, losses_of
 from rlhf_megatron.generation.score import as_json, compare, score, table_of
 from rlhf_megatron.generation.source import config_of
-from rlhf_megatron.rewards.service.model_servers import model_servers
 from rlhf_megatron.rollout.fleet.process import now_and_then
 
 BY_SERVERS = "give reward_model.served.num_servers=1 and what else its servers need, and it scores too"

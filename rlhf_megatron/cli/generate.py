@@ -12,14 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore
+from rlhf_megatron.config.rules.run import has_pairs
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.generation.answer_file import read_answers
 from rlhf_megatron.generation.endpoint import EndpointJob, model_of
-from rlhf_megatron.generation.job import GenerateJob, answer_along
+from rlhf_megatron.generation.job import GenerateJob, answer_along, engine_setup
 from rlhf_megatron.generation.loss import LossJob
 from rlhf_megatron.generation.source import Served, config_of, weights_of
 from rlhf_megatron.recovery.resume import CHECKPOINTS
 from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
 KEY = "RLHF_MEGATRON_API_KEY"
@@ -72,9 +74,11 @@ def answer(args: argparse.Namespace, settings: Sequence[str] = (), kind: str = "
 
 
 def _job_of(args: argparse.Namespace, config: RunConfig, served: Served, out: Path, kind: str) -> GenerateJob:
+    setup, is_pairs = engine_setup(EngineSetup.of(config)), has_pairs(config)
     if kind == "loss":
-        return LossJob.of_files(config, served, out, args.overwrite)
-    return GenerateJob.of(config, served, args.split, out, args.tokens, args.overwrite)
+        return LossJob.of_files(setup, config.data, config.sft, is_pairs, served, out, args.overwrite)
+    sft = config.sft if config.job != "train" else None
+    return GenerateJob.of(setup, config.data, sft, is_pairs, served, args.split, out, args.tokens, args.overwrite)
 
 
 def answer_steps(
@@ -122,7 +126,7 @@ def _endpoint_job(args: argparse.Namespace, config: RunConfig, out: Path) -> End
     key = api_key(args.api_key_file)
     model = args.model or asyncio.run(model_of(url, key, config.rollout.request_timeout_s))
     how = (out, args.at_once, not args.completions, args.overwrite)
-    return EndpointJob.of(config, url, model, key, *how)
+    return EndpointJob.of(config.data, config.rollout, config.trainer.seed, url, model, key, *how)
 
 
 def api_key(path: Path | None) -> str | None:

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from rlhf_megatron.cli.generate import api_key
+from rlhf_megatron.generation.job import engine_setup
 from rlhf_megatron.generation.source import config_of
 from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.serving.job import ServeJob
 from rlhf_megatron.stop import RunStopped, StopRequest
 
@@ -24,7 +26,9 @@ def serve(args: argparse.Namespace) -> int:
     name = args.name or source.absolute().name.removesuffix(".yaml")
     folder = (args.out or Path(f"{source.absolute().stem}-server")).absolute()
     key = api_key(args.api_key_file)
-    job = ServeJob(config_of(source, [], overrides), source, args.follow, folder, name, args.host, args.port, key)
+    config = config_of(source, [], overrides)
+    setup = engine_setup(EngineSetup.of(config))
+    job = ServeJob(setup, config.data, source, args.follow, folder, name, args.host, args.port, key)
     stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))

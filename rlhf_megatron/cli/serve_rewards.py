@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rlhf_megatron.cli.generate import api_key
+from rlhf_megatron.config.rules.run import has_served_model
+from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.generation.source import config_of
-from rlhf_megatron.rewards.service.model_servers import model_servers
+from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rewards.service.server import RewardServer
-from rlhf_megatron.rollout.fleet.process import now_and_then
+from rlhf_megatron.rollout.fleet.process import Progress, now_and_then
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.stop import StopRequest
 
 
@@ -29,6 +35,16 @@ def serve_rewards(args: argparse.Namespace) -> int:
             _say(f"rewards at {server.url}")
             server.run(scorer, lambda: stop.is_requested)
     return 0
+
+
+@contextmanager
+def model_servers(config: RunConfig, folder: Path, progress: Progress) -> Iterator[ModelServers | None]:
+    """Start the servers of the reward model and stop them in the end; None where the configuration has none."""
+    if not has_served_model(config):
+        yield None
+        return
+    with ModelServers(EngineSetup.of(config), config.reward_model, folder, progress) as servers:
+        yield servers
 
 
 def _say(line: str) -> None:

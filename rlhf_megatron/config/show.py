@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
 
 from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.rules.sft import OF_RL
 from rlhf_megatron.config.rules.validate import ignored
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redacted
 from rlhf_megatron.config.source import CORE_SCHEMA, DEFAULT, Loaded, Origin
 
 MAX_VALUE_WIDTH = 40
+Scalar = bool | int | float | str
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
@@ -53,6 +55,25 @@ def as_text(value: Any) -> str:
         _plain(value), Dumper=_Dumper, default_flow_style=True, default_style=style, width=10**9, allow_unicode=True
     )
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def chosen(config: RunConfig, main: Collection[str], hidden: Collection[str]) -> dict[str, Scalar]:
+    """The settings `main` and all that differ from their defaults, but for `hidden`; entries of free mappings one by
+    one."""
+    config, defaults = redacted(config), RunConfig()
+    found: dict[str, Scalar] = {}
+    for key in leaf_keys(RunConfig):
+        value = value_of(config, key)
+        if config.job != "train" and key.startswith(OF_RL):
+            continue
+        if key in hidden or (key not in main and value == value_of(defaults, key)):
+            continue
+        entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
+        found |= {
+            name: entry if isinstance(entry, bool | int | float | str) else as_text(entry)
+            for name, entry in entries.items()
+        }
+    return found
 
 
 def as_yaml(config: RunConfig, with_secrets: bool = False) -> str:

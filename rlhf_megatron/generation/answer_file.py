@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import DataConfig, RunConfig
+from rlhf_megatron.config.schema import DataConfig, SamplingConfig
 from rlhf_megatron.data.rows import checked, raw_rows
 from rlhf_megatron.observe.line_file import LineFile, write_whole
 
@@ -111,14 +111,9 @@ def _of_others(path: Path, number: int, row: dict[str, Any], data: DataConfig) -
     return found | of_prompt
 
 
-def asked_of(config: RunConfig) -> dict[str, Any]:
+def asked_of(sampling: SamplingConfig, max_response_length: int, seed: int) -> dict[str, Any]:
     """Return the settings that answers of every kind of job depend on."""
-    sampling = config.rollout.val_kwargs
-    return {
-        "sampling": asdict(sampling),
-        "max_response_length": config.data.max_response_length,
-        "seed": config.trainer.seed,
-    }
+    return {"sampling": asdict(sampling), "max_response_length": max_response_length, "seed": seed}
 
 
 def _arrow() -> Any:

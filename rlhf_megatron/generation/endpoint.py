@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig, RolloutConfig
 from rlhf_megatron.data.rows import ChatMessage, PromptRow, read_rows
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.generation.answer_file import AnswerFile, asked_of, digest_of
@@ -40,7 +40,9 @@ class Choice:
 class EndpointJob:
     """A checked job: `run` does it."""
 
-    config: RunConfig
+    data: DataConfig
+    rollout: RolloutConfig  # how answers are sampled, and how long they are waited for
+    seed: int
     url: str  # with /v1
     model: str
     key: str | None
@@ -53,7 +55,9 @@ class EndpointJob:
     @classmethod
     def of(
         cls,
-        config: RunConfig,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        seed: int,
         url: str,
         model: str,
         key: str | None,
@@ -63,10 +67,9 @@ class EndpointJob:
         overwrite: bool,
     ) -> EndpointJob:
         """Read the prompts. Raises ValueError for what a user can fix; asks nothing."""
-        data = config.data
         if not data.val_files:
             raise ValueError(f"generate {url} needs files of prompts: name them behind the address.")
-        if data.few_shot.num_shots or config.rollout.stop:
+        if data.few_shot.num_shots or rollout.stop:
             raise ValueError(
                 "data.few_shot and rollout.stop would be ignored: an endpoint has its own tokens; write examples into"
                 " data.prompt_template, and leave out the stop."
@@ -74,11 +77,11 @@ class EndpointJob:
         rows, _ = read_rows(data.val_files, data.prompt_key, data.label_key, data.skip_bad_rows)
         if not is_chat and any(not isinstance(row.prompt, str) for row in rows):
             raise ValueError("--completions needs prompts that are texts; some rows hold chats.")
-        return cls(config, url, model, key, rows, out, num_at_once, is_chat, overwrite)
+        return cls(data, rollout, seed, url, model, key, rows, out, num_at_once, is_chat, overwrite)
 
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
         """Write the answers, as `generation.job.GenerateJob.run` does."""
-        asked = asked_of(self.config) | {
+        asked = asked_of(self.rollout.val_kwargs, self.data.max_response_length, self.seed) | {
             "model": f"{self.model} at {self.url}",
             "prompts": digest_of([str(self._messages(row)) for row in self.rows]),
             "is_chat": self.is_chat,
@@ -95,11 +98,11 @@ class EndpointJob:
     async def _answer_all(self, answers: AnswerFile, pace: Pace, stop: StopRequest) -> None:
         waiting = iter([number for number in range(len(self.rows)) if number not in answers.done])
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        limits = aiohttp.ClientTimeout(self.config.rollout.request_timeout_s)
+        limits = aiohttp.ClientTimeout(self.rollout.request_timeout_s)
 
         async def work(session: aiohttp.ClientSession) -> None:
             for number in waiting:
-                samples = range(self.config.rollout.val_kwargs.n)
+                samples = range(self.rollout.val_kwargs.n)
                 choices = await asyncio.gather(*(self._choice(session, number, sample) for sample in samples))
                 answers.append(self._row(number, choices))
                 pace.add([choice.num_tokens for choice in choices])
@@ -122,7 +125,7 @@ class EndpointJob:
         """Raises EngineRequestError where the server refuses the request, EngineError where time is over."""
         body, where = self._body(number, sample), self.rows[number].origin
         path = f"{self.url}/{'chat/' if self.is_chat else ''}completions"
-        end, pause_s = time.monotonic() + self.config.rollout.request_timeout_s, PAUSE_S
+        end, pause_s = time.monotonic() + self.rollout.request_timeout_s, PAUSE_S
         while True:
             try:
                 async with session.post(path, json=body) as response:
@@ -141,13 +144,13 @@ class EndpointJob:
 
     def _body(self, number: int, sample: int) -> dict[str, Any]:
         """Only what differs from OpenAI's own defaults is said beside temperature and top_p."""
-        sampling = self.config.rollout.val_kwargs
+        sampling = self.rollout.val_kwargs
         body: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": self.config.data.max_response_length,
+            "max_tokens": self.data.max_response_length,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": derive_seed(self.config.trainer.seed, STEP, number, sample),
+            "seed": derive_seed(self.seed, STEP, number, sample),
         }
         body |= {"top_k": sampling.top_k} if sampling.top_k != -1 else {}
         body |= {"min_p": sampling.min_p} if sampling.min_p else {}
@@ -157,7 +160,7 @@ class EndpointJob:
         return body | {"prompt": messages[-1].content}
 
     def _messages(self, row: PromptRow) -> tuple[ChatMessage, ...]:
-        data, prompt = self.config.data, row.prompt
+        data, prompt = self.data, row.prompt
         if isinstance(prompt, str):
             prompt = (ChatMessage("user", data.prompt_template.replace("{prompt}", prompt)),)
         return prompt if data.system_prompt is None else (ChatMessage("system", data.system_prompt), *prompt)

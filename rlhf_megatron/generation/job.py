@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.rules.run import has_pairs
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig, SFTConfig
 from rlhf_megatron.data.documents import has_labels, load_documents
 from rlhf_megatron.data.items import PromptItem, prompt_batch
 from rlhf_megatron.data.prompts import load_prompts
@@ -44,7 +43,8 @@ Engines = Callable[[Path, StopRequest, Callable[[str], None]], AbstractContextMa
 class GenerateJob:
     """A checked job: `run` does it."""
 
-    config: RunConfig
+    setup: EngineSetup  # of the engines that it starts
+    max_response_length: int
     items: tuple[PromptItem, ...]
     tokenizer: Tokenizer
     served: Served
@@ -55,32 +55,36 @@ class GenerateJob:
     @classmethod
     def of(
         cls,
-        config: RunConfig,
+        setup: EngineSetup,
+        data: DataConfig,
+        sft: SFTConfig | None,
+        is_pairs: bool,
         served: Served,
         split: str,
         out: Path,
         with_tokens: bool = False,
         overwrite: bool = False,
     ) -> GenerateJob:
-        """Read prompts and tokenizer. `split`: val, train or all.
+        """Read prompts, as `questions_of` does, and tokenizer. `split`: val, train or all.
 
         Raises ValueError for what a user can fix; starts nothing.
         """
-        engine_setup(EngineSetup.of(config)).check()
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-        train, held_out = questions_of(config, tokenizer)
+        setup.check()
+        tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
+        train, held_out = questions_of(data, sft, is_pairs, tokenizer)
         by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
         if not by_split[split]:
             raise ValueError(
                 f"there are no prompts: data has no {split} rows; name a file of prompts, or --split train."
             )
-        return cls(config, by_split[split], tokenizer, served, out, with_tokens, overwrite)
+        return cls(setup, data.max_response_length, by_split[split], tokenizer, served, out, with_tokens, overwrite)
 
     def asked(self) -> dict[str, Any]:
         """Return what the answers depend on, beside the weights' own bytes."""
-        return (asked_of(self.config) | self.of_weights()) | {
+        sampling, seed = self.setup.rollout.val_kwargs, self.setup.trainer.seed
+        return (asked_of(sampling, self.max_response_length, seed) | self.of_weights()) | {
             "prompts": digest_of([item.prompt for item in self.items]),
-            "stop": list(self.config.rollout.stop),
+            "stop": list(self.setup.rollout.stop),
             "with_tokens": self.with_tokens,
         }
 
@@ -89,7 +93,7 @@ class GenerateJob:
         return {
             "model": os.path.abspath(self.served.name),
             "weights": self.served.identity,
-            "dtype": self.config.rollout.dtype or self.config.model.dtype,
+            "dtype": self.setup.dtype,
         }
 
     @property
@@ -99,11 +103,11 @@ class GenerateJob:
 
     def requests(self, start: int, count: int) -> list[GenerateRequest]:
         """Make the engines' requests for these rows."""
-        sampling = self.config.rollout.val_kwargs
-        stops = self.tokenizer.stop_ids(self.config.rollout.stop)
-        params = sampling_params(sampling, self.config.data.max_response_length, stops)
+        sampling = self.setup.rollout.val_kwargs
+        stops = self.tokenizer.stop_ids(self.setup.rollout.stop)
+        params = sampling_params(sampling, self.max_response_length, stops)
         prompts = prompt_batch(self.items[start : start + count], start)
-        return build_requests(prompts, sampling.n, params, self.config.trainer.seed, STEP)
+        return build_requests(prompts, sampling.n, params, self.setup.trainer.seed, STEP)
 
     def run(self, stop: StopRequest, report: Callable[[str], None], engines: Engines | None = None) -> dict[str, float]:
         """Answer what has no answer yet; the file is in order when this returns. `engines`: that serve its weights;
@@ -125,7 +129,7 @@ class GenerateJob:
     def _engines(
         self, folder: Path, stop: StopRequest, report: Callable[[str], None]
     ) -> AbstractContextManager[WeightSync]:
-        return serving(engine_setup(EngineSetup.of(self.config)), self.served, folder, stop, report)
+        return serving(self.setup, self.served, folder, stop, report)
 
     def _ask(self, sync: WeightSync, answers: AnswerFile, report: Callable[[str], None]) -> dict[str, float]:
         there = GeneratedSample((), (), "stop", sync.version)  # stands for a sample that is in the file
@@ -165,16 +169,17 @@ class GenerateJob:
         return row
 
 
-def questions_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
+def questions_of(
+    data: DataConfig, sft: SFTConfig | None, is_pairs: bool, tokenizer: Tokenizer
+) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
     """Return the training and the held-out prompts. Rows of a supervised job that are no prompts with labels are asked
     for what they train: every turn of a conversation, the better answer of a pair. Its text, without thoughts, is the
-    label. Raises ValueError as `load_prompts` and `load_documents`.
+    label. `sft`: of such a job; None: of another. Raises ValueError as `load_prompts` and `load_documents`.
     """
-    data, is_pairs = config.data, has_pairs(config)
-    if not (is_pairs or (config.job == "sft" and config.sft.messages_key is not None)) or has_labels(data):
+    if sft is None or not (is_pairs or sft.messages_key is not None) or has_labels(data):
         sets = load_prompts(data, tokenizer)
         return sets.train, sets.held_out
-    found = load_documents(data, replace(config.sft, teacher_key=None), tokenizer, is_pairs)
+    found = load_documents(data, replace(sft, teacher_key=None), tokenizer, is_pairs)
 
     def items(sources: Sequence[DocumentSource]) -> Iterator[PromptItem]:
         for sample in (one.items[index] for one in sources for index in range(len(one.items))):
@@ -202,15 +207,14 @@ def answer_along(jobs: Sequence[GenerateJob], stop: StopRequest, report: Callabl
                 if started:
                     bring(started[0], served.model, step)
                 else:
-                    setup = engine_setup(EngineSetup.of(job.config))
-                    started.append(stack.enter_context(serving(setup, served, folder, stop, report, step)))
+                    started.append(stack.enter_context(serving(job.setup, served, folder, stop, report, step)))
                 yield started[0]
 
             job.run(stop, report, engines)
 
 
 def engine_setup(setup: EngineSetup) -> EngineSetup:
-    """The engines of a run as those of a job that trains nothing: all GPUs of the machine are theirs."""
+    """Return the engines of a run as those of a job that trains nothing: all GPUs of the machine are theirs."""
     rollout, trainer = replace(setup.rollout, colocated=False), replace(setup.trainer, n_gpus_per_node=0)
     return replace(setup, rollout=rollout, trainer=trainer, num_senders=1)
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_megatron.config.rules.run import has_pairs
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig, SFTConfig
 from rlhf_megatron.data.documents import load_held_out
 from rlhf_megatron.data.samples import Sample
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.sample_figures import SEED, bootstrap
 from rlhf_megatron.generation.answer_file import digest_of, read_answers
-from rlhf_megatron.generation.job import GenerateJob, engine_setup
+from rlhf_megatron.generation.job import GenerateJob
 from rlhf_megatron.generation.source import Served
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.start import EngineSetup
@@ -34,16 +33,26 @@ class LossJob(GenerateJob):
     documents: tuple[Sample, ...] = ()
 
     @classmethod
-    def of_files(cls, config: RunConfig, served: Served, out: Path, overwrite: bool = False) -> LossJob:
+    def of_files(
+        cls,
+        setup: EngineSetup,
+        data: DataConfig,
+        sft: SFTConfig,
+        is_pairs: bool,
+        served: Served,
+        out: Path,
+        overwrite: bool = False,
+    ) -> LossJob:
         """Read the held-out documents of a configuration. Raises ValueError for what a user can fix."""
-        engine_setup(EngineSetup.of(config)).check()
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-        documents = load_held_out(config.data, config.sft, tokenizer, has_pairs(config))
+        setup.check()
+        tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
+        documents = load_held_out(data, sft, tokenizer, is_pairs)
         if not documents:
             raise ValueError("there are no documents: name files behind --loss, or a run that holds some out.")
         # Each is asked for once, as it stands: no setting of the sampling counts.
-        config = replace(config, rollout=replace(config.rollout, val_kwargs=replace(config.rollout.val_kwargs, n=1)))
-        return cls(config, (), tokenizer, served, out, False, overwrite, documents)
+        once = replace(setup.rollout, val_kwargs=replace(setup.rollout.val_kwargs, n=1))
+        setup = replace(setup, rollout=once)
+        return cls(setup, data.max_response_length, (), tokenizer, served, out, False, overwrite, documents)
 
     def asked(self) -> dict[str, Any]:
         """Return what the losses depend on, beside the weights' own bytes."""

@@ -10,16 +10,12 @@ from typing import Any
 
 import yaml
 
-from rlhf_megatron.config.keys import leaf_keys, value_of
-from rlhf_megatron.config.rules.sft import OF_RL
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.secrets import redacted
-from rlhf_megatron.config.show import as_text, as_yaml
+from rlhf_megatron.config.show import Scalar, as_yaml, chosen
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.observe.metrics.rates import Workload, workload_of
 from rlhf_megatron.observe.report.facts import NO_INFLUENCE
 
-Setting = bool | int | float | str
 REWARD, LOSS = "critic/rewards/mean", "sft/loss"
 MAIN = (  # settings that are shown even at their defaults
     "model.path",
@@ -50,7 +46,7 @@ class RunFacts:
     project: str = ""
     seed: int = 0
     samples_kept: int = 6  # a step
-    settings: Mapping[str, Setting] = field(default_factory=dict)  # by full key: what was set, and the main ones
+    settings: Mapping[str, Scalar] = field(default_factory=dict)  # by full key: what was set, and the main ones
     config: Mapping[str, Any] = field(default_factory=dict)  # all settings in use, by section
     resumed_from_step: int | None = None  # in the same run directory; None: the files of the run are new
     spell: Callable[[Sequence[int]], str] | None = None  # token ids as text, special tokens shown
@@ -65,34 +61,13 @@ def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_s
         project=config.trainer.project_name,
         seed=config.trainer.seed,
         samples_kept=config.trainer.samples_kept,
-        settings=settings_of(config),
+        settings=chosen(config, MAIN, NO_INFLUENCE),
         config=yaml.safe_load(as_yaml(config)),
         resumed_from_step=resumed_from_step,
         spell=tokenizer.spell,
         workload=workload_of(config),
         curve=REWARD if config.job == "train" else LOSS,
     )
-
-
-def settings_of(config: RunConfig) -> dict[str, Setting]:
-    """The main settings and all that differ from their defaults; entries of free mappings one by one."""
-    config, defaults = redacted(config), RunConfig()
-    found: dict[str, Setting] = {}
-    for key in leaf_keys(RunConfig):
-        value = value_of(config, key)
-        if config.job != "train" and key.startswith(OF_RL):
-            continue
-        if key in NO_INFLUENCE or (key not in MAIN and value == value_of(defaults, key)):
-            continue
-        if isinstance(value, dict):
-            found |= {f"{key}.{name}": _setting(entry) for name, entry in value.items()}
-        else:
-            found[key] = _setting(value)
-    return found
-
-
-def _setting(value: Any) -> Setting:
-    return value if isinstance(value, bool | int | float | str) else as_text(value)
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -16,10 +16,11 @@ from rlhf_megatron.config.rules.run import (
     has_critic,
     has_pairs,
     has_reward_model,
+    has_served_model,
     has_teacher,
     needs_reference,
 )
-from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, TrainerConfig
+from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, SFTConfig, TrainerConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.data.prompts import read_all
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -72,10 +73,18 @@ def checks_of_run(
             ("model.path", "reference"),
             lambda c: _check_weights(c.reference.path if needs_reference(c) else None, c.actor),
         ),
-        Check(("reference.path", "model.tokenizer_path"), _check_teacher),
+        Check(
+            ("reference.path", "model.tokenizer_path"),
+            lambda c: _check_teacher(c.reference.path, c.model) if has_teacher(c) else None,
+        ),
         Check(("critic.path",), lambda c: _check_critic(c.critic.path if has_critic(c) else None)),
         Check(("reward_model.path",), lambda c: _check_scoring(c.reward_model.path if has_reward_model(c) else None)),
-        Check(("reward_model", "rollout.sglang"), lambda c: check_served(revealed(c, os.environ))),
+        Check(
+            ("reward_model", "rollout.sglang"),
+            lambda c: (
+                check_served(EngineSetup.of(revealed(c, os.environ)), c.reward_model) if has_served_model(c) else None
+            ),
+        ),
         Check(("trainer.default_local_dir",), lambda c: _check_output(Path(c.trainer.default_local_dir))),
         Check(("trainer.keep_best",), lambda c: _check_metric(c.trainer.keep_best)),
         Check(("trainer.device", "trainer.n_gpus_per_node"), lambda c: _check_devices(c.trainer)),
@@ -85,7 +94,7 @@ def checks_of_run(
     data = Check(
         (*OF_DATA, *OF_TOKENIZER, "sft"),
         lambda c: (
-            _check_documents(c)
+            _check_documents(c.model, c.data, c.sft, has_pairs(c))
             if c.job != "train"
             else _check_data(c.model, c.data, c.reward, c.rollout.stop, has_warmup=c.warmup.max_steps > 0)
         ),
@@ -95,28 +104,38 @@ def checks_of_run(
     found.append(Check(("trainer.logger",), lambda c: check_loggers(c.trainer.logger)))
     if replay_from is not None and last_step is not None:
         return [*found, Check((), lambda c: Recorder(replay_from / "record").read(last_step))]
-    return [*found, Check(("model.path", *OF_ENGINES), _check_engines)]
+    return [
+        *found,
+        Check(
+            ("model.path", *OF_ENGINES),
+            lambda c: (
+                _check_engines(EngineSetup.of(revealed(c, os.environ)), c.actor, actor_ranks(c))
+                if c.job == "train"
+                else None
+            ),
+        ),
+    ]
 
 
-def _check_engines(config: RunConfig) -> None:
-    if config.job != "train":
-        return
-    EngineSetup.of(revealed(config, os.environ)).check()
-    check_blocks(config)
+def _check_engines(setup: EngineSetup, actor: ActorConfig, num_ranks: int) -> None:
+    setup.check()
+    check_blocks(setup, actor, num_ranks)
 
 
-def check_blocks(config: RunConfig) -> None:
-    """Raises ValueError where ranks of the trainer or of an engine cut a matrix within a block of FP8."""
-    if config.rollout.quantization is not None:
-        is_whole = config.actor.backend == "fsdp"  # it sends whole tensors
-        layout = Layout(1) if is_whole else layout_of(config.actor.megatron, actor_ranks(config))
-        table = table_for(read_hf_config(Path(config.model.path)))
-        require_whole_blocks(table, layout, EngineLayout.of(config.rollout))
+def check_blocks(setup: EngineSetup, actor: ActorConfig, num_ranks: int) -> None:
+    """Raises ValueError where ranks of the trainer or of an engine cut a matrix within a block of FP8. `num_ranks`: of
+    the actor.
+    """
+    if setup.rollout.quantization is not None:
+        is_whole = actor.backend == "fsdp"  # it sends whole tensors
+        layout = Layout(1) if is_whole else layout_of(actor.megatron, num_ranks)
+        table = table_for(read_hf_config(Path(setup.model.path)))
+        require_whole_blocks(table, layout, EngineLayout.of(setup.rollout))
 
 
-def _check_documents(config: RunConfig) -> None:
-    _, tokenizer = load_job_data(config.model, config.data, config.sft, has_pairs(config))
-    _check_vocabulary(tokenizer.vocab_size, Path(config.model.path))
+def _check_documents(model: ModelConfig, data: DataConfig, sft: SFTConfig, is_pairs: bool) -> None:
+    _, tokenizer = load_job_data(model, data, sft, is_pairs)
+    _check_vocabulary(tokenizer.vocab_size, Path(model.path))
 
 
 def _check_data(
@@ -165,13 +184,12 @@ def _check_metric(name: str | None) -> None:
         )
 
 
-def _check_teacher(config: RunConfig) -> None:
+def _check_teacher(path: str | None, model: ModelConfig) -> None:
     """A teacher names tokens by their ids: they must be the student's. Not looked at where it has no tokenizer."""
-    path = config.reference.path if has_teacher(config) else None
     if path is None or not (Path(path) / "tokenizer.json").is_file():
         return
-    student = config.model.tokenizer_path or config.model.path
-    if not load_tokenizer(student, config.model.path).has_tokens_of(load_tokenizer(path, path)):
+    student = model.tokenizer_path or model.path
+    if not load_tokenizer(student, model.path).has_tokens_of(load_tokenizer(path, path)):
         raise ValueError(
             f"the teacher at reference.path ({path}) has other tokens than {student}: it tells ids, which stand for"
             " other texts there; name a teacher with the same tokenizer."

@@ -24,7 +24,6 @@ from rlhf_megatron.data.batch import (
     TrainBatch,
     ValueMiniBatch,
 )
-from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.line_file import strict
 from rlhf_megatron.observe.metrics.batch import BadColumn, bad_columns, describe
@@ -43,7 +42,7 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.loop import LoopPlan, run
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch, weigh
-from rlhf_megatron.scheduler.parts import Parts, RunData, load_data, load_parts
+from rlhf_megatron.scheduler.parts import RunData, load_data, load_parts
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.warmup import warm_up_policy
@@ -74,9 +73,9 @@ def replay(
         tracker.note(f"replay of steps 1 .. {last} of {source}")
         group = connect_group()
         stack.callback(group.close)
-        stages = ReplayStages(
-            config, Workers(group, tracker.trace.watch), parts, recorder, tokenizer, Sync(start.policy_version)
-        )
+        workers, data = Workers(group, tracker.trace.watch), RunData(None, (), tokenizer, ())
+        sync = Sync(start.policy_version)
+        stages = ReplayStages(config, workers, None, data, parts, sync, no_scorer, source=recorder)
         guard = StageGuard(tracker, stop)
         warm_up_policy(stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
         run(stages, Foreground(stages), tracker, guard, Keeper(), LoopPlan(last))
@@ -88,31 +87,22 @@ def replay(
         tracker.note(f"report: rlhf-megatron report {run_dir}")
 
 
-def _no_scorer(samples: Sequence[RewardSample]) -> list[RewardResult]:
+def no_scorer(samples: Sequence[RewardSample]) -> list[RewardResult]:
     raise AssertionError("a replay has recorded rewards")
 
 
+@dataclass
 class ReplayStages(Stages):
     """The same trainer over recorded rollouts: no engine, nothing is generated or evaluated."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        workers: Workers,
-        parts: Parts,
-        recorder: Recorder,
-        tokenizer: Tokenizer,
-        weight_sync: Sync,
-    ) -> None:
-        data = RunData(None, (), tokenizer, ())
-        super().__init__(config, workers, None, data, parts, weight_sync, _no_scorer)
-        self.source = recorder
+    source: Recorder | None = None  # of the rollouts
 
     def next_prompts(self, step: int) -> PromptBatch:
         self.begin()
         return PromptBatch((), (), (), (), (), ())
 
     def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        assert self.source is not None
         return self.source.read(step)
 
     def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:

@@ -17,7 +17,6 @@ from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.hub import MODEL_FILES, MODELS, name_of_copy
 from rlhf_megatron.config.hub_data import file_on_hub
 from rlhf_megatron.config.load import INPUTS, LOCK, LOCK_FILE, is_path_of_function
-from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.observe.run_facts import versions
@@ -31,12 +30,14 @@ _WHOLE, _PIECE = 64 << 20, 1 << 20  # bytes
 _READ = {key for key in INPUTS if key.startswith(("model.", "critic.", "reference.", "data."))}
 
 
-def locked_yaml(config: RunConfig) -> str:
-    """Return the text of the lock file of a run whose plugins are loaded. It reads what the run reads.
+def locked_yaml(resolved: str) -> str:
+    """Return the text of the lock file of a run whose plugins are loaded. It reads what the run reads. `resolved`: all
+    settings, as `as_yaml` writes them.
 
     A model of a hub, and each file of a data set, has its name and revision there: another machine can fetch it.
     """
-    tree = yaml.safe_load(as_yaml(config))
+    tree = yaml.safe_load(resolved)
+    lock = {"packages": versions(PACKAGES), "digests": digests_of(tree)}
     for key in MODELS:
         section, _, name = key.partition(".")
         copy = name_of_copy(str(tree.get(section, {}).get(name)))
@@ -45,19 +46,20 @@ def locked_yaml(config: RunConfig) -> str:
     for files in (tree["data"], *tree["data"]["sources"]):
         for name in ("train_files", "val_files"):
             files[name] = [file_on_hub(file) for file in files[name]]
-    lock = {"packages": versions(PACKAGES), "digests": digests_of(config)}
-    head = f"# What a run was made of. `rlhf-megatron {config.job} {LOCK_FILE}` makes it again, or says what changed.\n"
+    head = (
+        f"# What a run was made of. `rlhf-megatron {tree['job']} {LOCK_FILE}` makes it again, or says what changed.\n"
+    )
     rest = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return head + yaml.safe_dump({LOCK: lock}, sort_keys=False, allow_unicode=True) + rest
 
 
-def digests_of(config: RunConfig) -> dict[str, str]:
+def digests_of(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return 16 hexadecimal digits of each file that a run reads, by its setting and, of a model, its name.
 
     Files that are not there are left out. Of a file over 64 MiB one MiB in 64 counts, the last one, and its size.
     """
-    files = dict(_files("", yaml.safe_load(as_yaml(config))))
-    plugins = digests_of_plugins(config.plugins)
+    files = dict(_files("", tree))
+    plugins = digests_of_plugins(tree["plugins"])
     return {name: _digest(path) for name, path in files.items()} | {
         f"plugins {Path(plugin).name}": digest for plugin, digest in plugins.items()
     }
@@ -75,7 +77,7 @@ def check_lock(loaded: Loaded, is_free: bool, say: Callable[[str], object]) -> N
     for name, now in versions(tuple(name for name in packages if name != "python")).items():
         if packages.get(name) != now:
             say(f"note: {name} is {now}, and was {packages.get(name, 'not told')} when the run was locked")
-    found = digests_of(loaded.config)
+    found = digests_of(yaml.safe_load(as_yaml(loaded.config)))
     differing = [name for name in sorted(locked.keys() | found.keys()) if locked.get(name) != found.get(name)]
     problems = [
         f"{name} has digest {found.get(name, 'none: it is not there')}, and"

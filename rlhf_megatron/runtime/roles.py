@@ -29,6 +29,7 @@ from rlhf_megatron.config.rules.run import (
     has_teacher,
     needs_reference,
     reference_ranks,
+    teaching,
 )
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.data.seeds import seed_process
@@ -207,28 +208,6 @@ def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: in
     return reader
 
 
-def settled_config(config: RunConfig, device_bytes: int) -> RunConfig:
-    """`config` with both layouts `settled`, by the models that stand on their ranks. `device_bytes`: see there."""
-    if config.actor.backend == "fsdp":
-        return config  # which layouts of Megatron mean nothing to
-    dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
-    policy = read_hf_config(Path(config.model.path))
-    head: Head = "value" if config.job == "reward-model" else "vocabulary"
-    of_actor = [Trained(policy, dtype, actor.ppo_max_token_len_per_gpu, head)]
-    if has_critic(config):
-        hf_config = read_hf_config(Path(critic.path)) if critic.path else policy
-        tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-        values = Trained(hf_config, dtype, tokens, "value")
-        if num_ranks := critic_ranks(config):
-            megatron = settled(critic.megatron, num_ranks, [values], device_bytes)
-            critic = replace(critic, megatron=megatron)
-        else:
-            of_actor.append(values)
-    has_reference = needs_reference(config) and not reference_ranks(config) and not config.reference.param_offload
-    megatron = settled(actor.megatron, actor_ranks(config), of_actor, device_bytes, has_reference)
-    return replace(config, actor=replace(actor, megatron=megatron), critic=critic)
-
-
 @dataclass(frozen=True)
 class RoleBuilder:
     """The factory that a launcher calls on every rank of each pool."""
@@ -241,7 +220,7 @@ class RoleBuilder:
         seed = config.trainer.seed
         world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=seed)
         seed_process(seed, 1 + POOLS.index(pool.name), world.rank)
-        builder = RoleBuilder(settled_config(config, smallest_device(world)))
+        builder = self.settled(smallest_device(world))
         roles: dict[str, object] = {"world": WorldRole()}
         if config.job == "reward-model":
             return roles | builder._reward_model_roles(world)
@@ -258,6 +237,28 @@ class RoleBuilder:
             teaches: TeachingWorker = builder._reference(hf_config, None, world, config.reference.megatron)
             roles[REFERENCE] = teaches
         return roles
+
+    def settled(self, device_bytes: int) -> RoleBuilder:
+        """Itself with both layouts `settled`, by the models that stand on their ranks. `device_bytes`: see there."""
+        config = self.config
+        if config.actor.backend == "fsdp":
+            return self  # which layouts of Megatron mean nothing to
+        dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
+        policy = read_hf_config(Path(config.model.path))
+        head: Head = "value" if config.job == "reward-model" else "vocabulary"
+        of_actor = [Trained(policy, dtype, actor.ppo_max_token_len_per_gpu, head)]
+        if has_critic(config):
+            hf_config = read_hf_config(Path(critic.path)) if critic.path else policy
+            tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+            values = Trained(hf_config, dtype, tokens, "value")
+            if num_ranks := critic_ranks(config):
+                megatron = settled(critic.megatron, num_ranks, [values], device_bytes)
+                critic = replace(critic, megatron=megatron)
+            else:
+                of_actor.append(values)
+        has_reference = needs_reference(config) and not reference_ranks(config) and not config.reference.param_offload
+        megatron = settled(actor.megatron, actor_ranks(config), of_actor, device_bytes, has_reference)
+        return RoleBuilder(replace(config, actor=replace(actor, megatron=megatron), critic=critic))
 
     @property
     def actor_phases(self) -> dict[str, Phase]:
@@ -291,7 +292,7 @@ class RoleBuilder:
         correction = moving_correction(config.algorithm.rollout_correction)
         replay = config.actor.router_replay
         backend = self._backend(hf_config, weights, world, config.actor.megatron, router_replay=replay)
-        distillation = distillation_row_loss(config) if has_teacher(config) else None
+        distillation = distillation_row_loss(*teaching(config)) if has_teacher(config) else None
         actor = Actor(backend, config.actor, self.actor_phases, correction, distillation)
         is_here = needs_reference(config) and not reference_ranks(config)
         reference = self._reference(hf_config, weights, world, config.actor.megatron) if is_here else None
@@ -375,8 +376,9 @@ class RoleBuilder:
                     f"the teacher at reference.path ({path}) has a vocabulary of {hf_config.get('vocab_size')} and the"
                     f" model one of {student.get('vocab_size')}; both must have the same tokens."
                 )
-            if has_teacher(self.config) and (count := distillation_params(self.config).top_k) > hf_config["vocab_size"]:
-                raise ValueError(f"top_k ({count}) must be at most the vocabulary's {hf_config['vocab_size']} tokens.")
+            top_k = distillation_params(*teaching(self.config)).top_k if has_teacher(self.config) else 0
+            if top_k > hf_config["vocab_size"]:
+                raise ValueError(f"top_k ({top_k}) must be at most the vocabulary's {hf_config['vocab_size']} tokens.")
             weights = weight_source(path, None, hf_config, world.layout.tp)
         assert weights is not None, "a rule demands reference.path of a reference in a pool of its own"
         backend = self._backend(hf_config, weights, world, megatron, is_frozen=True)

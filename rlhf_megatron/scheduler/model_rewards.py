@@ -19,8 +19,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.config.rules.parts import MODEL_PART
-from rlhf_megatron.config.rules.run import has_reward_model
-from rlhf_megatron.config.schema import RewardModelConfig, RunConfig
+from rlhf_megatron.config.schema import RewardModelConfig
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, Values, places_behind, with_places_behind
 from rlhf_megatron.rewards.scorers.base import RewardResult, is_masked
 from rlhf_megatron.runtime.proxies import RewardModelProxy
@@ -127,11 +126,3 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
         elif len(rest) > len(separator):
             rest = rest[-len(separator) :]
     return found
-
-
-def model_rewards(config: RunConfig, decode: Callable[[Sequence[int]], str]) -> ModelRewards | None:
-    """Return the use of the reward model; None where the run has none on its hosts."""
-    if not has_reward_model(config):
-        return None
-    chosen = config.reward_model
-    return ModelRewards(chosen, chosen.max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu, decode)

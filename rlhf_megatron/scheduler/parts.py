@@ -13,7 +13,7 @@ from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts
-from rlhf_megatron.config.rules.run import has_kl, has_teacher, needs_reference
+from rlhf_megatron.config.rules.run import has_kl, has_teacher, needs_reference, teaching
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.data.items import prompt_batch
@@ -67,7 +67,7 @@ def load_parts(config: RunConfig) -> Parts:
         needs_greedy_rewards="greedy_rewards" in estimator.needs,
         schedule=load_schedule(config.schedule),
         needs_ref_log_probs=has_kl(config),
-        teacher_top_k=distillation_params(config).top_k if has_teacher(config) else 0,
+        teacher_top_k=distillation_params(*teaching(config)).top_k if has_teacher(config) else 0,
     )
 
 

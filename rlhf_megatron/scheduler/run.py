@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf_megatron.config.changes import flat, settings_digest
 from rlhf_megatron.config.rules.engines import num_engines
 from rlhf_megatron.config.rules.machines import told
-from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.rules.run import has_critic, has_served_model, needs_reference
 from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig, TrainerConfig
 from rlhf_megatron.config.show import as_yaml
@@ -42,7 +42,7 @@ from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rewards.service.model_servers import ModelServers, model_servers
+from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.places import Places
 from rlhf_megatron.rewards.service.scorer import REWARD_LOG, Scorer, make_scorer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
@@ -53,7 +53,7 @@ from rlhf_megatron.rollout.fleet.start import (
     register_engine_faults,
 )
 from rlhf_megatron.runtime.pool import pools_of
-from rlhf_megatron.runtime.proxies import Workers
+from rlhf_megatron.runtime.proxies import ActorProxy, Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
 from rlhf_megatron.scheduler.parts import Parts, RunData, load_data, load_parts, run_data
@@ -163,12 +163,14 @@ def _reach(
 ) -> Reached:
     """Wait for hosts, engines and reward servers; all end with `stack`. Hosts that lend their devices come first."""
     hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
-    reward_servers = stack.enter_context(
-        model_servers(config, run_dir, now_and_then(tracker.note, stop.check), places.reward_servers)
-    )
-    if reward_servers is not None and config.rollout.colocated:
-        reward_servers.sleep()
-    fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, places.engines)
+    setup, reward_servers = EngineSetup.of(config), None
+    if has_served_model(config):
+        progress = now_and_then(tracker.note, stop.check)
+        servers = ModelServers(setup, config.reward_model, run_dir, progress, places.reward_servers)
+        reward_servers = stack.enter_context(servers)
+        if config.rollout.colocated:
+            reward_servers.sleep()
+    fleet, transfer_dir = _engines(stack, setup, run_dir, tracker, stop, places.engines)
     group = hosts or _hosts(stack, config, connect_group)
     workers = Workers(group, tracker.trace.watch)
     turns = _turns(config, workers, fleet, reward_servers)
@@ -243,19 +245,24 @@ def _turns(config: RunConfig, workers: Workers, fleet: EngineFleet, scorers: Mod
 
 
 def _weight_sync(config: RunConfig, reached: Reached, sets: PromptSets) -> WeightSync:
-    prompts = [item.prompt_ids for item in sets.train]
     return WeightSync(
         reached.workers.host,
         reached.fleet,
         reached.transfer_dir,
         config.rollout.update_weights_bucket_megabytes * MIB,
         config.rollout.dtype or config.model.dtype,
-        probe=refuse_probe if config.rollout.colocated else Probe(config, reached.workers.actor, prompts),
+        probe=refuse_probe if config.rollout.colocated else _probe(config, reached.workers.actor, sets),
         transport=config.rollout.weight_transport,
         model_path=Path(config.model.path),
         turns=reached.turns,
         ranks_per_machine=config.trainer.n_gpus_per_node if config.trainer.nnodes > 1 else None,
     )
+
+
+def _probe(config: RunConfig, actor: ActorProxy, sets: PromptSets) -> Probe:
+    length, budget = config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu
+    prompts = [item.prompt_ids for item in sets.train]
+    return Probe(config.checks, config.is_exact, config.rollout, length, budget, actor, prompts)
 
 
 def _journal(config: RunConfig, run_dir: Path, tracker: Tracker) -> Journal | GroupJournal | None:
@@ -327,14 +334,13 @@ def _hosts(stack: ExitStack, config: RunConfig, connect_group: Callable[[], Work
 
 
 def _engines(
-    stack: ExitStack, config: RunConfig, run_dir: Path, tracker: Tracker, stop: StopRequest, place: Place
+    stack: ExitStack, setup: EngineSetup, run_dir: Path, tracker: Tracker, stop: StopRequest, place: Place
 ) -> tuple[EngineFleet, Path]:
     """Servers without weights, and the directory through which these come. They end with `stack`."""
 
     def report(name: str, seconds: float, line: str) -> None:
         tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
 
-    setup = EngineSetup.of(config)
     transfer = stack.enter_context(make_transfer_dir(setup.transfer_parent(run_dir), setup.transfer_bytes()))
     servers = setup.start(run_dir, transfer.path, report, place)
     stack.enter_context(servers)

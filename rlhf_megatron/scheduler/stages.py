@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron import faults
+from rlhf_megatron.config.rules.run import has_reward_model
 from rlhf_megatron.config.schema import RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import (
     AnnotatedBatch,
@@ -31,7 +32,7 @@ from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests, collect, sampling_params
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.model_rewards import model_rewards
+from rlhf_megatron.scheduler.model_rewards import ModelRewards
 from rlhf_megatron.scheduler.parts import Parts, RunData
 from rlhf_megatron.scheduler.samples import (
     filtered,
@@ -84,7 +85,10 @@ class Stages:
         self.advantage_stage = AdvantageStage(config.algorithm, self.parts)
         self.trained_version = 0  # of the policy that the last batch was given to
         self._settings = UpdateSettings.of(config)
-        self._model_rewards = model_rewards(config, self.data.tokenizer.decode)
+        self._model_rewards: ModelRewards | None = None
+        if has_reward_model(config):
+            budget = config.reward_model.max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+            self._model_rewards = ModelRewards(config.reward_model, budget, self.data.tokenizer.decode)
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._is_filtered = config.algorithm.filter_groups.enable

@@ -12,10 +12,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig
 from rlhf_megatron.data.chat_template import make_chat_format
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.generation.job import engine_setup, serving
+from rlhf_megatron.generation.job import serving
 from rlhf_megatron.generation.source import Served as Weights
 from rlhf_megatron.generation.source import weights_of
 from rlhf_megatron.recovery.resume import CHECKPOINTS
@@ -36,7 +36,8 @@ WEIGHTS = "weights"  # folder of the checkpoint that is served
 class ServeJob:
     """A checked job: `run` does it."""
 
-    config: RunConfig
+    setup: EngineSetup  # of its engines
+    data: DataConfig
     source: Path  # RUN.yaml, the directory of a run, or of a model
     follow: Path | None  # the directory of a run
     folder: Path  # of logs, keys of engines and the checkpoint that is served
@@ -52,7 +53,7 @@ class ServeJob:
                 f"--host {self.host} is reached from other machines: give an API key (--api-key-file, or"
                 " RLHF_MEGATRON_API_KEY), which clients send."
             )
-        engine_setup(EngineSetup.of(self.config)).check()
+        self.setup.check()
 
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> None:
         """Serve until `stop` asks for the end; requests under way have 30 seconds then. Raises EngineError where no
@@ -61,9 +62,9 @@ class ServeJob:
         run_dir = self.follow or (self.source if (self.source / CHECKPOINTS).is_dir() else None)
         pinned = Pinned(run_dir, self.folder / WEIGHTS) if run_dir is not None else None
         weights = self._weights(pinned, stop, report)
-        setup, version = engine_setup(EngineSetup.of(self.config)), weights.step or 0
+        version = weights.step or 0
         with ExitStack() as stack:
-            sync = stack.enter_context(serving(setup, weights, self.folder, stop, report, version))
+            sync = stack.enter_context(serving(self.setup, weights, self.folder, stop, report, version))
             follower = Follower(pinned, sync, report) if pinned is not None and self.follow is not None else None
             backend = stack.enter_context(Backend(sync, follower))
             asyncio.run(self._serve(backend, self._served(weights), stop, report))
@@ -77,15 +78,15 @@ class ServeJob:
                 time.sleep(EVERY_S)
                 step = pinned.newest()
         if pinned is None or step is None:
-            return weights_of(self.source, Path(self.config.model.path))
+            return weights_of(self.source, Path(self.setup.model.path))
         found = pinned.take(step)
         pinned.keep_only(found.checkpoint)
         return Weights(found.model, f"{pinned.store.path_of(step)}", "", found.step)
 
     def _served(self, weights: Weights) -> Served:
-        config, rollout = self.config, self.config.rollout
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-        data, hf_config = config.data, weights.model.hf_config
+        model, rollout = self.setup.model, self.setup.rollout
+        tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
+        data, hf_config = self.data, weights.model.hf_config
         chat = None
         if tokenizer.chat_template is not None:
             chat = make_chat_format(tokenizer, None, data.apply_chat_template_kwargs)

@@ -19,7 +19,7 @@ from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.observe.metrics.rates import FORWARD, TRAINING, model_flops, peak_tflops
@@ -81,6 +81,7 @@ def planned_durations(config: RunConfig, gpu: str, median: int | None) -> Durati
     decoded = _Decoded(hf_config, table, dtype, memory, engine)
     forward_s = _flops(hf_config, sample.tokens, FORWARD) / (speed * engine.tp)
     engines = Engines(engine, num_engines(config.rollout), config.rollout.colocated)
+    of_critic = (config.critic.path, critic_ranks(config)) if has_critic(config) else None
     stages = stage_links(table, layout, engine, dtype)
     return Durations(
         lengths=LengthsConfig("lognormal", median=sample.response, sigma=_SIGMA),
@@ -90,7 +91,7 @@ def planned_durations(config: RunConfig, gpu: str, median: int | None) -> Durati
             prefill_tokens_per_s=1 / forward_s,
             slots=slots,
         ),
-        trainer=_trainer(config, hf_config, layout, sample.tokens, speed),
+        trainer=_trainer(config.actor, of_critic, hf_config, layout, sample.tokens, speed),
         sync=SyncDurations(
             seconds=cost_of(stages, layout, engines, network).floor().seconds,
             turns_s=(
@@ -150,10 +151,15 @@ class _Decoded:
 
 
 def _trainer(
-    config: RunConfig, hf_config: Mapping[str, Any], layout: Layout, tokens: int, speed: float
+    actor: ActorConfig,
+    critic: tuple[str | None, int] | None,
+    hf_config: Mapping[str, Any],
+    layout: Layout,
+    tokens: int,
+    speed: float,
 ) -> TrainerDurations:
-    """All ranks compute, but for the bubble of a mini-batch; what is computed again is a further forward pass."""
-    actor = config.actor
+    """All ranks compute, but for the bubble of a mini-batch; what is computed again is a further forward pass.
+    `critic`: its path and own ranks."""
     micro_batches = max(1, actor.mini_batch_size * tokens // (layout.dp * layout.cp * actor.ppo_max_token_len_per_gpu))
     busy = micro_batches * layout.vpp / (micro_batches * layout.vpp + layout.pp - 1)
     again = actor.megatron.recompute_granularity == "full"
@@ -163,10 +169,11 @@ def _trainer(
         annotate_tokens_per_s=busy * forward,
         reference_tokens_per_s=busy * forward,
     )
-    if not has_critic(config):
+    if critic is None:
         return found
-    of_critic = read_hf_config(Path(config.critic.path)) if config.critic.path else hf_config
-    ranks = critic_ranks(config) or layout.world_size
+    path, num_ranks = critic
+    of_critic = read_hf_config(Path(path)) if path else hf_config
+    ranks = num_ranks or layout.world_size
     forward = busy * ranks * speed / _flops(of_critic, tokens, FORWARD, head_size=1)
     return replace(found, critic_tokens_per_s=forward, critic_update_tokens_per_s=forward / TRAINING)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import metric_weights, sequence_sums
 from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, Pairs
-from rlhf_megatron.config.rules.run import has_pairs, has_teacher
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import ActorConfig, SFTConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, ValueMiniBatch, with_places_behind
 from rlhf_megatron.data.samples import DocumentSource, SampleBatch, SampleSet
@@ -27,7 +26,6 @@ from rlhf_megatron.evaluation.intervals import wilson_interval
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, ReferenceProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.losses import distillation_params
 
 
 @dataclass(frozen=True)
@@ -207,21 +205,31 @@ def _updated(actor: ActorProxy, mini_batch: MiniBatch, token_budget: int, loss: 
     return actor.update(mini_batch, token_budget, temperature=1.0, loss=loss).result()
 
 
-def make_learner(config: RunConfig, workers: Workers) -> Learner:
-    """Make the learner that `sft.loss_mode` names. Raises ValueError for parameters that the loss does not have."""
-    actor, sft = config.actor, config.sft
+def make_learner(
+    sft: SFTConfig,
+    actor: ActorConfig,
+    reference_budget: int | None,
+    is_pairs: bool,
+    is_reward_model: bool,
+    teacher_top_k: int,
+    workers: Workers,
+) -> Learner:
+    """Make the learner that `sft.loss_mode` names. Raises ValueError for parameters that the loss does not have.
+
+    `reference_budget`: tokens of a micro-batch, where it is not the actor's; `teacher_top_k`: 0 where there is no
+    teacher.
+    """
     budget = actor.ppo_max_token_len_per_gpu
-    of_reference = config.reference.max_token_len_per_gpu or budget
-    if not has_pairs(config):
+    of_reference = reference_budget or budget
+    if not is_pairs:
         factor = sft.max_length if actor.loss_scale_factor is None else actor.loss_scale_factor
         answers = (workers.actor, budget, actor.loss_agg_mode, factor)
-        if not has_teacher(config):
+        if not teacher_top_k:
             return Answers(*answers)
-        top_k = distillation_params(config).top_k
-        return Distillation(*answers, workers.reference, of_reference, top_k)
+        return Distillation(*answers, workers.reference, of_reference, teacher_top_k)
     entry = PREFERENCE_LOSSES.get(sft.loss_mode)
     params = params_from_mapping(entry.params, sft.params, "sft.params") if entry.params is not None else None
-    if config.job == "reward-model":
+    if is_reward_model:
         return Rewards(workers.learning_reward_model, entry.build, params, budget)
     reference = workers.reference if "ref_log_probs" in entry.needs else None
     return Preferences(workers.actor, reference, entry.build, params, budget, of_reference)

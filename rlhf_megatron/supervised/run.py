@@ -6,7 +6,7 @@ as `scheduler.run` makes one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.rules.run import has_pairs, needs_reference
-from rlhf_megatron.config.schema import DataConfig, ModelConfig, RunConfig, SFTConfig
+from rlhf_megatron.config.rules.run import has_pairs, has_teacher, needs_reference, teaching
+from rlhf_megatron.config.schema import DataConfig, ModelConfig, RunConfig, SFTConfig, TrainerConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.documents import DocumentSets, load_documents
 from rlhf_megatron.data.samples import DocumentSource, SampleBatch, drawn
@@ -34,7 +34,7 @@ from rlhf_megatron.recovery.keeper import Keeper, StageGuard
 from rlhf_megatron.recovery.resume import CONFIG, RunState, architecture_of, facts_of, find_start
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
-from rlhf_megatron.runtime.pool import pools_of
+from rlhf_megatron.runtime.pool import PoolSpec, pools_of
 from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan
@@ -42,6 +42,7 @@ from rlhf_megatron.scheduler.run import loop_plan, open_tracker
 from rlhf_megatron.scheduler.update import update_metrics
 from rlhf_megatron.stop import StopRequest
 from rlhf_megatron.supervised.learning import Learner, held_out_metrics, make_learner
+from rlhf_megatron.workers.losses import distillation_params
 
 HELD_OUT = "val/loss"
 
@@ -64,7 +65,8 @@ def order_of(data: DataConfig, seed: int, sets: DocumentSets) -> Stream[Document
 class Steps:
     """The steps of the job."""
 
-    config: RunConfig
+    trainer: TrainerConfig
+    batch_size: int
     workers: Workers
     sets: DocumentSets
     stream: Stream[DocumentSource]
@@ -81,7 +83,7 @@ class Steps:
         self.skips.count_supervised(result.is_skipped, step)
         metrics = update_metrics("actor", 1, [result]) | measured
         del metrics["actor/loss"]  # it is sft/loss, or of a preference loss what its slopes make of the log-probs
-        freq = self.config.trainer.desync_freq
+        freq = self.trainer.desync_freq
         if freq and step % freq == 0:
             metrics |= check_replicas(self.workers.learning(has_critic=False))
         for metrics_of in self.watches:
@@ -92,8 +94,8 @@ class Steps:
         return metrics
 
     def held_out(self, is_final: bool) -> dict[str, float]:
-        limit = None if is_final else self.config.trainer.test_samples
-        return held_out_metrics(self.learner, self.sets.held_out, self.config.data.train_batch_size, limit)
+        limit = None if is_final else self.trainer.test_samples
+        return held_out_metrics(self.learner, self.sets.held_out, self.batch_size, limit)
 
 
 def train_supervised(
@@ -104,20 +106,21 @@ def train_supervised(
     stop: StopRequest,
 ) -> None:
     """A run from its first step to the summary, or what is left of it. As `scheduler.run.train`, without engines."""
-    seed_process(config.trainer.seed, 0)
+    trainer, sft, is_pairs, batch_size = config.trainer, config.sft, has_pairs(config), config.data.train_batch_size
+    seed_process(trainer.seed, 0)
     load_plugins(config.plugins)
-    trainer = config.trainer
-    sets, tokenizer = load_job_data(config.model, config.data, config.sft, has_pairs(config))
-    stream = order_of(config.data, config.trainer.seed, sets)
+    sets, tokenizer = load_job_data(config.model, config.data, sft, is_pairs)
+    stream = order_of(config.data, trainer.seed, sets)
     start = find_start(config, run_dir, stream)
     attempts = Attempts(run_dir)
     with ExitStack() as stack:
-        layouts = {pool.name: str(pool.layout) for pool in pools_of(config)}
+        pools = pools_of(config)
+        layouts = {pool.name: str(pool.layout) for pool in pools}
         facts = facts_of(start, trainer.resume_from_path, config.plugins)
         stack.enter_context(attempts.attempt(lock.since, layouts=layouts, **facts))
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(open_tracker(config, run_dir, tokenizer, start, attempts))
-        tracker.note(description(config, sets))
+        tracker.note(description(trainer, config.model, pools, sft.loss_mode, is_pairs, batch_size, sets))
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         group = connect_group()
         stack.callback(group.close)
@@ -127,7 +130,10 @@ def train_supervised(
         policies += [workers.reference] if needs_reference(config) else []
         watches = (HeadWatch(policies, tracker.note).metrics, MemoryWatch(workers).metrics)
         skips = Skips(trainer, None, tracker.note)
-        steps = Steps(config, workers, sets, stream, make_learner(config, workers), skips, watches)
+        top_k = distillation_params(*teaching(config)).top_k if has_teacher(config) else 0
+        kind = (is_pairs, config.job == "reward-model", top_k)
+        learner = make_learner(sft, config.actor, config.reference.max_token_len_per_gpu, *kind, workers)
+        steps = Steps(trainer, batch_size, workers, sets, stream, learner, skips, watches)
         checkpointer = Checkpointer(trainer, as_yaml(config), workers, False, False, run_dir, tracker.note)
         checkpointer.best_of = partial(best_step, tracker.watched_values, metric=trainer.keep_best)
         state = RunState(0, 0, None, architecture=architecture_of(config.model.path), plugins=digests(config.plugins))
@@ -156,13 +162,24 @@ def train_supervised(
         keeper.finish()
         if trainer.save_hf or trainer.save_last == "weights":
             save_hf()
-        held_out = [(row["step"], row[HELD_OUT]) for row in read_rows(run_dir) if HELD_OUT in row]
-        found = summary(tracker, layouts_of(group), attempts, held_out)
-        found |= {"seed": trainer.seed, "model": config.model.path}
-        title = f"{trainer.experiment_name} ({found['layout']})"
-        write_summary(found, tracker, run_dir, stop.check, title, held_out)
-        for line in closing_lines(run_dir, trainer, tracker.watched_values):
-            tracker.note(line)
+        _finish(trainer, config.model.path, tracker, run_dir, layouts_of(group), attempts, stop)
+
+
+def _finish(
+    trainer: TrainerConfig,
+    model: str,
+    tracker: Tracker,
+    run_dir: Path,
+    layouts: Mapping[str, str],
+    attempts: Attempts,
+    stop: StopRequest,
+) -> None:
+    """Write the summary and say what is kept."""
+    held_out = [(row["step"], row[HELD_OUT]) for row in read_rows(run_dir) if HELD_OUT in row]
+    found = summary(tracker, layouts, attempts, held_out) | {"seed": trainer.seed, "model": model}
+    write_summary(found, tracker, run_dir, stop.check, f"{trainer.experiment_name} ({found['layout']})", held_out)
+    for line in closing_lines(run_dir, trainer, tracker.watched_values):
+        tracker.note(line)
 
 
 def run(steps: Steps, tracker: Tracker, stage: StageGuard, keeper: Keeper, plan: LoopPlan) -> None:
@@ -196,14 +213,21 @@ def _evaluated(run_dir: Path) -> list[int]:
     return [row["step"] for row in read_rows(run_dir) if row["kind"] == "evaluation"]
 
 
-def description(config: RunConfig, sets: DocumentSets) -> str:
+def description(
+    trainer: TrainerConfig,
+    model: ModelConfig,
+    pools: Sequence[PoolSpec],
+    loss_mode: str,
+    is_pairs: bool,
+    batch_size: int,
+    sets: DocumentSets,
+) -> str:
     """Return the first line that a run says."""
-    trainer, pools = config.trainer, " and ".join(map(str, pools_of(config)))
-    what = "pairs" if has_pairs(config) else "documents"
-    epochs = trainer.total_training_steps * config.data.train_batch_size / sets.num_train
+    epochs = trainer.total_training_steps * batch_size / sets.num_train
     text = (
-        f"{trainer.experiment_name}: {config.model.path} ({config.model.dtype}), {pools}, {config.sft.loss_mode} on"
-        f" {sets.num_train} training and {sets.num_held_out} held-out {what}, {epochs:.3g} epochs"
+        f"{trainer.experiment_name}: {model.path} ({model.dtype}), {' and '.join(map(str, pools))}, {loss_mode} on"
+        f" {sets.num_train} training and {sets.num_held_out} held-out {'pairs' if is_pairs else 'documents'},"
+        f" {epochs:.3g} epochs"
     )
     return "; ".join([text, *sets.counts.told()])
 

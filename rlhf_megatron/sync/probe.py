@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics, worst_tokens
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import CheckConfig, RolloutConfig
 from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
 from rlhf_megatron.observe.metrics.mismatch import past_thresholds
 from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest, SamplingParams
@@ -21,14 +21,24 @@ _SEED = 20_000  # of the first; the others count up
 class Probe:
     """Callable with an engine that serves. To be called while the hosts hold what the engine was sent."""
 
-    def __init__(self, config: RunConfig, actor: ActorProxy, prompts: Sequence[tuple[int, ...]]) -> None:
-        """The probe of a run, on the first of its `prompts` (token ids)."""
-        rollout, checks = config.rollout, config.checks
-        params = SamplingParams(min(NUM_TOKENS, config.data.max_response_length), rollout.temperature)
+    def __init__(
+        self,
+        checks: CheckConfig,
+        is_exact: bool,
+        rollout: RolloutConfig,
+        max_response_length: int,
+        token_budget: int,
+        actor: ActorProxy,
+        prompts: Sequence[tuple[int, ...]],
+    ) -> None:
+        """The probe of a run, on the first of its `prompts` (token ids). `is_exact`: trainer and engines have the same
+        float32 weights; `token_budget`: of a micro-batch.
+        """
+        params = SamplingParams(min(NUM_TOKENS, max_response_length), rollout.temperature)
         self.actor = actor
         self.checks = checks
-        self.is_exact = config.is_exact
-        self.token_budget = config.actor.ppo_max_token_len_per_gpu
+        self.is_exact = is_exact
+        self.token_budget = token_budget
         self.timeout_s = rollout.request_timeout_s  # of the engine
         prompts = prompts[: checks.probe_prompts]
         self._requests = [GenerateRequest(ids, (_SEED + i,), params) for i, ids in enumerate(prompts)]

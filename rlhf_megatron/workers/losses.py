@@ -23,7 +23,7 @@ from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams,
 from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.correction import filter_bounds, importance_bounds, is_bypass, resolved
-from rlhf_megatron.config.schema import ActorConfig, RolloutCorrectionConfig, RunConfig
+from rlhf_megatron.config.schema import ActorConfig, RolloutCorrectionConfig, TeacherTermConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
 from rlhf_megatron.kernels.row_loss import Columns, Sums, weighted
@@ -111,19 +111,15 @@ def policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
     return PolicyRowLoss(entry.name, entry.build, params, regularizers, entry.needs, use_triton)
 
 
-def distillation_params(config: RunConfig) -> DistillationParams:
-    """Return the parameters of the loss towards a teacher, in either kind of job. Raises ValueError for unknown
-    ones.
-    """
-    if config.job == "train":
-        return params_from_mapping(DistillationParams, config.actor.distillation.params, "actor.distillation.params")
-    return params_from_mapping(DistillationParams, config.sft.params, "sft.params")
+def distillation_params(section: str, term: TeacherTermConfig) -> DistillationParams:
+    """Return the parameters of the loss towards a teacher. Raises ValueError for unknown ones, naming `section`."""
+    return params_from_mapping(DistillationParams, term.params, f"{section}.params")
 
 
-def distillation_row_loss(config: RunConfig) -> DistillationRowLoss:
+def distillation_row_loss(section: str, term: TeacherTermConfig) -> DistillationRowLoss:
     """The loss towards a teacher, of a job that has one. Raises as `distillation_params`."""
-    name = config.actor.distillation.loss_mode if config.job == "train" else config.sft.loss_mode
-    return DistillationRowLoss(DISTILLATION_LOSSES.get(str(name)).build, distillation_params(config).has_tail)
+    has_tail = distillation_params(section, term).has_tail
+    return DistillationRowLoss(DISTILLATION_LOSSES.get(str(term.loss_mode)).build, has_tail)
 
 
 def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:

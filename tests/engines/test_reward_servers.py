@@ -33,7 +33,9 @@ from rlhf_megatron.rewards.service import model_servers
 from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.scorer import make_scorer
 from rlhf_megatron.rollout.engine import EngineAddress
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.runtime.torchrun.engines import Servers
 from rlhf_megatron.runtime.torchrun.keeper import MachineKeeper
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
@@ -62,6 +64,10 @@ def run_config(directory: Path, **rollout: object) -> RunConfig:
     config = read_run_config(path).config
     limits = {"startup_timeout_s": STARTUP_S, "health_interval_s": 1.0, "health_timeout_s": 60.0}
     return replace(config, rollout=replace(config.rollout, **limits, **rollout))
+
+
+def servers_of(config: RunConfig, folder: Path) -> ModelServers:
+    return ModelServers(EngineSetup.of(config), config.reward_model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,7 @@ def test_a_keeper_on_another_machine(judge: tuple[Path, PreTrainedModel]) -> Non
     config = run_config(folder)
     served = replace(config.reward_model.served, machines=(1,), num_servers=1)
     config = replace(config, reward_model=replace(config.reward_model, served=served))
-    with closing(MachineKeeper(config, 1, folder, "127.0.0.1")) as keeper:
+    with closing(MachineKeeper(Servers.of(config), 1, folder, "127.0.0.1")) as keeper:
 
         def begun(is_again: bool) -> EngineAddress:
             keeper.order(1, "reward0", "begin", [0, folder, is_again, ""])
@@ -144,7 +150,7 @@ def test_two_servers(judge: tuple[Path, PreTrainedModel], monkeypatch: pytest.Mo
     folder, model = judge
     asked = samples(60)
     wanted = by_transformers(model, asked)
-    with ModelServers(run_config(folder), folder) as servers:
+    with servers_of(run_config(folder), folder) as servers:
         config = RewardConfig(name="overlong", params={"max_len": 4, "buffer": 4}, num_workers=4)
         with make_scorer(config, folder / "log", servers.term()) as scorer:
 
@@ -197,7 +203,7 @@ def test_a_judge(tmp_path: Path) -> None:
     wanted = [judge.score(one.prompt + one.response) for one in asked]
     assert len(set(wanted)) > 4 and None in wanted
 
-    with ModelServers(config, tmp_path) as servers:
+    with servers_of(config, tmp_path) as servers:
         rewards = RewardConfig(name="zero", num_workers=4, max_error_rate=1.0)
         with make_scorer(rewards, tmp_path / "log", servers.term()) as scorer:
 

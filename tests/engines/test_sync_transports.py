@@ -20,7 +20,7 @@ import pytest
 import torch
 from rollout_tools import reference_log_probs
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from sync_tools import BUCKET_BYTES, PROMPTS, REQUESTS, change_weights, config_of, trainer, write_model
+from sync_tools import BUCKET_BYTES, REQUESTS, change_weights, config_of, probe_of, trainer, write_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,6 @@ from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.rollout.transports.links import LinkTransport
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.probe import Probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
@@ -133,7 +132,7 @@ class Rig:
         change_weights(self.group, seed=self.version)
         address = replace(self.servers.addresses[0], has_loader=has_loader)
         fleet = EngineFleet([connect(address, self.transfer)], 60.0, 0)
-        probe = Probe(config_of(self.model), Workers(self.group).actor, PROMPTS)
+        probe = probe_of(config_of(self.model), self.group)
         return WeightSync(
             Workers(self.group).host,
             fleet,

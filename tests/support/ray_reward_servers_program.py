@@ -21,6 +21,7 @@ from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.service.model_servers import ModelServers
 from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.runtime.ray import environment as ray_environment
 from rlhf_megatron.runtime.ray.places import server_bundles
@@ -39,11 +40,12 @@ def main(path: Path, folder: Path) -> None:
         tempfile.TemporaryDirectory(prefix="rlhf-") as directory,
         Cluster(None, Path(directory), 1) as cluster,
     ):
-        cluster.reserve(server_bundles(config, 0), is_spread=False, timeout_s=60)
+        bundles = server_bundles(config.reward_model.served.num_servers, config.ray, 0)
+        cluster.reserve(bundles, is_spread=False, timeout_s=60)
         environment = {"OMP_NUM_THREADS": "1"}
         place = RayEngines(cluster, config.rollout, 1, 0.5, 0, tuple, environment, first_bundle=0)
         rewards = RewardConfig(name="overlong", params={"max_len": 4, "buffer": 4}, num_workers=4)
-        with ModelServers(config, folder, None, place) as servers:
+        with ModelServers(EngineSetup.of(config), config.reward_model, folder, None, place) as servers:
 
             def urls() -> list[str]:
                 return [address.url for address in servers.servers.addresses]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from checkpointer_jobs import hosts
 from places import MODEL
+from replay_tools import replay_stages
 from workers_jobs import CONFIG, make_actor, share
 from workers_reference import TEMPERATURE
 
@@ -26,10 +27,8 @@ from rlhf_megatron.config.schema import (
     TrainerConfig,
 )
 from rlhf_megatron.data.batch import MiniBatch, ScoredBatch, TokenBatch, offsets_from_lengths
-from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
@@ -104,7 +103,7 @@ def three_steps(world: World, cases: dict[str, tuple[dict[str, Any], str]], dire
 
 
 def _steps(config: RunConfig, group: InlineGroup, recorder: Recorder) -> list[dict[str, Any]]:
-    stages = ReplayStages(config, Workers(group), load_parts(config), recorder, load_tokenizer(MODEL), Sync(version=1))
+    stages = replay_stages(config, Workers(group), load_parts(config), recorder, Sync(version=1))
     steps = []
     for step in range(1, NUM_STEPS + 1):
         scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))

@@ -247,18 +247,18 @@ def make_roles(
 def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlines: Deadlines) -> int:
     from runtime_toy import make_roles as make  # as ranks import it: this module is __main__ here
 
-    from rlhf_megatron.config.schema import RayConfig, RunConfig, TrainerConfig
+    from rlhf_megatron.config.schema import RayConfig, RolloutConfig, TrainerConfig
     from rlhf_megatron.runtime.ray.driver import RayJob, run_driver
 
     num_cpus = 1e6 if scenario == "no_room" else 0.1
     nnodes = int(os.environ.get(MACHINES, "1"))
-    config = RunConfig(
-        trainer=TrainerConfig(runtime="ray", nnodes=nnodes, n_gpus_per_node=pools[-1].end // nnodes, device="cpu"),
-        ray=RayConfig(num_cpus_per_rank=num_cpus, start_timeout_s=5.0, placement="spread"),
-    )
+    trainer = TrainerConfig(runtime="ray", nnodes=nnodes, n_gpus_per_node=pools[-1].end // nnodes, device="cpu")
+    ray = RayConfig(num_cpus_per_rank=num_cpus, start_timeout_s=5.0, placement="spread")
     build = partial(make, scenario, [pool.name for pool in pools], directory, is_marked=True)
     stop = StopRequest()
-    job = RayJob(config, pools, build, directory / "logs", deadlines, has_engines=False)
+    job = RayJob(
+        trainer, ray, RolloutConfig(), None, (), pools, build, directory / "logs", deadlines, has_engines=False
+    )
     return run_driver(lambda group, place: run_scenario(scenario, group, directory, stop), job, stop)
 
 

@@ -10,15 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from places import MODEL
+from replay_tools import replay_stages
 from torch import Tensor
 
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import take
-from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.runtime import roles
 from rlhf_megatron.runtime.dispatch import join, plan_call
@@ -65,9 +63,7 @@ def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int
     group: Any = LockstepGroup(world, built)
     trained = {role: built[role] for role in ("actor", "critic") if role in built}
     before = {role: copies(model) for role, model in trained.items()}
-    stages = ReplayStages(
-        config, Workers(group), load_parts(config), Recorder(record), load_tokenizer(MODEL), Sync(version=1)
-    )
+    stages = replay_stages(config, Workers(group), load_parts(config), Recorder(record), Sync(version=1))
     metrics = []
     for step in range(1, num_steps + 1):
         scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))

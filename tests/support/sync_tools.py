@@ -80,6 +80,11 @@ class Rig:
         self.proxy.faults = (KEEPS_OLD, *faults)
 
 
+def probe_of(config: RunConfig, group: InlineGroup) -> Probe:
+    length, budget = config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu
+    return Probe(config.checks, config.is_exact, config.rollout, length, budget, Workers(group).actor, PROMPTS)
+
+
 def rig_of(
     kind: str,
     group: InlineGroup,
@@ -90,7 +95,7 @@ def rig_of(
     model: Path,
 ) -> Rig:
     fleet = EngineFleet([connect()], 60.0, 1)
-    probe = Probe(config_of(model), Workers(group).actor, PROMPTS)
+    probe = probe_of(config_of(model), group)
     sync = WeightSync(Workers(group).host, fleet, transfer_dir, BUCKET_BYTES, "float32", probe=probe)
     proxy.faults = (KEEPS_OLD,)
     return Rig(kind, group, proxy, fleet, sync, probe, straight)

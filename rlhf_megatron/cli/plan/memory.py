@@ -18,13 +18,13 @@ def memory(args: argparse.Namespace) -> int:
     """Print the plan. Returns 1 where a phase does not fit. Raises ConfigError, ValueError."""
     prepare_megatron()
     from rlhf_megatron.proof.check import memory_table
-    from rlhf_megatron.runtime.roles import settled_config
+    from rlhf_megatron.runtime.roles import RoleBuilder
     from rlhf_megatron.workers.activations import FITS
 
     loaded = load_run_config(args.config, args.overrides, with_files=False).config
     gpu_bytes = GPUS[args.gpu] * GB
     trainer = loaded.trainer if loaded.trainer.device != "cpu" else replace(loaded.trainer, device="cuda")
-    config = settled_config(replace(loaded, trainer=trainer), gpu_bytes)
+    config = RoleBuilder(replace(loaded, trainer=trainer)).settled(gpu_bytes).config
     policy = read_hf_config(Path(config.model.path))
     critic = read_hf_config(Path(config.critic.path)) if config.critic.path is not None else policy
     found = memory_table.plan(config, policy, critic)

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import NAME_RULE, Findings, Idle, idle, is_name, rule, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import entry_of, reads
-from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig, TeacherTermConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.registry import parts_of
 
@@ -91,6 +91,13 @@ def has_teacher(config: RunConfig) -> bool:
     if config.job == "train":
         return config.actor.distillation.loss_mode is not None
     return config.sft.loss_mode in parts_of("distillation loss")
+
+
+def teaching(config: RunConfig) -> tuple[str, TeacherTermConfig]:
+    """(section that says how the job learns from its teacher, what it says)"""
+    if config.job == "train":
+        return "actor.distillation", config.actor.distillation
+    return "sft", TeacherTermConfig(config.sft.loss_mode, params=config.sft.params)
 
 
 def has_kl(config: RunConfig) -> bool:
@@ -285,11 +292,11 @@ def kl(loaded: Loaded) -> Findings:
 @rule
 def teacher(loaded: Loaded) -> Findings:
     c = loaded.config
-    key = "actor.distillation.loss_mode" if c.job == "train" else "sft.loss_mode"
-    mode = c.actor.distillation.loss_mode if c.job == "train" else c.sft.loss_mode
+    section, term = teaching(c)
+    key = f"{section}.loss_mode"
     yield wrong(
         has_teacher(c) and needs_reference(c) and c.reference.path is None,
-        f"{key} ({mode}) learns from a teacher; name its directory as reference.path.",
+        f"{key} ({term.loss_mode}) learns from a teacher; name its directory as reference.path.",
         (key, "reference.path"),
     )
     yield wrong(

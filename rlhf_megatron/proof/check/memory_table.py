@@ -14,7 +14,7 @@ from rlhf_megatron.config.rules.run import (
     actor_ranks,
     critic_ranks,
     has_critic,
-    has_served_model,
+    has_reward_model,
     needs_reference,
     reference_ranks,
     reward_model_ranks,
@@ -84,14 +84,13 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
     stages = plan_memory(hf_config, megatron, actor_ranks(config), dtype)
     critic: tuple[StageMemory, ...] = ()
     if has_critic(config):
-        num_ranks = critic_ranks(config)
-        layout = (config.critic.megatron, num_ranks) if num_ranks else (megatron, actor_ranks(config))
+        layout = _place(config.critic.megatron, critic_ranks(config), megatron, actor_ranks(config))
         critic = plan_memory(critic_config, *layout, dtype, "value")
     reference: tuple[int, ...] = ()
     if needs_reference(config):
-        path, num_ranks = config.reference.path, reference_ranks(config)
+        path = config.reference.path
         known = path is not None and (Path(path) / "config.json").is_file()
-        where = (config.reference.megatron, num_ranks) if num_ranks else (megatron, actor_ranks(config))
+        where = _place(config.reference.megatron, reference_ranks(config), megatron, actor_ranks(config))
         other = plan_memory(read_hf_config(Path(path)), *where, dtype) if known and path else stages
         reference = tuple(stage.reference for stage in other)
     # Virtual stages change which layers a stage sends, not how many of what size in which order.
@@ -110,7 +109,12 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
     if critic:
         tokens = config.critic.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
         of_critic = _activations(Trained(critic_config, dtype, tokens, "value"), *layout)
-    judge, is_here = _reward_model(config, dtype)
+    judge: tuple[int, ...] = ()
+    is_here = False
+    if has_reward_model(config):
+        chosen, num_ranks = config.reward_model, reward_model_ranks(config)
+        judge = _reward_model(chosen.path, *_place(chosen.megatron, num_ranks, megatron, actor_ranks(config)), dtype)
+        is_here = bool(judge) and not num_ranks and not chosen.param_offload
     has_pool = reference_ranks(config) > 0
     return Memory(
         *(stages, critic, has_critic_pool, () if has_pool else reference, is_on_host, traffic, head, activations),
@@ -118,14 +122,17 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
     )
 
 
-def _reward_model(config: RunConfig, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """(bytes a rank by stage, whether they stay on the actor's ranks). Nothing of one that cannot be read."""
-    chosen, num_ranks = config.reward_model, reward_model_ranks(config)
-    if chosen.path is None or has_served_model(config) or not (Path(chosen.path) / "config.json").is_file():
-        return (), False
-    layout = (chosen.megatron, num_ranks) if num_ranks else (config.actor.megatron, actor_ranks(config))
-    stages = plan_memory(read_hf_config(Path(chosen.path)), *layout, dtype, "value")
-    return tuple(stage.reference for stage in stages), not num_ranks and not chosen.param_offload
+def _place(own: MegatronConfig, num_ranks: int, actor: MegatronConfig, actor_ranks: int) -> tuple[MegatronConfig, int]:
+    """Return the layout and the ranks of a model: its own where it has ranks, else the actor's."""
+    return (own, num_ranks) if num_ranks else (actor, actor_ranks)
+
+
+def _reward_model(path: str | None, megatron: MegatronConfig, num_ranks: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return its bytes a rank by stage; () where it cannot be read."""
+    if path is None or not (Path(path) / "config.json").is_file():
+        return ()
+    stages = plan_memory(read_hf_config(Path(path)), megatron, num_ranks, dtype, "value")
+    return tuple(stage.reference for stage in stages)
 
 
 def _activations(model: Trained, megatron: MegatronConfig, num_ranks: int) -> tuple[int, ...]:

@@ -13,8 +13,6 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_megatron.checkpoint.hf_reader import INDEX, HFReader, read_json
-from rlhf_megatron.config.rules.run import has_served_model
-from rlhf_megatron.config.schema import RewardTermConfig, RunConfig
+from rlhf_megatron.config.schema import RewardModelConfig, RewardTermConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.resharding.shards import EngineLayout
 from rlhf_megatron.rewards.endpoint import EndpointError
@@ -51,34 +48,28 @@ MEMORY_S = 120.0  # to release memory, or to get it
 CPU_BACKUP = "enable-weights-cpu-backup"  # or the weights of a server that slept come back without contents
 
 
-def check_served(config: RunConfig) -> None:
+def check_served(setup: EngineSetup, model: RewardModelConfig) -> None:
     """Raises ValueError where servers of the reward model cannot be started. Starts none."""
-    if has_served_model(config):
-        load_tokenizer(str(config.reward_model.path))
-        _environment(config)
-
-
-@contextmanager
-def model_servers(
-    config: RunConfig, run_dir: Path, progress: Progress | None = None, place: Place = here
-) -> Iterator[ModelServers | None]:
-    """Start the servers of the run's reward model, and stop them in the end; None where it has none.
-
-    Raises ValueError for what a user can mend, EngineError where a server does not start.
-    """
-    if not has_served_model(config):
-        yield None
-        return
-    with ModelServers(config, run_dir, progress, place) as servers:
-        yield servers
+    load_tokenizer(str(model.path))
+    _environment(setup, model)
 
 
 class ModelServers:
-    """A context manager. Thread-safe."""
+    """A context manager, which stops the servers in the end. Thread-safe."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, progress: Progress | None = None, place: Place = here) -> None:
-        """Start all, and have each score a text. Raises as `model_servers`."""
-        self.config, self.model = config, config.reward_model
+    def __init__(
+        self,
+        setup: EngineSetup,
+        model: RewardModelConfig,
+        run_dir: Path,
+        progress: Progress | None = None,
+        place: Place = here,
+    ) -> None:
+        """Start all, and have each score a text. `setup`: of the run's engines.
+
+        Raises ValueError for what a user can mend, EngineError where a server does not start.
+        """
+        self.rollout, self.model = setup.rollout, model
         self._folder = run_dir / FOLDER
         self.num_restarts = 0
         self._is_judge = self.model.served.judge is not None
@@ -88,8 +79,8 @@ class ModelServers:
         self._is_asleep = False
         self._given_up: set[str] = set()
         self._has_ended = threading.Event()
-        launches = server_launches(config, run_dir)
-        self.servers = EngineServers([*map(place, launches)], config.rollout.startup_timeout_s, progress)
+        launches = server_launches(setup, model, run_dir)
+        self.servers = EngineServers([*map(place, launches)], self.rollout.startup_timeout_s, progress)
         try:
             for launch, address in zip(launches, self.servers.addresses, strict=True):
                 launch.port = urlsplit(address.url).port  # for good: rewards know it
@@ -118,7 +109,7 @@ class ModelServers:
 
     def term(self) -> RewardTermConfig:
         """The reward by which they score samples."""
-        model, rollout, path = self.model, self.config.rollout, CHAT if self._is_judge else SCORE
+        model, rollout, path = self.model, self.rollout, CHAT if self._is_judge else SCORE
         params: dict[str, Any] = {
             "servers": [
                 {"url": f"{address.url}{path}", "key_file": str(self._key_of(address))}
@@ -172,14 +163,14 @@ class ModelServers:
 
     def _score(self, address: EngineAddress) -> float:
         """Return the score of a probe; of a judge, the log-prob of its first token."""
-        client, limit_s = HttpClient(address), self.config.rollout.health_timeout_s
+        client, limit_s = HttpClient(address), self.rollout.health_timeout_s
         if self._is_judge:
             return certainty_of(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
         return number_of(client.post(SCORE, {"input_ids": self._probe_ids}, limit_s), address.url)
 
     def _keep(self) -> None:
         """Start servers again that have ended, or do not score as they did."""
-        while not self._has_ended.wait(self.config.rollout.health_interval_s):
+        while not self._has_ended.wait(self.rollout.health_interval_s):
             for address in self.servers.addresses:
                 with self._lock:
                     if self._is_asleep or self._has_ended.is_set() or address.name in self._given_up:
@@ -196,7 +187,7 @@ class ModelServers:
 
     def _restart(self, address: EngineAddress, why: str) -> None:
         """Restart a server, at most `rollout.max_engine_restarts` times in all; then the others score alone."""
-        most = self.config.rollout.max_engine_restarts
+        most = self.rollout.max_engine_restarts
         if self._has_ended.is_set():
             return
         if self.num_restarts >= most:
@@ -236,12 +227,12 @@ def with_bias(model: Path, target: Path, is_made: bool = False) -> Path:
     return target
 
 
-def _environment(config: RunConfig) -> SGLangEnvironment:
+def _environment(setup: EngineSetup, model: RewardModelConfig) -> SGLangEnvironment:
     """Raises ValueError."""
-    served = config.reward_model.served
+    served = model.served
     try:
         return check_sglang(
-            served.python, served.args, served.env, num_engines=served.num_servers, machine=_machine(config)
+            served.python, served.args, served.env, num_engines=served.num_servers, machine=_machine(setup)
         )
     except ValueError as error:
         text = str(error).replace("rollout.sglang.", "reward_model.served.")
@@ -249,33 +240,35 @@ def _environment(config: RunConfig) -> SGLangEnvironment:
         raise ValueError(text.replace("rollout.engine: local", "reward_model.served.num_servers: 0")) from error
 
 
-def _machine(config: RunConfig) -> Machine:
+def _machine(setup: EngineSetup) -> Machine:
     """This machine's GPUs: the trainer's ranks and the engines take the first of them."""
-    rollout = config.rollout
+    rollout = setup.rollout
     given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
-    found = EngineSetup.of(config).machine(is_placed=config.trainer.runtime == "ray" or config.trainer.nnodes > 1)
+    found = setup.machine(is_placed=setup.trainer.runtime == "ray" or setup.trainer.nnodes > 1)
     taken = found.num_trainer
     if not rollout.endpoints and not on_cpu(given, rollout.sglang.env):
         taken += rollout.num_engines * EngineLayout.of(rollout).tp
     return replace(found, num_trainer=taken)
 
 
-def server_launches(config: RunConfig, run_dir: Path, is_made: bool = False) -> list[SGLangLaunch]:
+def server_launches(
+    setup: EngineSetup, model: RewardModelConfig, run_dir: Path, is_made: bool = False
+) -> list[SGLangLaunch]:
     """Return how each server is started. `is_made`: see `with_bias`. Raises ValueError."""
-    served, installed, folder = config.reward_model.served, _environment(config), run_dir / FOLDER
+    served, installed, folder = model.served, _environment(setup, model), run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    model = with_bias(Path(str(config.reward_model.path)), folder / "model", is_made)
+    files = with_bias(Path(str(model.path)), folder / "model", is_made)
     if installed.warning is not None:
         logger.warning("%s", installed.warning)
     of_user = installed.arguments.values
     own: dict[str, object] = {
-        "model-path": str(model.absolute()),
+        "model-path": str(files.absolute()),
         "host": "127.0.0.1",
-        "dtype": served.dtype or config.model.dtype,
+        "dtype": served.dtype or setup.model.dtype,
     }
     if served.judge is None:
         own |= {"is-embedding": True, "skip-tokenizer-init": True}
-    if config.rollout.colocated and not on_cpu(of_user, served.env):
+    if setup.rollout.colocated and not on_cpu(of_user, served.env):
         own[CPU_BACKUP] = True
     settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
     ports, meeting_place, key = Ports(), MeetingPlace(), secrets.token_hex(32)

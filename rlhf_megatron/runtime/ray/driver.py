@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.rules.run import has_served_model, megatron_sections
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RayConfig, RolloutConfig, ServedConfig, TrainerConfig
 from rlhf_megatron.parallel.bound_store import BoundStore
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rewards.service.places import MakePool, Places
@@ -69,7 +68,11 @@ _FAILED = 1
 class RayJob:
     """The parts of a driver beside the loop."""
 
-    config: RunConfig
+    trainer: TrainerConfig
+    ray: RayConfig
+    rollout: RolloutConfig
+    served: ServedConfig | None  # servers of a reward model, where the run starts some
+    megatrons: Sequence[MegatronConfig]  # of all pools
     pools: Sequence[PoolSpec]
     build_roles: BuildRoles  # Ray carries it to the ranks
     log_dir: Path
@@ -136,11 +139,11 @@ def run_driver(run: Callable[[RoutedGroups, Places], int], job: RayJob, stop: St
     and as `run_controller` of the torchrun launcher. On the main thread.
     """
     ray_environment.check_installed()
-    config = job.config
-    address = ray_environment.address_of(config.ray, os.environ)
-    if address is None and config.trainer.nnodes > 1:
+    ray, trainer = job.ray, job.trainer
+    address = ray_environment.address_of(ray, os.environ)
+    if address is None and trainer.nnodes > 1:
         raise ValueError(
-            f"trainer.nnodes ({config.trainer.nnodes}) needs a Ray cluster of that many machines, and neither"
+            f"trainer.nnodes ({trainer.nnodes}) needs a Ray cluster of that many machines, and neither"
             " ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh, or set trainer.nnodes to 1."
         )
     ray_environment.prepare(address, os.environ)
@@ -152,11 +155,11 @@ def run_driver(run: Callable[[RoutedGroups, Places], int], job: RayJob, stop: St
     with (
         stopping.installed(),
         make_transfer_dir(tempfile.gettempdir(), 0) as own,  # sockets need a short path
-        Cluster(address, own.path, num_cpus, config.ray.dashboard) as cluster,
+        Cluster(address, own.path, num_cpus, ray.dashboard) as cluster,
     ):
         devices = _devices(job, cluster)
         bundles = _bundles(job, devices, cluster.address)
-        cluster.reserve(bundles, config.ray.placement == "spread", config.ray.start_timeout_s)
+        cluster.reserve(bundles, ray.placement == "spread", ray.start_timeout_s)
         try:
             exit_code = _run_on(cluster, devices, run, job, stopping)
         except HostLostError:
@@ -184,23 +187,23 @@ class _Devices:
 
 
 def _devices(job: RayJob, cluster: Cluster) -> _Devices:
-    kind = job.config.trainer.device
+    kind = job.trainer.device
     has_gpus = kind == "cuda" or (kind == "auto" and cluster.has_gpus)
     if not has_gpus or not job.has_engines:
         return _Devices(has_gpus, 0)
-    of_server = gpus_per_server(job.config.reward_model.served) if has_served_model(job.config) else 0
-    return _Devices(has_gpus, gpus_of_part(job.config.rollout), of_server)
+    of_server = gpus_per_server(job.served) if job.served is not None else 0
+    return _Devices(has_gpus, gpus_of_part(job.rollout), of_server)
 
 
 def _bundles(job: RayJob, devices: _Devices, driver_address: str) -> list[Bundle]:
     """The machines' shares of the ranks, then the engines', then those of the rewards. Where weights go through memory
     of the driver's machine (transport tensor, the bundled engine), the engines and the ranks that send are on it."""
-    ranks = list(rank_bundles(job.config.trainer, job.config.ray, job.config.rollout, devices.has_gpus))
+    ranks = list(rank_bundles(job.trainer, job.ray, job.rollout, devices.has_gpus))
     if not job.has_engines:
         return ranks
-    engines = engine_bundles(job.config.rollout, job.config.ray, devices.has_gpus, devices.of_engine)
+    engines = engine_bundles(job.rollout, job.ray, devices.has_gpus, devices.of_engine)
     rewards = _of_rewards(job, devices)
-    if not must_share_machine(job.config.rollout):
+    if not must_share_machine(job.rollout):
         return [*ranks, *engines, *rewards]
     return (
         [replace(b, machine=driver_address) for b in ranks[:1]]
@@ -211,7 +214,11 @@ def _bundles(job: RayJob, devices: _Devices, driver_address: str) -> list[Bundle
 
 
 def _of_rewards(job: RayJob, devices: _Devices) -> list[Bundle]:
-    return [*server_bundles(job.config, devices.of_server), *reward_bundles(job.config.ray)]
+    served = None if job.rollout.colocated else job.served
+    return [
+        *server_bundles(served.num_servers if served is not None else 0, job.ray, devices.of_server),
+        *reward_bundles(job.ray),
+    ]
 
 
 def _run_on(
@@ -248,18 +255,18 @@ def _run_on(
 
     engines = RayEngines(
         cluster,
-        job.config.rollout,
-        job.config.trainer.nnodes,
-        job.config.ray.num_cpus_per_engine,
+        job.rollout,
+        job.trainer.nnodes,
+        job.ray.num_cpus_per_engine,
         devices.of_engine,
         ranks,
         ray_environment.of_engines(os.environ),
     )
-    is_shared, num_cpus = job.config.rollout.colocated, job.config.ray.num_cpus_per_engine
+    is_shared, num_cpus = job.rollout.colocated, job.ray.num_cpus_per_engine
     servers = RayEngines(
         cluster,
-        job.config.rollout,
-        job.config.trainer.nnodes,
+        job.rollout,
+        job.trainer.nnodes,
         0 if is_shared else num_cpus,  # no more than one of those that take turns works
         devices.of_server,
         ranks,
@@ -278,7 +285,7 @@ def _run_on(
 
 
 def _reward_workers(cluster: Cluster, job: RayJob) -> MakePool:
-    ray = job.config.ray
+    ray = job.ray
     if ray.reward_actors == 0:
         return WorkerPool
 
@@ -297,13 +304,11 @@ def _reward_workers(cluster: Cluster, job: RayJob) -> MakePool:
 
 def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOrder, secret: bytes) -> list[Task]:
     """Start the ranks and return their tasks, by rank. Each task lasts until the run ends."""
-    config = job.config
-    megatrons = [megatron for _, megatron, _ in megatron_sections(config)]
     environment = ray_environment.of_ranks(
         os.environ,
-        config.trainer,
-        config.ray,
-        megatrons,
+        job.trainer,
+        job.ray,
+        job.megatrons,
         is_one_machine=cluster.is_own,
         uses_gpus=devices.has_gpus,
         kinds=cluster.accelerators(),
@@ -314,8 +319,8 @@ def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOr
         process = cluster.start(
             place.where,
             RankProcess,
-            bundle=rank // job.config.trainer.n_gpus_per_node,
-            num_cpus=job.config.ray.num_cpus_per_rank,
+            bundle=rank // job.trainer.n_gpus_per_node,
+            num_cpus=job.ray.num_cpus_per_rank,
             num_gpus=1 if devices.has_gpus else 0,
             environment=environment,
         )

@@ -16,8 +16,7 @@ from typing import Protocol
 
 from rlhf_megatron.config.rules.machines import part_names
 from rlhf_megatron.config.rules.parts import entry_of, reads
-from rlhf_megatron.config.rules.run import has_served_model
-from rlhf_megatron.config.schema import RayConfig, RolloutConfig, RunConfig, ServedConfig, SGLangConfig, TrainerConfig
+from rlhf_megatron.config.schema import RayConfig, RolloutConfig, ServedConfig, SGLangConfig, TrainerConfig
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Seat
 from rlhf_megatron.rollout.sglang.environment import VISIBLE, Machine, check_sglang, gpus_per_part, on_cpu
@@ -71,10 +70,9 @@ def engine_bundles(
     return tuple(Bundle(name, ray.num_cpus_per_engine, num_gpus) for name in part_names(rollout))
 
 
-def server_bundles(config: RunConfig, num_gpus: int) -> tuple[Bundle, ...]:
-    """Return one a server of the reward model, which has `num_gpus`: () where they are colocated."""
-    count = config.reward_model.served.num_servers if has_served_model(config) and not config.rollout.colocated else 0
-    return tuple(Bundle(f"reward{index}", config.ray.num_cpus_per_engine, num_gpus) for index in range(count))
+def server_bundles(num_servers: int, ray: RayConfig, num_gpus: int) -> tuple[Bundle, ...]:
+    """Return one a server of the reward model beside the ranks, which has `num_gpus`."""
+    return tuple(Bundle(f"reward{index}", ray.num_cpus_per_engine, num_gpus) for index in range(num_servers))
 
 
 def reward_bundles(ray: RayConfig) -> tuple[Bundle, ...]:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.rules.machines import machines_of_parts, machines_of_servers
-from rlhf_megatron.config.schema import RolloutConfig, RunConfig, TrainerConfig
+from rlhf_megatron.config.schema import RewardModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhf_megatron.parallel.device import visible_devices
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rewards.service.model_servers import SERVER
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Launch, Seat
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.sglang.environment import BASE, VISIBLE
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.keepers import (
@@ -32,7 +33,7 @@ from rlhf_megatron.runtime.keepers import (
     ProcessLostError,
     Report,
 )
-from rlhf_megatron.runtime.pool import ENGINES, PoolSpec, pools_of
+from rlhf_megatron.runtime.pool import ENGINES, PoolSpec
 from rlhf_megatron.runtime.ray.places import gpus_of_part, gpus_per_server
 from rlhf_megatron.runtime.route_store import serve_routes
 from rlhf_megatron.runtime.routed import RoutedGroups
@@ -50,27 +51,43 @@ class KeeperPool(PoolSpec):
         return f"[{self.name} of machine {self.machines[rank]}]"
 
 
-def keeper_pool(config: RunConfig) -> KeeperPool | None:
-    """Return the pool of keepers; None where all servers are on the controller's machine."""
-    used = {*machines_of_parts(config), *machines_of_servers(config)}
-    machines = tuple(sorted(used - {0})) if config.job == "train" else ()
-    if not machines:
-        return None
-    return KeeperPool(ENGINES, Layout(len(machines)), pools_of(config)[-1].end, machines)
+@dataclass(frozen=True)
+class Servers:
+    """The servers of a job over its machines: its engines, and those of a reward model."""
+
+    setup: EngineSetup
+    reward_model: RewardModelConfig
+    of_parts: Sequence[int]  # machine of each part of an engine
+    of_servers: Sequence[int]  # machine of each server of the reward model
+    keeps_routes: bool  # of samples, on the machines of their engines
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Servers:
+        of_parts = machines_of_parts(config) if config.job == "train" else ()
+        keeps_routes = config.actor.router_replay == "r3"
+        return cls(EngineSetup.of(config), config.reward_model, of_parts, machines_of_servers(config), keeps_routes)
+
+    @property
+    def keepers(self) -> KeeperPool | None:
+        """The pool of keepers; None where all servers are on the controller's machine."""
+        machines, trainer = tuple(sorted({*self.of_parts, *self.of_servers} - {0})), self.setup.trainer
+        num_ranks = trainer.nnodes * trainer.n_gpus_per_node
+        return KeeperPool(ENGINES, Layout(len(machines)), num_ranks, machines) if machines else None
 
 
-def seat_of_server(config: RunConfig, index: int, address: str) -> Seat:
+def seat_of_server(servers: Servers, index: int, address: str) -> Seat:
     """Return the seat of a server of the reward model, behind the engines of its machine."""
-    machines, served = machines_of_servers(config), config.reward_model.served
+    machines, served = servers.of_servers, servers.reward_model.served
+    rollout, trainer = servers.setup.rollout, servers.setup.trainer
     names, place = {name.replace("_", "-") for name in served.args}, machines[:index].count(machines[index])
-    if config.trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in served.env:
+    if trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in served.env:
         return Seat(address)
     size = gpus_per_server(served)
     num_taken = 0
-    if not config.rollout.colocated:
-        has_ranks = machines[index] < config.trainer.nnodes
-        num_engines = machines_of_parts(config).count(machines[index])
-        num_taken = has_ranks * config.trainer.n_gpus_per_node + num_engines * gpus_of_part(config.rollout)
+    if not rollout.colocated:
+        has_ranks = machines[index] < trainer.nnodes
+        num_engines = servers.of_parts.count(machines[index])
+        num_taken = has_ranks * trainer.n_gpus_per_node + num_engines * gpus_of_part(rollout)
     first = num_taken + place * size
     own = visible_devices()[first : first + size]
     if len(own) < size:
@@ -106,15 +123,14 @@ def seat_on(rollout: RolloutConfig, trainer: TrainerConfig, machine: int, place:
 class MachineEngines:
     """A `rollout.fleet.process.Place`: engines of machine 0 start here, others with their machine's keeper."""
 
-    def __init__(self, config: RunConfig, group: RoutedGroups, run_dir: Path) -> None:
+    def __init__(self, servers: Servers, group: RoutedGroups, run_dir: Path) -> None:
         """`group`: of the job, keepers included."""
-        if config.actor.router_replay == "r3":
+        if servers.keeps_routes:
             self._store = serve_routes(run_dir, group.own_address)
-        self._config = config
+        self._servers, self._rollout, self._trainer = servers, servers.setup.rollout, servers.setup.trainer
         self._group = group
-        self._address = LOOPBACK if config.rollout.weight_transport == "tensor" else group.own_address
-        self._machines = machines_of_parts(config)
-        self._keepers = keeper_pool(config)
+        self._address = LOOPBACK if self._rollout.weight_transport == "tensor" else group.own_address
+        self._keepers = servers.keepers
         self._num_placed = 0
         self._lock = threading.Lock()
         self._reports: dict[str, Report] = {}
@@ -123,19 +139,19 @@ class MachineEngines:
     def __call__(self, launch: Launch) -> Launch:
         index = self._num_placed
         self._num_placed += 1
-        machine = self._machines[index]
+        machines = self._servers.of_parts
+        machine = machines[index]
         if machine == 0:
-            rollout, trainer = self._config.rollout, self._config.trainer
-            launch.take(seat_on(rollout, trainer, 0, self._machines[:index].count(0), self._address))
+            launch.take(seat_on(self._rollout, self._trainer, 0, machines[:index].count(0), self._address))
             return launch
         return self._kept(launch, machine, index)
 
     def reward_server(self, launch: Launch) -> Launch:
         """Place a server of the reward model. Rewards are computed on the controller's machine."""
         index = int(launch.name.removeprefix(SERVER))
-        machine = machines_of_servers(self._config)[index]
+        machine = self._servers.of_servers[index]
         if machine == 0:
-            launch.take(seat_of_server(self._config, index, LOOPBACK))
+            launch.take(seat_of_server(self._servers, index, LOOPBACK))
             return launch
         return self._kept(launch, machine, index)
 
@@ -145,7 +161,7 @@ class MachineEngines:
         def begin(is_again: bool) -> tuple[_Kept, Answer]:
             return remote, remote.submit("begin", index, launch.transfer_dir, is_again, launch.meeting)
 
-        return KeptLaunch(launch, begin, self._config.rollout.startup_timeout_s, machine)
+        return KeptLaunch(launch, begin, self._rollout.startup_timeout_s, machine)
 
     def submit(self, machine: int, name: str, method: str, arguments: Sequence[Any]) -> Future[list[Any]]:
         """All keepers get the call; the one of the machine obeys."""

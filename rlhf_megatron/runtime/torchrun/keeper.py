@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_megatron.config.rules.machines import machines_of_parts
-from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.resharding.transfer_dir import TransferDir, make_transfer_dir_at
 from rlhf_megatron.rewards.service.model_servers import SERVER, server_launches
 from rlhf_megatron.rollout.engine import EngineAddress
 from rlhf_megatron.rollout.fleet.process import Launch, Progress, Seat, stop_together
-from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.sglang.process import SGLangLaunch
 from rlhf_megatron.runtime import channel, registration
@@ -45,7 +42,7 @@ from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, 
 from rlhf_megatron.runtime.route_store import reach_stores, serve_routes
 from rlhf_megatron.runtime.service import Service
 from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
-from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_of_server, seat_on
+from rlhf_megatron.runtime.torchrun.engines import Servers, seat_of_server, seat_on
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +63,10 @@ def start_keeper(
     subprocess.Popen([sys.executable, *arguments], env={**environment, **own})
 
 
-def keep(machine: int, config: RunConfig, run_dir: Path, deadlines: Deadlines) -> int:
+def keep(machine: int, servers: Servers, run_dir: Path, deadlines: Deadlines) -> int:
     """The life of a keeper. Returns its exit code, on a machine without ranks the controller's. Raises ValueError where
     no engine of the run is on this machine, ConnectionError where there is no controller. On the main thread."""
-    pool = keeper_pool(config)
+    pool = servers.keepers
     if pool is None or machine not in pool.machines:
         raise ValueError(
             f"no server of this run is on machine {machine}; name it in rollout.engine_machines, or start fewer"
@@ -86,7 +83,7 @@ def keep(machine: int, config: RunConfig, run_dir: Path, deadlines: Deadlines) -
     service = Service(found, activity, lambda: 1)
     stopping.send, stopping.is_startup = service.tell, False
     service.answer(Reply(BUILD))
-    with contextlib.closing(MachineKeeper(config, machine, run_dir, found.own_address)) as keeper:
+    with contextlib.closing(MachineKeeper(servers, machine, run_dir, found.own_address)) as keeper:
         while (call := service.next_call()) is not None:
             with activity.doing(call.method, "running"):
                 service.answer(_obeyed(keeper, call, activity.where))
@@ -149,9 +146,9 @@ def _obeyed(keeper: MachineKeeper, call: Call, where: str) -> Reply:
 class MachineKeeper:
     """Parent of the servers of one machine."""
 
-    def __init__(self, config: RunConfig, machine: int, run_dir: Path, address: str) -> None:
+    def __init__(self, servers: Servers, machine: int, run_dir: Path, address: str) -> None:
         """`address`: of this machine, as the controller reaches it."""
-        self._config = config
+        self._of_run, self._setup = servers, servers.setup
         self._machine = machine
         self._run_dir = run_dir
         self._address = address
@@ -159,7 +156,7 @@ class MachineKeeper:
         self._servers: list[Launch] = []  # of the reward model, the same
         self._keepers: dict[str, ServerKeeper] = {}
         self._transfer: TransferDir | None = None  # made here
-        if config.actor.router_replay == "r3":
+        if servers.keeps_routes:
             self._store = serve_routes(run_dir, address)
 
     def order(self, machine: int, name: str, verb: str, arguments: Sequence[Any]) -> Any:
@@ -182,19 +179,20 @@ class MachineKeeper:
             self._transfer.close()
 
     def _begin(self, name: str, index: int, transfer_dir: Path, is_again: bool, meeting: str) -> str:
-        rollout = self._config.rollout
+        rollout = self._setup.rollout
         if name.startswith(SERVER):
-            seat = partial(seat_of_server, self._config, index, self._address)
-            launches: Sequence[Launch] = self._servers or server_launches(self._config, self._run_dir, is_made=True)
-            self._servers = [*launches]
-            return self._start(launches[index], seat, is_again)
+            seat = partial(seat_of_server, self._of_run, index, self._address)
+            if not self._servers:
+                reward_model = self._of_run.reward_model
+                self._servers = [*server_launches(self._setup, reward_model, self._run_dir, is_made=True)]
+            return self._start(self._servers[index], seat, is_again)
         if not engine_kind(rollout.engine).is_elsewhere and rollout.weight_transport == "tensor":
             # Weights come through memory of this machine alone, and so does what the engine says of them.
             self._transfer = self._transfer or make_transfer_dir_at(transfer_dir)
         if not self._launches:
-            EngineSetup.of(self._config).start(self._run_dir, transfer_dir, None, self._recorded)
-        place = machines_of_parts(self._config)[:index].count(self._machine)
-        seat = partial(seat_on, rollout, self._config.trainer, self._machine, place, self._address)
+            self._setup.start(self._run_dir, transfer_dir, None, self._recorded)
+        place = self._of_run.of_parts[:index].count(self._machine)
+        seat = partial(seat_on, rollout, self._setup.trainer, self._machine, place, self._address)
         return self._start(self._launches[name], seat, is_again, meeting)
 
     def _start(self, launch: Launch, seat: Callable[[], Seat], is_again: bool, meeting: str = "") -> str:
@@ -205,7 +203,7 @@ class MachineKeeper:
         keeper = self._keepers[launch.name] = ServerKeeper()
         launch = copy.copy(launch)
         launch.meeting = meeting
-        return keeper.begin(launch, seat, is_again, self._config.rollout.startup_timeout_s)
+        return keeper.begin(launch, seat, is_again, self._setup.rollout.startup_timeout_s)
 
     def _recorded(self, launch: Launch) -> Launch:
         self._launches[launch.name] = launch

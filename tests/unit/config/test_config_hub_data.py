@@ -18,6 +18,7 @@ from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.hub_data import Split, fetch, fetch_data, files_of, local_files
 from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
+from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.rows import read_rows
 from rlhf_megatron.job import TrainJob
 from rlhf_megatron.recovery.lock_file import check_lock, locked_yaml
@@ -163,7 +164,7 @@ def test_a_lock_file_names_files_of_the_hub_and_another_machine_fetches_them(
 ) -> None:
     for name in ("train", "test"):
         fetch(split(f"owner/tiny:{name}"))
-    text = locked_yaml(read_run_config(run_file(tmp_path)).config)
+    text = locked_yaml(as_yaml(read_run_config(run_file(tmp_path)).config))
     data, lock = yaml.safe_load(text)["data"], tmp_path / LOCK_FILE
     assert data["train_files"] == [f"owner/tiny@{COMMIT}:{name}_train.jsonl" for name in "ab"]
     assert data["val_files"] == [f"owner/tiny@{COMMIT}:test.jsonl"] and str(tmp_path / "cache") not in text

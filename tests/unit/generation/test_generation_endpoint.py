@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.generation.answer_file import read_answers
 from rlhf_megatron.generation.endpoint import EndpointJob
 from rlhf_megatron.generation.source import config_of
@@ -78,12 +79,17 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     thread.join(30)
 
 
+def job_of(config: RunConfig, url: str, out: Path) -> EndpointJob:
+    seed = config.trainer.seed
+    return EndpointJob.of(config.data, config.rollout, seed, url, "stub", None, out, 8, True, False)
+
+
 def job(stub: Stub, directory: Path, numbers: range, name: str = "answers.parquet", *words: str) -> EndpointJob:
     rows = [{"prompt": f"question {number}", "answer": str(number), "level": number % 3} for number in numbers]
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(None, [str(path)], ["rollout.val_kwargs.n=2", "rollout.request_timeout_s=120", *words])
-    return EndpointJob.of(config, stub.url, "stub", None, directory / name, 8, True, False)
+    return job_of(config, stub.url, directory / name)
 
 
 def test_every_prompt_has_its_answers_once_whatever_fails(stub: Stub, tmp_path: Path) -> None:
@@ -126,4 +132,4 @@ def test_what_does_not_pass_ends_the_job(stub: Stub, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"has not answered .*within rollout.request_timeout_s"):
         dead.run(StopRequest(), lambda line: None)
     with pytest.raises(ValueError, match="needs files of prompts"):
-        EndpointJob.of(config_of(None, [], []), stub.url, "stub", None, tmp_path / "a.jsonl", 8, True, False)
+        job_of(config_of(None, [], []), stub.url, tmp_path / "a.jsonl")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from published_templates import write_published
 
+from rlhf_megatron.config.rules.run import has_pairs
 from rlhf_megatron.config.schema import DataConfig, RunConfig, SFTConfig
 from rlhf_megatron.data.documents import load_held_out
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -43,7 +44,7 @@ def test_rows_are_asked_for_what_they_train(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     data = DataConfig(train_files=(str(path),), val_files=(str(path),), apply_chat_template=True)
-    train, held_out = questions_of(RunConfig(job="sft", data=data, sft=sft), tokenizer)
+    train, held_out = questions_of(data, sft, has_pairs(RunConfig(job="sft", data=data, sft=sft)), tokenizer)
     assert [(item.prompt[item.prompt.index("<|im_start|>user") :], item.label) for item in held_out] == asked
     assert train == held_out and {item.source for item in train} == {"sums"}
     assert all(tokenizer.spell(item.prompt_ids) == item.prompt for item in train)

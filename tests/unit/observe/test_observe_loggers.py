@@ -13,13 +13,14 @@ from places import MODEL, ROOT
 from scheduler_samples import train_batch
 
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.show import chosen
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, SetResult
 from rlhf_megatron.observe.loggers import console, is_view_step
 from rlhf_megatron.observe.loggers.console import COLUMNS, columns_for, fit
 from rlhf_megatron.observe.loggers.tensorboard import as_markdown
 from rlhf_megatron.observe.metrics.batch import samples_of
-from rlhf_megatron.observe.run_facts import MAIN, RunFacts, run_facts, settings_of
+from rlhf_megatron.observe.run_facts import MAIN, NO_INFLUENCE, RunFacts, run_facts
 from rlhf_megatron.observe.tracker import Tracker, evaluation_metrics
 
 SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 10.0}
@@ -173,7 +174,7 @@ def test_settings_are_what_was_set_and_the_main_ones() -> None:
         ROOT / "configs" / "quickstart.yaml",
         ["trainer.experiment_name=other", "data.shuffle=false", "actor.optim.betas=[0.9,0.99]"],
     ).config
-    found = settings_of(config)
+    found = chosen(config, MAIN, NO_INFLUENCE)
     assert set(MAIN) <= set(found)
     assert found["trainer.seed"] == 1, "a main one, though at its default"
     assert found["data.shuffle"] is False and found["actor.optim.lr"] == 2e-4

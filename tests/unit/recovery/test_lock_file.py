@@ -30,7 +30,7 @@ def locked(tmp_path: Path) -> Path:
         "data: {task: null, train_files: [train.jsonl], val_files: [train.jsonl]}\n"
         "reward: {name: function, params: {path: 'reward.py:score'}}\n"
     )
-    (tmp_path / "config.lock.yaml").write_text(locked_yaml(read_run_config(tmp_path / "run.yaml").config))
+    (tmp_path / "config.lock.yaml").write_text(locked_yaml(as_yaml(read_run_config(tmp_path / "run.yaml").config)))
     return tmp_path / "config.lock.yaml"
 
 
@@ -89,7 +89,7 @@ def test_a_model_of_a_hub_is_locked_by_its_name(tmp_path: Path) -> None:
     copy = tmp_path / "models--owner--tiny" / "snapshots" / "0123abcd"
     shutil.copytree(ROOT / "examples" / "quickstart" / "model", copy)
     (tmp_path / "run.yaml").write_text(f"extends: {ROOT}/configs/quickstart.yaml\nmodel: {{path: {copy}}}\n")
-    tree = yaml.safe_load(locked_yaml(read_run_config(tmp_path / "run.yaml").config))
+    tree = yaml.safe_load(locked_yaml(as_yaml(read_run_config(tmp_path / "run.yaml").config)))
     assert tree["model"]["path"] == "owner/tiny@0123abcd" and "model.path config.json" in tree["lock"]["digests"]
 
 

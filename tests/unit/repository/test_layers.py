@@ -86,3 +86,25 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 def test_every_top_level_package_has_a_layer() -> None:
     found = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert found <= set(LEVEL), f"add {found - set(LEVEL)} to the list of layers"
+
+
+def takes_run_config(node: ast.AST) -> bool:
+    """Whether a function has a parameter, or a class a field, whose annotation names RunConfig, also as a string."""
+    annotations: list[ast.expr | None] = []
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        of = node.args
+        arguments = [*of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))]
+        annotations = [argument.annotation for argument in arguments]
+    elif isinstance(node, ast.ClassDef):
+        annotations = [field.annotation for field in node.body if isinstance(field, ast.AnnAssign)]
+    return any("RunConfig" in ast.unparse(one) for one in annotations if one is not None)
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    """Outside config/, cli/ and the file that wires a run, a function takes the sections that it needs."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if top(path) not in ("config", "cli") and path != PACKAGE / "scheduler" / "run.py":
+            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if takes_run_config(node)]
+            found += [f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', '')}" for node in nodes]
+    assert len(found) <= 20, "pass sections in place of RunConfig:\n" + "\n".join(sorted(found))

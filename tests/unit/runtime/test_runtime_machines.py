@@ -20,7 +20,7 @@ from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.local.process import devices_of
 from rlhf_megatron.rollout.sglang.environment import gpus_per_part
 from rlhf_megatron.rollout.transports.delivery import served_by_copies
-from rlhf_megatron.runtime.torchrun.engines import keeper_pool, seat_of_server, seat_on
+from rlhf_megatron.runtime.torchrun.engines import KeeperPool, Servers, seat_of_server, seat_on
 
 TWO = ["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]
 FOUR_ENGINES = [*TWO, "rollout.num_engines=4"]
@@ -105,12 +105,15 @@ def test_an_engine_on_each_machine_may_be_colocated(load) -> None:
 
 
 def test_keepers_are_where_the_controller_is_not(load) -> None:
-    pool = keeper_pool(load([*FOUR_ENGINES, "rollout.engine_machines=[0,2,5]", DISK]).config)
+    def keepers(*settings: str) -> KeeperPool | None:
+        return Servers.of(load([*settings]).config).keepers
+
+    pool = keepers(*FOUR_ENGINES, "rollout.engine_machines=[0,2,5]", DISK)
     assert pool is not None and pool.machines == (2, 5) and pool.where(1) == "[engines of machine 5]"
-    assert keeper_pool(load([]).config) is None
-    pool = keeper_pool(load([*SERVED, "reward_model.served.machines=[0,4]"]).config)
+    assert keepers() is None
+    pool = keepers(*SERVED, "reward_model.served.machines=[0,4]")
     assert pool is not None and pool.machines == (4,)
-    assert keeper_pool(load(SERVED).config) is None, "the controller's machine has them"
+    assert keepers(*SERVED) is None, "the controller's machine has them"
 
 
 def test_devices_of_an_engine_follow_those_of_the_ranks(load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,7 @@ def test_devices_of_a_server_of_the_reward_model_follow_those_of_the_engines(
 
     def devices(index: int, *overrides: str) -> str:
         settings = [*FOUR_ENGINES, *SERVED, "trainer.n_gpus_per_node=4", "trainer.device=auto", *overrides]
-        return seat_of_server(load(settings).config, index, "10.0.0.2").env["CUDA_VISIBLE_DEVICES"]
+        return seat_of_server(Servers.of(load(settings).config), index, "10.0.0.2").env["CUDA_VISIBLE_DEVICES"]
 
     assert [devices(index) for index in (0, 1)] == ["6", "7"], "behind 4 ranks and 2 of the 4 engines"
     assert [devices(index, "reward_model.served.machines=[1,2]") for index in (0, 1, 2)] == ["6", "0", "7"]

@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 import torch
 from data_samples import scored
-from places import MODEL
+from replay_tools import replay_stages
 from scheduler_samples import train_batch
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.kl_in_reward import KLController
 from rlhf_megatron.config.schema import AlgorithmConfig, KLControlConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, TokenBatch, TrainBatch, Values, gain
-from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.model_rewards import model_rewards
+from rlhf_megatron.scheduler.model_rewards import ModelRewards
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, actor_update, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import Sync
@@ -129,7 +128,7 @@ def numbered(worker: ActorProxy | CriticProxy, count: int) -> RoleUpdate:
 
 
 def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
-    return ReplayStages(config, Workers(group), parts_of("gae"), None, load_tokenizer(MODEL), Sync(version=4))
+    return replay_stages(config, Workers(group), parts_of("gae"), None, Sync(version=4))
 
 
 def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
@@ -244,12 +243,11 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
 def test_annotation_asks_a_reward_model_and_adds_its_scores() -> None:
     group = FakeGroup()
     config = config_of(reward_model={"path": "model", "weight": 3.0, "max_token_len_per_gpu": 600})
-    rewards = model_rewards(config, str)
+    rewards = ModelRewards(config.reward_model, 600, str)
     batch = annotate(Workers(group), UpdateSettings.of(config), parts_of("grpo"), scored(), rewards=rewards)
     assert group.sent == ["actor.log_probs", "reward_model.values"] and group.calls[1].token_budget == 600
     assert group.events[:2] == ["send actor.log_probs 1", "send reward_model.values 1"]
     assert (batch.rewards - scored().rewards).tolist() == [6.0, 6.0, 6.0] and batch.old_log_probs is not None
-    assert model_rewards(RunConfig(), str) is None
 
 
 def test_annotation_asks_nobody_whom_the_run_has_not() -> None:

@@ -21,7 +21,7 @@ from rlhf_megatron.models.flash import FlashKernel
 from rlhf_megatron.models.fused import Choice
 from rlhf_megatron.parallel.layout import Layout, layout_of
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.runtime.roles import settled_config
+from rlhf_megatron.runtime.roles import RoleBuilder
 from rlhf_megatron.workers.activations import Trained, kept_bytes, layer_bytes, settled, state_bytes
 
 GIB = 1 << 30
@@ -172,7 +172,7 @@ def test_the_shipped_qwen3_8b_needs_less_than_72_gb(monkeypatch: pytest.MonkeyPa
     config = load_run_config(ROOT / "configs/qwen3_8b.yaml", with_files=False).config
     hf_config = read_hf_config(ROOT / config.model.path)
     assert {**hf_config, **QWEN3_8B, "max_position_embeddings": 40960} == hf_config, "the model that was measured"
-    megatron = settled_config(config, GPU).actor.megatron
+    megatron = RoleBuilder(config).settled(GPU).config.actor.megatron
     assert (megatron.use_distributed_optimizer, megatron.recompute_granularity) == (True, "full")
     model, layout = Trained(hf_config, torch.bfloat16, 16384), layout_of(megatron, 8)
     states, kept = state_bytes(model, megatron, layout, 0), kept_bytes(model, megatron, layout, "local", 0)
