@@ -35,6 +35,8 @@ A value in `x` is ours over the baseline of the same run: below 1 is faster, or 
 one thread unless they say wall time. What each case does is told at the top of its file: `benchmarks/kernels/` for
 C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest. Of a case of
 kernels the number of figures, the one nearest to its bar and all that missed are shown; the command prints every one.
+A weight sync sends what each rank holds through shared memory (`shards`) or over process groups (`links`), or gathers
+whole tensors on one rank first (`whole`).
 """
 
 

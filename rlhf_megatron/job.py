@@ -25,6 +25,7 @@ from rlhf_megatron.config.secrets import redacted, revealed
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.parallel.environment import hide_gpus, set_up
 from rlhf_megatron.plugins import load_plugins
+from rlhf_megatron.runtime.processes import KEEPER_ENV
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
 LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open files of the lock that it inherits
-KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # set in the environment of a process that keeps engines: its machine
 _OF_RANKS = ("runtime.roles", "runtime.torchrun.agent", "runtime.torchrun.launcher", "scheduler.run", "supervised.run")
 CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
 

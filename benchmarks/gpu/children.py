@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 from rlhf_megatron.runtime.processes import die_with_parent
+from tools.cuda_rehearsal.environment import python_path
 
 MESSAGE_LENGTH = 2000
 GRACE_S = 5.0  # between a case's own deadline and its end
@@ -101,8 +102,7 @@ def end_group(child: subprocess.Popen[Any]) -> None:
 
 def environment() -> dict[str, str]:
     """Children find the package and what lies on this process's path, without an installation."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, "PYTHONPATH": python_path(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def num_missed(cases: Mapping[str, Mapping[str, Any]]) -> int:

@@ -19,6 +19,7 @@ PR_SET_PDEATHSIG = 1
 AGENT_ENV = (
     "RLHF_MEGATRON_AGENT"  # pid of the agent with which a rank ends, also where it is gone before the rank looks
 )
+KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # in the environment of a keeper of servers: the number of its machine
 AGENTS_PARENT_ENV = "RLHF_MEGATRON_AGENTS_PARENT"  # pid of the process with which the agent stops (`cli.restarts`)
 
 

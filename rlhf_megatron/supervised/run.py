@@ -22,7 +22,7 @@ from rlhf_megatron.data.samples import DocumentSource, SampleBatch, drawn
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.data.stream import Stream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.observe.line_file import Attempts, read_rows
+from rlhf_megatron.observe.line_file import Attempts, RunClock, read_rows
 from rlhf_megatron.observe.metrics.rates import HeadWatch, MemoryWatch
 from rlhf_megatron.observe.run_dir import RunLock, write_text
 from rlhf_megatron.observe.summary import facts_of_any, layouts_of, write_summary
@@ -142,19 +142,10 @@ def train_supervised(
                 state = checkpointer.restore(start.found)
             skips.restore(state.num_consecutive_skips)
 
-        def capture(step: int) -> RunState:
-            return replace(
-                state,
-                step=step,
-                cursor=stream.state(),
-                num_consecutive_skips=skips.num_consecutive,
-                productive_s=tracker.clock.productive_s,
-            )
-
         def save_hf() -> None:
             workers.host.save_hf(directory=run_dir / "hf").result()
 
-        keeper = Keeper(capture, checkpointer, None, trainer, save_hf, lock.check)
+        keeper = Keeper(partial(capture, steps, tracker.clock, state), checkpointer, None, trainer, save_hf, lock.check)
         keeper.begin(state.step, is_saved=start is not None and start.is_same_run)
         plan = loop_plan(trainer, state.step, _evaluated(run_dir))
         with keeper.saving_when_stopped(stop):
@@ -163,6 +154,12 @@ def train_supervised(
         if trainer.save_hf or trainer.save_last == "weights":
             save_hf()
         _finish(trainer, config.model.path, tracker, run_dir, layouts_of(group), attempts, stop)
+
+
+def capture(steps: Steps, clock: RunClock, before: RunState, step: int) -> RunState:
+    """The state after `step`, as it stands now. `before`: a former state of this job."""
+    skips, seconds = steps.skips.num_consecutive, clock.productive_s
+    return replace(before, step=step, cursor=steps.stream.state(), num_consecutive_skips=skips, productive_s=seconds)
 
 
 def _finish(

@@ -122,13 +122,7 @@ def start_sglang_engines(
     installed = check_sglang(
         python, arguments, env, deterministic=deterministic, num_engines=num_engines, machine=machine
     )
-    if installed.warning is not None:
-        logger.warning("%s", installed.warning)
-    if not installed.arguments.values.get(DETERMINISTIC, False):
-        logger.warning(
-            "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
-            " a group differ, but a run does not repeat."
-        )
+    _warn(installed)
     settings = settings_of(installed, model_path, dtype, quantization)
     ports, meeting_place = Ports(), MeetingPlace()
     launches: list[Launch] = []
@@ -154,6 +148,16 @@ def start_sglang_engines(
         ]
         launches.append(parts[0] if len(parts) == 1 else SpanningLaunch(parts))
     return EngineServers(launches, startup_timeout_s, progress)
+
+
+def _warn(installed: SGLangEnvironment) -> None:
+    if installed.warning is not None:
+        logger.warning("%s", installed.warning)
+    if not installed.arguments.values.get(DETERMINISTIC, False):
+        logger.warning(
+            "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
+            " a group differ, but a run does not repeat."
+        )
 
 
 def settings_of(

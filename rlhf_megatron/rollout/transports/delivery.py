@@ -224,19 +224,8 @@ def deliver_weights(
         if links and by_copy:
             opened = partial(delivery.open_links, links, dtype=dtype)
             report = send_shards(export, place, order, open_links=opened)
-        elif links:  # the first rank puts pieces together, and cuts them as the engines do
-            rules: list[Rule] = []
-
-            def noted() -> Iterator[tuple[Rule, Tensor | None]]:
-                for rule, tensor in export:
-                    rules.append(rule)
-                    yield rule, tensor
-
-            def cut(*_: int) -> Buffers:
-                rounds = Rounds((plan_buckets(rules, dtype, bucket_bytes, delivery.alignment),))
-                return delivery.open_links(links, rounds, dtype)
-
-            report = send_weights(noted(), place, order, cut, delivery.alignment)
+        elif links:
+            report = _send_pieces(export, place, order, delivery, links)
         elif by_copy:
             attach = partial(attach_buffers, transfer_dir)
             report = send_shards(export, place, order, delivery.open_shards, attach, delivery.num_readers)
@@ -246,6 +235,28 @@ def deliver_weights(
         return report  # what went wrong is told by the first rank, which asks the engines
     moved, needed = delivery.traffic.moved, delivery.traffic.needed
     return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
+
+
+def _send_pieces(
+    export: Iterable[tuple[Rule, Tensor | None]],
+    place: Place,
+    order: Order,
+    delivery: Delivery,
+    links: Sequence[LinkTransport],
+) -> SendReport:
+    """Send tensors of which each rank has a piece: the first rank puts them together, and cuts them as engines do."""
+    rules: list[Rule] = []
+
+    def noted() -> Iterator[tuple[Rule, Tensor | None]]:
+        for rule, tensor in export:
+            rules.append(rule)
+            yield rule, tensor
+
+    def cut(*_: int) -> Buffers:
+        rounds = Rounds((plan_buckets(rules, order.type_name, order.bucket_bytes, delivery.alignment),))
+        return delivery.open_links(links, rounds, order.type_name)
+
+    return send_weights(noted(), place, order, cut, delivery.alignment)
 
 
 def take_parts(engines: Sequence[EngineAddress]) -> bool:

@@ -235,19 +235,7 @@ def _run_on(
     secret = given or channel.new_secret().encode()
     listener = registration.listen(cluster.address)
     store = BoundStore(cluster.address, 0, is_master=True, wait_for_workers=False)
-    plan = os.environ.get(faults.PLAN_ENV)
-    order = RankOrder(
-        place=RankPlace(0, job.pools[0]),
-        directory=os.getcwd(),
-        address=cluster.address,
-        control_port=listener.getsockname()[1],
-        store_port=store.port,
-        log_dir=job.log_dir.absolute(),
-        deadlines=job.deadlines,
-        backend=GPU_BACKEND if devices.has_gpus else "gloo",
-        build_roles=job.build_roles,
-        faults=None if plan is None else (plan, Path(os.environ[faults.DIRECTORY_ENV])),
-    )
+    order = _order(cluster.address, listener.getsockname()[1], store.port, devices, job)
     tasks = _start_ranks(cluster, devices, job, order, secret)
 
     def ranks() -> list[Whereabouts]:
@@ -281,6 +269,23 @@ def _run_on(
         job.deadlines,
         stopping,
         find_lost=lambda: _lost(tasks),
+    )
+
+
+def _order(address: str, control_port: int, store_port: int, devices: _Devices, job: RayJob) -> RankOrder:
+    """The order for the first rank; those of the others differ in their place."""
+    plan = os.environ.get(faults.PLAN_ENV)
+    return RankOrder(
+        place=RankPlace(0, job.pools[0]),
+        directory=os.getcwd(),
+        address=address,
+        control_port=control_port,
+        store_port=store_port,
+        log_dir=job.log_dir.absolute(),
+        deadlines=job.deadlines,
+        backend=GPU_BACKEND if devices.has_gpus else "gloo",
+        build_roles=job.build_roles,
+        faults=None if plan is None else (plan, Path(os.environ[faults.DIRECTORY_ENV])),
     )
 
 

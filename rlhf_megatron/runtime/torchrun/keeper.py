@@ -38,7 +38,13 @@ from rlhf_megatron.runtime.keepers import (
 )
 from rlhf_megatron.runtime.messages import BUILD, Call, Reply
 from rlhf_megatron.runtime.pool import ENGINES
-from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, die_with_parent, on_signals, redirect_output
+from rlhf_megatron.runtime.processes import (
+    AGENTS_PARENT_ENV,
+    KEEPER_ENV,
+    die_with_parent,
+    on_signals,
+    redirect_output,
+)
 from rlhf_megatron.runtime.route_store import reach_stores, serve_routes
 from rlhf_megatron.runtime.service import Service
 from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
@@ -46,7 +52,6 @@ from rlhf_megatron.runtime.torchrun.engines import Servers, seat_of_server, seat
 
 logger = logging.getLogger(__name__)
 
-KEEPER_ENV = "RLHF_MEGATRON_KEEPER"  # in the environment of a keeper: the number of its machine
 _ADDRESS_ENV = "RLHF_MEGATRON_KEEPER_OF"  # HOST:PORT of the controller, where a host has started this keeper
 _PARENT_ENV = "RLHF_MEGATRON_KEEPER_PARENT"  # and that host's process
 _REGISTER_S = 15.0  # for the controller to take a keeper that has just been told its address

@@ -112,12 +112,8 @@ def run_host(
 
     Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
     """
+    _check_num_ranks(pools)
     rank = int(os.environ["RANK"])
-    if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end:
-        raise ValueError(
-            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end}; "
-            "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
-        )
     agent = os.environ.pop(AGENT_ENV, None)  # another launcher has none
     die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL, None if agent is None else int(agent))
     store = rendezvous_store("control", deadlines.startup_s)
@@ -135,11 +131,7 @@ def run_host(
     place = RankPlace(rank, pool_of_rank(pools, rank))
     controller = store.get(_ADDRESS).decode()  # rank 0 has made the run directory when this is set
     secret = secret or bytes(store.get(_SECRET))
-    machine = int(os.environ.get("GROUP_RANK", "0"))
-    if machine in keeper_machines and os.environ["LOCAL_RANK"] == "0":
-        from rlhf_megatron.runtime.torchrun.keeper import start_keeper
-
-        start_keeper(machine, controller, secret, controller_arguments, _outside_of_pools())
+    _start_keeper(keeper_machines, controller, secret, controller_arguments)
     host, _, port = controller.rpartition(":")
     is_served = run_rank(
         place,
@@ -157,6 +149,23 @@ def run_host(
     if rank == 0:
         _await_keepers(store, [m for m in keeper_machines if m >= int(os.environ.get("GROUP_WORLD_SIZE", "1"))])
     return code
+
+
+def _check_num_ranks(pools: Sequence[PoolSpec]) -> None:
+    if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end:
+        raise ValueError(
+            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end}; "
+            "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
+        )
+
+
+def _start_keeper(machines: Sequence[int], controller: str, secret: bytes, arguments: Sequence[str]) -> None:
+    """Start the keeper of this machine, where it is one of `machines` and this is its first rank."""
+    machine = int(os.environ.get("GROUP_RANK", "0"))
+    if machine in machines and os.environ["LOCAL_RANK"] == "0":
+        from rlhf_megatron.runtime.torchrun.keeper import start_keeper
+
+        start_keeper(machine, controller, secret, arguments, _outside_of_pools())
 
 
 def run_controller(
