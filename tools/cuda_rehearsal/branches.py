@@ -22,8 +22,6 @@ EXCUSED: dict[str, str] = {
     "checkpoint/quantised.py:to_fp8": "takes more numbers at once on a GPU, by the same formula",
     "generation/source.py:_engine": "chooses stock SGLang where it sees a GPU, for files without a configuration",
     "kernels/log_prob_chunked.py:_rows_with_gradient": _NO_TRACE,
-    "kernels/log_prob_fused_triton.py:_num_processors": "a Triton kernel: by its interpreter, which asks nothing",
-    "kernels/log_prob_fused_triton.py:fused_forward": "a Triton kernel: by its interpreter, apart from whole runs",
     "models/backend.py:_experts_under_its_names": _NO_PACKAGE,
     "models/fused.py:choose_adam": _NO_PACKAGE,
     "parallel/device.py:backend": _STOCK,

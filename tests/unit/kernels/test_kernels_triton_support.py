@@ -202,20 +202,6 @@ def test_compiles_for_hopper_with_wide_loads_and_no_spills(
     assert stack_bytes(found, tmp_path) == 0
 
 
-@pytest.mark.long
-def test_the_fused_forward_compiles_for_hopper(compiler: Any, tmp_path: Path) -> None:
-    """Warp-group products on what TMA loads, without spills."""
-    from rlhf_megatron.kernels import log_prob_fused_triton as fused
-
-    constants = {
-        "BLOCK_R": fused.BLOCK_R, "BLOCK_C": fused.BLOCK_C, "BLOCK_K": fused.BLOCK_K, "BLOCKS": 8, "GROUP": 16,
-        "IS_INTERPRETED": False,
-    }  # fmt: skip
-    found = compiled(fused._fused_kernel, constants, 8, {})
-    assert "wgmma.mma_async" in found.asm["ptx"] and "cp.async.bulk.tensor" in found.asm["ptx"]
-    assert stack_bytes(found, tmp_path) == 0
-
-
 def test_other_sizes_are_the_same_kernels(compiler: Any) -> None:
     """Constants by powers of two: 14 for rows of one block, one for all longer ones, whatever the number of rows."""
     shapes = [
