@@ -67,8 +67,8 @@ def _of_trainer(rule: Rule, layout: Layout) -> Iterator[tuple[HFTensor, Span, in
 
 
 def _of_engine(rule: Rule, engine: EngineLayout) -> Iterator[tuple[HFTensor, Span, int, str]]:
-    ways = engine.tp if rule.expert is None else engine.tp // engine.ep
-    for hf in rule.hf if ways > 1 else ():
-        for rank in range(engine.tp):
+    for hf in rule.hf:
+        ways = engine.ways(rule, hf.name) if rule.expert is None else engine.tp // engine.ep
+        for rank in range(engine.tp if ways > 1 else 0):
             if (span := taken_by(rule, hf, engine, rank)) is not None:
                 yield hf, span, ways, "the engine's tp_size"

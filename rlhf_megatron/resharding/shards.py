@@ -81,16 +81,25 @@ def copy_of(layout: Layout, rank: int) -> int:
     return layout.place_in_stage(rank) // layout.copy_size
 
 
-_SIZES = (("tp-size", "tp", "tensor-parallel-size"), ("ep-size", "ep", "expert-parallel-size"))  # SGLang's arguments
+_SIZES = (  # SGLang's arguments
+    ("tp-size", "tp", "tensor-parallel-size"),
+    ("ep-size", "ep", "expert-parallel-size"),
+    ("dp-size", "dp", "data-parallel-size"),
+)
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each over tp / ep."""
+    """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each over tp / ep; under
+    DP attention the embedding and attention over tp / dp. Where a part is cut over fewer than tp ranks, others hold the
+    same again."""
 
     tp: int = 1
     ep: int = 1
-    shared: int = 0  # ranks over which an expert of every token is cut, others hold the same again; 0: tp
+    shared: int = 0  # ranks over which an expert of every token is cut; 0: tp
+    dp: int = 1  # groups of ranks whose attention serves requests of their own
+    head: int = 0  # ranks over which the head is cut; 0: tp
+    dense: int = 0  # ranks over which the MLP of a layer without experts is cut; 0: tp
 
     @staticmethod
     def of(rollout: RolloutConfig) -> EngineLayout:
@@ -98,16 +107,29 @@ class EngineLayout:
         if rollout.engine != "sglang":
             return EngineLayout()
         given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
-        tp, ep = (int(str(next((given[name] for name in names if name in given), 1))) for names in _SIZES)
-        if given.get("moe-a2a-backend", "none") not in ("none", None):
-            return EngineLayout(tp, ep, 1)
+        tp, ep, dp = (int(str(next((given[name] for name in names if name in given), 1))) for names in _SIZES)
         is_fused = given.get("enforce-shared-experts-fusion", False)  # with the others of each of the ep parts
-        return EngineLayout(tp, ep, tp // ep if is_fused else 0)
+        shared = tp // ep if is_fused else 0
+        if given.get("moe-a2a-backend", "none") not in ("none", None):
+            shared = 1
+        dense = int(str(given.get("moe-dense-tp-size") or 0))
+        return EngineLayout(tp, ep, shared, dp, tp // max(1, dp) if given.get("enable-dp-lm-head") else 0, dense)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a shape that cannot be."""
-        if self.tp % self.ep:
-            raise ValueError(f"an engine's tp size ({self.tp}) must be a multiple of its ep size ({self.ep}).")
+        for name, size in (("ep", self.ep), ("dp", self.dp)):
+            if size < 1 or self.tp % size:
+                raise ValueError(f"an engine's tp size ({self.tp}) must be a multiple of its {name} size ({size}).")
+
+    def ways(self, rule: Rule, name: str) -> int:
+        """Return over how many ranks it cuts a tensor that is not one expert's. `name`: as Hugging Face calls it."""
+        if ".shared_experts." in name:
+            return self.shared or self.tp
+        if rule.owner == "head":
+            return self.head or self.tp
+        if rule.owner == "embedding" or ".self_attn." in name:
+            return self.tp // self.dp
+        return self.dense or self.tp
 
 
 _VOCABULARY_MULTIPLE = 64  # rows that SGLang pads a vocabulary to, before it cuts it
@@ -118,10 +140,8 @@ def taken_by(rule: Rule, hf: HFTensor, engine: EngineLayout, rank: int) -> Span 
 
     Fewer key-value heads than ranks: several ranks hold the same one, as SGLang has it.
     """
-    ways, number = engine.tp, rank
-    if ".shared_experts." in hf.name:
-        ways = engine.shared or engine.tp
-        number = rank % ways
+    ways = engine.ways(rule, hf.name)
+    number = rank % ways
     if rule.expert is not None:
         ways = engine.tp // engine.ep
         owner, number = divmod(rank, ways)

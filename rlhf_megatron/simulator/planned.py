@@ -76,7 +76,7 @@ def planned_durations(config: RunConfig, gpu: str, median: int | None) -> Durati
     table = engine_table(table_for(hf_config, layout.tp), dtype, config.rollout.quantization)
     engine = EngineLayout.of(config.rollout)
     arguments = config.rollout.sglang.args
-    memory = engine_memory(table, hf_config, dtype, arguments, GPUS[gpu] * GB)
+    memory = engine_memory(table, hf_config, dtype, config.rollout, GPUS[gpu] * GB)
     slots = int(arguments.get("max_running_requests") or max(1, min(_MOST_SLOTS, memory.num_tokens // sample.tokens)))
     decoded = _Decoded(hf_config, table, dtype, memory, engine)
     forward_s = _flops(hf_config, sample.tokens, FORWARD) / (speed * engine.tp)

@@ -180,7 +180,31 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
     ),
 }
 STALE = case("qwen3_moe", 4, 2, rank=2, kind="stale")
+TP2_EP2 = {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}
 SHARDS = {  # from trainers of other layouts: (case, senders)
+    "to the attention of two groups": ({**case("qwen3_moe", 4, 4, ep=2), "dp": 2, "others": {}, "trainer": TP2_EP2}, 2),
+    "to the attention of two groups, tied head": (
+        {
+            **case("qwen3_moe", 4, 4, ep=2, tied=True),
+            "dp": 2,
+            "others": {"enable_dp_lm_head": True},
+            "trainer": TP2_EP2,
+        },
+        2,
+    ),
+    "to the latent attention of four groups": (
+        {
+            **case("deepseek_v3", 4, 8, ep=4),
+            "dp": 4,
+            "others": {"moe_dense_tp_size": 1, "enable_dp_lm_head": True, "enforce_shared_experts_fusion": True},
+            "trainer": TP2_EP2,
+        },
+        2,
+    ),
+    "to the attention of two groups, dense layers": (
+        {**case("glm4_moe", 2, 4), "dp": 2, "others": {"moe_dense_tp_size": 1}, "trainer": TP2_EP2},
+        2,
+    ),
     "tp2 to tp2": ({**case("qwen3", 2, 4), "trainer": {"world_size": 2, "tp": 2}}, 2),
     "tp4 to tp2, biases": ({**case("qwen2", 2, 4, tied=True), "trainer": {"world_size": 4, "tp": 4}}, 4),
     "tp2 to tp8 of two key-value heads": ({**case("qwen3", 8, 2), "trainer": {"world_size": 2, "tp": 2}}, 2),

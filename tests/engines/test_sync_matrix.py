@@ -98,9 +98,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "etp2": {"tp": 2, "etp": 2, "sequence_parallel": True},
     "fsdp dp2": {"dp": 2},
 }
-SIZES = {(1, 1): ("ep2",), (2, 1): ("tp2 ep2", "etp2"), (2, 2): ("tp2 ep2", "pp2 ep2")}  # tp, ep of an engine
+SIZES = {  # tp, ep, dp of its attention: of an engine
+    (1, 1, 1): ("ep2",),
+    (2, 1, 1): ("tp2 ep2", "etp2"),
+    (2, 2, 1): ("tp2 ep2", "pp2 ep2"),
+    (2, 1, 2): ("tp2 ep2",),
+    (2, 2, 2): ("tp2 ep2",),
+}
 CELLS = [
-    *((("qwen3", tp, 1), layout) for tp in (1, 2) for layout in (*list(LAYOUTS)[:4], "fsdp dp2")),
+    *((("qwen3", tp, 1, 1), layout) for tp in (1, 2) for layout in (*list(LAYOUTS)[:4], "fsdp dp2")),
     *(
         ((model, *sizes), layout)
         for model in ("qwen3_moe", "deepseek_v3")
@@ -168,13 +174,14 @@ class Server:
     transfer: Path
     model: Path
     name: str
+    is_dp: bool  # its attention is of dp-size 2
     version: int = 0
 
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Started once for all its syncs."""
-    name, tp_size, ep_size = request.param
+    name, tp_size, ep_size, dp_size = request.param
     folder = tmp_path_factory.mktemp("matrix")
     model, transfer = folder / "model", folder / "transfer"
     for path in (model, transfer):
@@ -185,6 +192,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         arguments |= {"tp_size": 2}
     if ep_size == 2:
         arguments |= {"ep_size": 2}
+    if dp_size == 2:
+        arguments |= {"dp_size": 2, "enable_dp_attention": True}
     with start_sglang_engines(
         model,
         1,
@@ -198,7 +207,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ) as servers:
         engine = SGLangEngine(servers.addresses[0], transfer)
         assert engine.address.tp_size == tp_size
-        yield Server(engine, transfer, model, name)
+        yield Server(engine, transfer, model, name, dp_size > 1)
         engine.close()
 
 
@@ -244,6 +253,9 @@ def test_what_stands_in_sglang_is_what_was_exported(
     table = table_for(config, axes.get("tp", 1))
     whole = sum(4 * prod(hf.shape) for rule in table for hf in rule.hf)
     same = sum(4 * prod(hf.shape) for rule in table if rule.split == "replicated" for hf in rule.hf)
+    if server.is_dp:  # attention and the embedding stand in every rank
+        of_dp = (hf for rule in table for hf in rule.hf if rule.split != "replicated" and is_of_dp(hf.name))
+        same += sum(4 * prod(hf.shape) for hf in of_dp)
     needed = whole + (tp_size - 1) * same  # what is split stands once, the rest in every rank
     assert metrics["sync/num_bytes"] == sum(tensor.nbytes for tensor in exported.values())
     assert metrics["sync/bytes_needed"] == needed <= metrics["sync/bytes_moved"] <= 1.001 * needed
@@ -262,6 +274,10 @@ def test_what_stands_in_sglang_is_what_was_exported(
     if RESULTS in os.environ:
         with open(os.environ[RESULTS], "a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def is_of_dp(name: str) -> bool:
+    return ".self_attn." in name or "embed_tokens" in name
 
 
 def saved(config: dict[str, Any], tensors: dict[str, torch.Tensor], directory: Path) -> Path:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_megatron.checkpoint.quantised import FP8_BLOCK, SCALE, is_in_fp8, to_fp8
+from rlhf_megatron.config.schema import RolloutConfig, SGLangConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, split
 from rlhf_megatron.parallel.layout import Layout
@@ -98,6 +99,7 @@ def as_stored(case: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Ten
 def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
     """This process is that rank of a server."""
     from sglang.srt import runtime_context
+    from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.server_args import ServerArgs
 
@@ -110,13 +112,17 @@ def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
         "tp_size": case["tp"],
         "ep_size": case.get("ep", 1),
         "moe_runner_backend": case.get("runner", "auto"),
+        **({"dp_size": case["dp"], "enable_dp_attention": True, **case["others"]} if "dp" in case else {}),
     }
     server = ServerArgs(model_path=str(directory), **arguments)
     runtime_context.publish(server, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
     initialize_moe_config()
+    initialize_dp_attention_flags(server)
     stage = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_group=0)
     ranks = SimpleNamespace(world_size=case["tp"], rank_in_group=rank, device_group=None, cpu_group=None)
-    with runtime_context.get_parallel().override(pp_group=stage, tp_group=ranks, attn_tp_group=ranks):
+    size = case["tp"] // case.get("dp", 1)
+    attention = SimpleNamespace(world_size=size, rank_in_group=rank % size, device_group=None, cpu_group=None)
+    with runtime_context.get_parallel().override(pp_group=stage, tp_group=ranks, attn_tp_group=attention):
         yield
 
 
@@ -247,7 +253,8 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
                 loader.load_bucket(model, manifest, views(manifest, (0, memory)))
                 seconds["shards"] += time.process_time() - start
                 found[number].append({"rank": rank, "size": case["tp"], **loader.standing(model, manifest)})
-            of_layers = [name for name in by_stock if ".layers." in name]  # the vocabulary is padded
+            scales_of_cache = (".k_scale", ".v_scale")  # which nobody sends
+            of_layers = [name for name in by_stock if ".layers." in name and not name.endswith(scales_of_cache)]
             same = [torch.equal(by_stock[name], model.get_parameter(name)) for name in of_layers]
             is_as_stock.append(all(same) or not can_load)
             if case["family"] == "gpt_oss":
@@ -259,7 +266,14 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     for (manifest, _), of_bucket in zip(sent, found, strict=True):
         total |= receipts.check("engine0", manifest, json.loads(json.dumps(of_bucket)))
     planned = [0] * case["tp"]
-    for one in transfers(shares, EngineLayout(case["tp"], case.get("ep", 1)), case["dtype"]):
+    sizes = {
+        "tp-size": case["tp"],
+        "ep-size": case.get("ep", 1),
+        "dp-size": case.get("dp", 1),
+        **case.get("others", {}),
+    }
+    engine = EngineLayout.of(RolloutConfig(engine="sglang", sglang=SGLangConfig(args=sizes)))
+    for one in transfers(shares, engine, case["dtype"]):
         planned[one.target] += one.num_bytes
     return {
         "equal": total.by_name() == {name: as_hex(digest(tensor)) for name, tensor in weights.items()},

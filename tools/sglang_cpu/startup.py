@@ -128,6 +128,12 @@ def _experts_of_other_ranks(module: Any) -> None:
     module.moe_forward_native = moe_forward_native
 
 
+def _fill_of_padded_rows(module: Any) -> None:
+    """Under DP attention a batch is padded to the longest of all ranks; torch_native does not say how long the rows
+    are that are added."""
+    module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
 def _fp8_in_plain_numbers(module: Any) -> None:
     """Matrices in FP8 blocks need AMX kernels on a CPU. Here they are kept as on a GPU, and each product takes the
     numbers that they stand for."""
@@ -156,6 +162,7 @@ def apply() -> None:
                 "sglang.srt.utils.weight_checker": _no_cuda_synchronize,
                 "sglang.srt.mem_cache.pool_host.common": _no_cuda_host_register,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
+                "sglang.srt.layers.attention.torch_native_backend": _fill_of_padded_rows,
                 "sglang.srt.layers.moe.fused_moe_native": _experts_of_other_ranks,
                 "sglang.srt.layers.quantization.fp8": _fp8_in_plain_numbers,
                 "sglang.srt.layers.rotary_embedding.factory": _plain_positions_of_latent_attention,

@@ -20,6 +20,7 @@ from rlhf_megatron.config.rules.experts import (
     of_shared,
 )
 from rlhf_megatron.config.rules.layouts import FIRST_LAST, recompute_of_model
+from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.rules.run import learning_sections, megatron_sections, reference_ranks
 from rlhf_megatron.config.rules.stages import MOST_LAYERS, parse_layout
 from rlhf_megatron.config.schema import MegatronConfig, RolloutConfig, RunConfig
@@ -28,6 +29,7 @@ from rlhf_megatron.registry import parts_of
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+HAS_DP_ATTENTION = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "gpt_oss")  # in SGLang
 LARGEST_SIZE = 1 << 30  # of a model that some machine can hold
 
 
@@ -178,7 +180,30 @@ def _of_family(
         yield from _experts(config, section, megatron, num_ranks, hf_config)
     for text in of_replay(config, hf_config):
         yield _problem(text, "model.path", REPLAY)
+    if reads(config.rollout, "rollout.sglang"):
+        problem = dp_attention_problem(hf_config, config.rollout.sglang.args)
+        yield wrong(problem, f"rollout.sglang.args: {problem}.", ("model.path", "rollout.sglang.args"))
     yield from _shape(config, known, bool(hf_config.get("kv_lora_rank")))
+
+
+def dp_attention_problem(hf_config: Mapping[str, Any], arguments: Mapping[str, object]) -> str | None:
+    """Says why SGLang's DP attention cannot be; None: it is not asked for, or it can. `arguments`: of the server, by
+    name, with dashes or underscores.
+    """
+    given = {name.replace("_", "-"): value for name, value in arguments.items()}
+    if not given.get("enable-dp-attention"):
+        return None
+    if (name := hf_config.get("model_type")) not in HAS_DP_ATTENTION:
+        return (
+            f"enable-dp-attention is for {', '.join(HAS_DP_ATTENTION)}; SGLang cuts the attention of {name} over all"
+            " ranks whatever they serve, and its log-probs would be wrong without an error; start it without"
+        )
+    if hf_config.get("tie_word_embeddings") and not given.get("enable-dp-lm-head"):
+        return (
+            "enable-dp-attention cuts the embedding otherwise than the head, which are one in this model; add"
+            " enable-dp-lm-head"
+        )
+    return None
 
 
 def _experts(

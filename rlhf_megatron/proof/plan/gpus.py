@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
+from rlhf_megatron.resharding.shards import EngineLayout, taken_by
 
 GPUS = {
     "a100-40g": 40,
@@ -30,7 +32,7 @@ class EngineMemory:
 
     weights: int
     cache: int  # of keys and values
-    token_bytes: int  # that a token takes of it
+    token_bytes: int  # that a token takes of it, the mean over the engine's groups of ranks
 
     @property
     def num_tokens(self) -> int:
@@ -39,21 +41,22 @@ class EngineMemory:
 
 
 def engine_memory(
-    table: tuple[Rule, ...], hf_config: Mapping[str, Any], dtype: str, arguments: Mapping[str, Any], gpu_bytes: int
+    table: tuple[Rule, ...], hf_config: Mapping[str, Any], dtype: str, rollout: RolloutConfig, gpu_bytes: int
 ) -> EngineMemory:
-    """Split a GPU's memory as SGLang's arguments do. Weights are cut evenly over tp; latent vectors are on every
-    rank.
+    """Split the memory of an engine's first GPU, which has most, as `rollout.sglang.args` do. Latent vectors are on all
+    ranks of a group that serves its own requests (DP attention); else there is one group.
     """
-    given = {name.replace("-", "_"): value for name, value in arguments.items()}
-    ranks = int(given.get("tp_size", given.get("tensor_parallel_size", 1)))
-    weights = sum(
-        prod(hf.shape) * DTYPE_BYTES[rule.type_of(hf, dtype)] // (1 if rule.split == "replicated" else ranks)
-        for rule in table
-        for hf in rule.hf
-    )
+    given = {name.replace("-", "_"): value for name, value in rollout.sglang.args.items()}
+    engine = EngineLayout.of(rollout)
+    weights = 0
+    for rule in table:
+        for hf in rule.hf:
+            span = taken_by(rule, hf, engine, 0)
+            if span is not None:
+                weights += prod(span.shape_in(hf.shape)) * DTYPE_BYTES[rule.type_of(hf, dtype)]
     share = float(given.get("mem_fraction_static", ENGINE_SHARE))
-    token_bytes = cache_elements(hf_config, ranks) * DTYPE_BYTES[dtype]
-    return EngineMemory(weights, int(gpu_bytes * share) - weights, token_bytes)
+    in_group = cache_elements(hf_config, engine.tp // engine.dp) * DTYPE_BYTES[dtype]
+    return EngineMemory(weights, int(gpu_bytes * share) - weights, in_group // engine.dp)
 
 
 def cache_elements(hf_config: Mapping[str, Any], ranks: int) -> int:

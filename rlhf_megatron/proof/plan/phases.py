@@ -36,7 +36,7 @@ def engine_of(rollout: RolloutConfig, dtype: str, hf_config: Mapping[str, Any], 
         return None
     dtype = rollout.dtype or dtype
     table = engine_table(table_for(hf_config), dtype, rollout.quantization)
-    return engine_memory(table, hf_config, dtype, rollout.sglang.args, gpu_bytes)
+    return engine_memory(table, hf_config, dtype, rollout, gpu_bytes)
 
 
 def phases_of(memory: Memory, stage: int, engine: EngineMemory | None, is_colocated: bool) -> list[Phase]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rlhf_megatron.config.rules.engines import is_this_machine
+from rlhf_megatron.config.rules.model import dp_attention_problem
 from rlhf_megatron.config.secrets import read_key
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
 from rlhf_megatron.rollout.fleet.process import ServerProcess
@@ -82,6 +83,8 @@ def look(address: EngineAddress, expected: Expected) -> Found:
     except ValueError as error:
         problems.append(str(error).rstrip("."))
     problems += [f"its {name} is {value!r}: {why}; {fix}" for name, value, why, fix in unfit(info)]
+    if problem := dp_attention_problem(read_json(expected.model_path / "config.json"), info):
+        problems.append(problem)
     name = str(info.get("dtype"))
     dtype = None if name == "auto" else ALIASES.get(name, name)
     problems += [*_of_model(model, expected), *_of_tokenizer(info, expected), *_of_settings(info, expected)]

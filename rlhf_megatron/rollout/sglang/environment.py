@@ -105,12 +105,12 @@ def _too_few(span: int, num_engines: int, num_visible: int, start: int, given: s
 
 OLDEST = "0.5.21"  # the first with the weight-update session endpoints
 TESTED = ("0.5.21",)  # what the tests ran on
-_OF_DATA_PARALLEL = "copies of the model in one server are not all reached by a weight sync"
-
+_OF_COPIES = "copies of the model in one server are not all reached by a weight sync (ranks of enable-dp-attention are)"
+DP_ATTENTION = "enable-dp-attention"  # one copy, whose ranks share the experts and not their requests
 
 # Argument -> (values that will do, why no others, what to do instead).
 LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
-    "dp-size": ((None, 1), _OF_DATA_PARALLEL, "use rollout.num_engines (or more endpoints) and dp-size 1"),
+    "dp-size": ((None, 1), _OF_COPIES, "use rollout.num_engines (or more endpoints) and dp-size 1"),
     "pp-size": ((None, 1), "a weight sync goes to the ranks of one pipeline stage", "use tp-size"),
     "speculative-algorithm": (
         (None, ""),
@@ -155,6 +155,8 @@ def unfit(arguments: Mapping[str, object]) -> Iterator[tuple[str, object, str, s
     plain = {name.replace("_", "-"): value for name, value in arguments.items()}
     for name, (allowed, why, fix) in LIMITS.items():
         value = plain.get(name)
+        if name == "dp-size" and plain.get(DP_ATTENTION) is True:
+            continue
         if not any(value == good and type(value) is type(good) for good in allowed):
             yield name, value, why, fix
 

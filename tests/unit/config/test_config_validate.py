@@ -183,6 +183,18 @@ def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
     assert validate_model(read_run_config(run_file, mended), given_limit) == []
 
 
+def test_dp_attention_is_for_families_that_sglang_has_it_for(run_file: Path) -> None:
+    asked = ["rollout.engine=sglang", "rollout.sglang.args={tp_size: 4, dp-size: 2, enable_dp_attention: true}"]
+    (found,) = validate_model(read_run_config(run_file, asked), {**HF_CONFIG, "model_type": "llama"})
+    assert "SGLang cuts the attention of llama over all ranks whatever they serve, " in found
+    untied = {**HF_CONFIG, "tie_word_embeddings": False}
+    assert validate_model(read_run_config(run_file, asked), untied) == []
+    assert (
+        "add enable-dp-lm-head"
+        in validate_model(read_run_config(run_file, asked), {**untied, "tie_word_embeddings": True})[0]
+    )
+
+
 def test_plain_rope_is_accepted(run_file: Path) -> None:
     rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert validate_model(read_run_config(run_file), {**HF_CONFIG, **rope}) == []

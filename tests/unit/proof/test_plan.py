@@ -16,7 +16,7 @@ from table_samples import DEEPSEEK_V3
 from benchmarks import bench_plan
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RolloutConfig, RunConfig, SGLangConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import rules_of_stage
 from rlhf_megatron.parallel.layout import Layout
@@ -56,10 +56,30 @@ def test_an_engine_by_hand() -> None:
     table = table_for(QWEN3_8B)
     whole = sum(math.prod(hf.shape) for rule in table for hf in rule.hf)
     norms = sum(rule.megatron_shape[0] for rule in table if rule.split == "replicated")
-    found = engine_memory(table, QWEN3_8B, "bfloat16", {"tp-size": 8, "mem-fraction-static": 0.5}, 80 * GB)
+    rollout = RolloutConfig(engine="sglang", sglang=SGLangConfig(args={"tp-size": 8, "mem-fraction-static": 0.5}))
+    found = engine_memory(table, QWEN3_8B, "bfloat16", rollout, 80 * GB)
     assert found.token_bytes == 36 * 2 * 128 * 2 and found.weights == 2 * ((whole - norms) // 8 + norms)
     assert found.num_tokens == (40 * GB - found.weights) // found.token_bytes
     assert cache_elements(DEEPSEEK_V3, 16) == 61 * (512 + 64)
+
+
+def test_groups_of_ranks_with_requests_of_their_own_hold_attention_whole_and_other_tokens() -> None:
+    """DeepSeek-V3 at tp 16, with and without DP attention of 16 groups, in bfloat16."""
+    table = table_for(DEEPSEEK_V3)
+    of_groups = [hf for rule in table for hf in rule.hf if rule.split != "replicated" and ".self_attn." in hf.name]
+    of_groups += [hf for rule in table for hf in rule.hf if hf.name == "model.embed_tokens.weight"]
+    once, again = (
+        engine_memory(
+            table,
+            DEEPSEEK_V3,
+            "bfloat16",
+            RolloutConfig(engine="sglang", sglang=SGLangConfig(args={"tp-size": 16, **arguments})),
+            141 * GB,
+        )
+        for arguments in ({}, {"dp-size": 16, "enable-dp-attention": True})
+    )
+    assert again.weights - once.weights == 2 * sum(math.prod(hf.shape) - math.prod(hf.shape) // 16 for hf in of_groups)
+    assert once.token_bytes == 61 * (512 + 64) * 2 == 16 * again.token_bytes
 
 
 def test_layouts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,17 @@ def test_what_stands_against_a_server(info: dict[str, Any], words: str, expected
     assert re.match(rf"rollout.endpoints \({url}\): .*{words}", str(caught.value))
 
 
+def test_dp_attention_where_the_head_is_the_embedding(expected: Expected) -> None:
+    config = expected.model_path / "config.json"
+    config.write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    info = {**INFO, "dp_size": 2, "enable_dp_attention": True}
+    with served(sglang({**info, "enable_dp_lm_head": True}, MODEL)) as url:
+        assert look(at(url), expected).problems == ()
+    with served(sglang(info, MODEL)) as url:
+        (problem,) = look(at(url), expected).problems
+    assert "cuts the embedding otherwise than the head" in problem and problem.endswith("; add enable-dp-lm-head")
+
+
 def test_everything_that_is_wrong_is_told_at_once(expected: Expected) -> None:
     answer = sglang({**INFO, "dp_size": 2, "dtype": "bfloat16"}, MODEL)
     with served(answer) as url, pytest.raises(EngineError) as caught:

@@ -169,6 +169,7 @@ def test_which_versions_are_supported() -> None:
 
 def test_what_no_server_of_a_run_may_do(tmp_path: Path) -> None:
     assert list(unfit({"dp_size": 1, "quantization": None, "enable-lora": False, "tp_size": 8})) == []
+    assert list(unfit({"dp_size": 2, "enable_dp_attention": True, "tp_size": 8})) == []
     for name, value in {"dp_size": 2, "speculative_algorithm": "EAGLE", "quantization": "fp8"}.items():
         assert [found[:2] for found in unfit({name: value})] == [(name.replace("_", "-"), value)]
     python = fake_python(tmp_path, "echo 0.5.21")
