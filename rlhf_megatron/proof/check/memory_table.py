@@ -58,6 +58,7 @@ class Memory:
     reward_model: tuple[int, ...] = ()  # of a reward model on the actor's ranks, or its own; by stage, bytes a rank
     has_reward_model_here: bool = False  # on the actor's ranks, and on the device between its passes
     reference_pool: tuple[int, ...] = ()  # of a reference on ranks of its own, by stage, bytes a rank
+    is_reward_model_on_host: bool = False  # of the actor's ranks; it is on the device during its forward pass only
 
     def peak(self, stage: int) -> int:
         """Bytes of an actor's rank in an update: all of its models' states, and what the update needs beside them."""
@@ -110,15 +111,16 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         tokens = config.critic.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
         of_critic = _activations(Trained(critic_config, dtype, tokens, "value"), *layout)
     judge: tuple[int, ...] = ()
-    is_here = False
+    is_here = is_away = False
     if has_reward_model(config):
         chosen, num_ranks = config.reward_model, reward_model_ranks(config)
         judge = _reward_model(chosen.path, *_place(chosen.megatron, num_ranks, megatron, actor_ranks(config)), dtype)
-        is_here = bool(judge) and not num_ranks and not chosen.param_offload
+        is_of_actor = bool(judge) and not num_ranks
+        is_here, is_away = is_of_actor and not chosen.param_offload, is_of_actor and chosen.param_offload
     has_pool = reference_ranks(config) > 0
     return Memory(
         *(stages, critic, has_critic_pool, () if has_pool else reference, is_on_host, traffic, head, activations),
-        *(of_critic, judge, is_here, reference if has_pool else ()),
+        *(of_critic, judge, is_here, reference if has_pool else (), is_away),
     )
 
 

@@ -62,18 +62,22 @@ def phases_of(memory: Memory, stage: int, engine: EngineMemory | None, is_coloca
         of_update = {"critic's activations": memory.critic_activations[stage]}
     update = Phase("update", {**states, **stays, **of_update})
     log_probs = Phase("log-probs", {**states, **comes, **head})
+    scores = []
+    if memory.is_reward_model_on_host:
+        scores.append(Phase("rewards", {**states, **stays, "reward model": memory.reward_model[stage]}))
     weights = {"engine weights": engine.weights} if engine is not None else {}
     cache = {"engine cache": max(0, engine.cache)} if engine is not None else {}
     buffers = {"sync buffers": traffic.peak_buffer}
     if not is_colocated:
         return [
             Phase("generate", {**states, **stays}),
+            *scores,
             log_probs,
             update,
             Phase("sync", {**states, **stays, **buffers}),
         ]
     synced = Phase("sync", {"parameters": own.parameters, **weights, **buffers})
-    return [Phase("generate", {**weights, **cache}), log_probs, update, synced]
+    return [Phase("generate", {**weights, **cache}), *scores, log_probs, update, synced]
 
 
 def of_other_pools(memory: Memory, has_own_judge: bool) -> Iterator[tuple[str, Phase]]:
@@ -103,6 +107,8 @@ def host_bytes(rollout: RolloutConfig, ranks: int, memory: Memory) -> dict[str, 
         found["trainer while engines generate"] = ranks * (parameters if is_on_host else states)
     if memory.reference and memory.is_reference_on_host:
         found["reference"] = ranks * max(memory.reference)
+    if memory.is_reward_model_on_host:
+        found["reward model"] = ranks * max(memory.reward_model)
     if rollout.weight_transport != "process_group":
         found["weight buckets"] = 2 * len(memory.stages) * rollout.update_weights_bucket_megabytes << 20
     return found

@@ -130,6 +130,17 @@ def test_an_optimizer_on_the_host_and_a_critic_by_hand() -> None:
     assert host["optimizer"] == 15 * ranks and host["trainer while engines generate"] == 20 * ranks
 
 
+@pytest.mark.parametrize("is_colocated", [False, True])
+def test_a_reward_model_that_the_host_keeps_is_on_the_gpus_while_it_scores(is_colocated: bool) -> None:
+    own = StageMemory(0, 8, 10, 20, 40, (5,), (10,), 20)
+    traffic = StageTraffic(stage=0, num_buckets=1, gathered=1, sent=1, peak_buffer=7)
+    memory = Memory((own,), (), False, (), False, (traffic,), None, (3,), (), (50,), is_reward_model_on_host=True)
+    found = {phase.name: phase.parts for phase in phases_of(memory, 0, None, is_colocated)}
+    assert [name for name, parts in found.items() if "reward model" in parts] == ["rewards"]
+    assert sum(found["rewards"].values()) == 75 + 50
+    assert host_bytes(RunConfig().rollout, 8, memory)["reward model"] == 8 * 50
+
+
 def test_models_with_ranks_of_their_own_by_hand() -> None:
     """A critic trains there; a reference, or teacher, and a reward model hold parameters alone."""
     own = StageMemory(0, 8, 10, 20, 40, (5,), (10,), 20)
