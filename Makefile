@@ -127,6 +127,7 @@ gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 	$(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet --upgrade pip
 	.venv-cuda/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints-cuda.txt -e . pytest
+	.venv-cuda/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints-cuda.txt --no-deps --target .venv-cuda/transformer_engine --upgrade transformer-engine
 	@touch $@
 
 .venv-sglang/.installed-cuda: requirements-sglang-cuda.txt

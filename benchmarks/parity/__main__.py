@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.common import RESULTS, write_result
 from benchmarks.parity.cases import FAMILIES, Recipe, Role
 from benchmarks.parity.dumps import ROWS, Dumps
-from benchmarks.parity.layouts import LAYOUTS
+from benchmarks.parity.layouts import LAYOUTS, TE
 from benchmarks.parity.measure import BAR, Row
 
 ROLES: dict[str, Role] = {"actor": "actor", "critic": "critic"}
@@ -79,11 +79,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--families", help=f"comma-separated, of {', '.join(FAMILIES)}; all when left out")
     parser.add_argument("--roles", help=f"comma-separated, of {', '.join(ROLES)}; both when left out")
     parser.add_argument("--max-ranks", type=int, default=8, help="leave out larger layouts (%(default)s)")
+    parser.add_argument("--in-turns", action="store_true", help="one family a layout, in place of all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "parity.json", help="result file (%(default)s)")
     parser.add_argument("--dumps", type=Path, default=DUMPS, help="directory of raw tensors, made anew (%(default)s)")
     parser.add_argument("--adam-eps", type=float, default=Recipe.adam_eps, help="Adam epsilon (%(default)s)")
     args = parser.parse_args(argv)
     layouts = [axes for axes in chosen(args.layouts, LAYOUTS, "layout").values() if axes.num_ranks <= args.max_ranks]
+    if args.device == "cuda" and not args.layouts:  # Transformer Engine itself is asked for there
+        layouts = [axes for axes in layouts if axes.impl != TE]
     families = chosen(args.families, FAMILIES, "family")
     roles = chosen(args.roles, ROLES, "role")
 
@@ -102,7 +106,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:6.1f} s] {line}", flush=True)
 
     recipe = Recipe(adam_eps=args.adam_eps)
-    rows, failures = run_parity(list(families), layouts, list(roles.values()), recipe, Dumps(args.dumps), report)
+    rows, failures = run_parity(
+        list(families),
+        layouts,
+        list(roles.values()),
+        recipe,
+        Dumps(args.dumps),
+        report,
+        device=args.device,
+        is_in_turns=args.in_turns,
+    )
     print(table(nearest(rows, "layout", "quantity")))
     (args.dumps / ROWS).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     misses = sum(not row.ok for row in rows)

@@ -5,7 +5,7 @@ A family is left out of a layout that it cannot have (`divides`); every other ce
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -238,6 +238,19 @@ _EXPERTS = (
 )
 """Of models with experts; but for the stages of unequal depth."""
 LAYOUTS: dict[str, Axes] = {axes.name: axes for axes in (*_ONE, *_TWO, *_THREE, *_FOUR, *_EIGHT, *_EXPERTS)}
+
+
+def in_turns(layouts: Iterable[Axes], families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
+    """(family, layout): each layout with one of the families that can have it, which take turns."""
+    cells, uses = [], dict.fromkeys(families, 0)
+    for axes in layouts:
+        fitting = [family for family, config in families.items() if divides(axes, config)]
+        if fitting:
+            family = min(fitting, key=lambda one: uses[one])
+            uses[family] += 1
+            cells.append((family, axes))
+    return cells
+
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2),

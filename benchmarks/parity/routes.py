@@ -34,7 +34,7 @@ def watched(chunks: Sequence[Any], world: World, batch: TokenBatch, plan: Replic
         if world.layout.sequence_parallel:
             documents, positions = (x.chunk(world.layout.tp)[world.coordinates.tp] for x in (documents, positions))
         place = torch.stack([samples[documents.clamp(min=0)], positions, torch.full_like(positions, layer)], 1)
-        experts = routing_map.nonzero()[:, 1].view(len(positions), -1)
+        experts = routing_map.cpu().nonzero()[:, 1].view(len(positions), -1)
         rows.append(torch.cat([place, experts], 1)[documents >= 0])
 
     hooks = [

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from benchmarks.parity.cases import (
 )
 from benchmarks.parity.dumps import EXACT, Dumps, run_name, single_name
 from benchmarks.parity.forced_routes import force
-from benchmarks.parity.layouts import Axes, critic_cells, divides
+from benchmarks.parity.layouts import Axes, critic_cells, divides, in_turns
 from benchmarks.parity.measure import Result, Row, measure
 from benchmarks.parity.reference import COLUMNS, NearKinkError, make_model, run_in_float32, run_reference
 from benchmarks.parity.rounding import renumbered
@@ -166,22 +166,26 @@ def run_parity(
     recipe: Recipe,
     dumps: Dumps,
     report: Callable[[str], None],
+    device: Literal["cpu", "cuda"] = "cpu",
+    is_in_turns: bool = False,
 ) -> tuple[list[Row], list[Failure]]:
     """The actor of every family in every layout that it can be split into, and the critic in `critic_cells`.
 
-    Tensors go to `dumps`, one line a cell to `report`.
+    Tensors go to `dumps`, one line a cell to `report`. `is_in_turns`: of each layout one family (see `in_turns`).
     """
-    cases = [_reference(family, role, recipe, dumps, report) for family in families for role in roles]
-    with_critic = critic_cells(layouts, {family: FAMILIES[family] for family in families})
+    configs = {family: FAMILIES[family] for family in families}
+    cells = _cells(configs, layouts, roles, is_in_turns)
+    wanted = {(family, role) for family, role, _ in cells}
+    pairs = [(family, role) for family in families for role in roles if (family, role) in wanted]
+    cases = [_reference(family, role, recipe, dumps, report) for family, role in pairs]
     rows: list[Row] = []
     failures: list[Failure] = []
     done: dict[str, dict[Role, list[str]]] = {axes.name: {"actor": [], "critic": []} for axes in layouts}
-    pool = DistPool()
+    pool = DistPool(device)
     try:
         for axes in sorted(layouts, key=lambda axes: axes.num_ranks):
             for case in cases:
-                is_left_out = case.role == "critic" and (case.family, axes.name) not in with_critic
-                if is_left_out or not divides(axes, FAMILIES[case.family]):
+                if (case.family, case.role, axes.name) not in cells:
                     continue
                 start = time.monotonic()
                 try:
@@ -203,7 +207,7 @@ def run_parity(
         pool.close()
     dumps.describe(
         {
-            "families": {family: FAMILIES[family] for family in families},
+            "families": configs,
             "layouts": {
                 axes.name: {
                     **asdict(axes),
@@ -218,6 +222,18 @@ def run_parity(
         }
     )
     return rows, failures
+
+
+def _cells(
+    configs: dict[str, Any], layouts: Sequence[Axes], roles: Sequence[Role], is_in_turns: bool
+) -> set[tuple[str, Role, str]]:
+    """(family, role, name of a layout) of each cell."""
+    if is_in_turns:
+        fitting = {(family, axes.name) for family, axes in in_turns(layouts, configs)}
+    else:
+        fitting = {(family, axes.name) for family, one in configs.items() for axes in layouts if divides(axes, one)}
+    of: dict[Role, set[tuple[str, str]]] = {"actor": fitting, "critic": fitting & critic_cells(layouts, configs)}
+    return {(family, role, layout) for role in roles for family, layout in of[role]}
 
 
 def _reference(family: str, role: Role, recipe: Recipe, dumps: Dumps, report: Callable[[str], None]) -> Case:

@@ -111,9 +111,9 @@ def _run_cut(
         update = subject.update(worker, take(mini_batch, share), share)
         norms += [update.grad_norm] if update else []
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
-    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
+    weights = {rule.megatron_name: _copy(shard) for rule, shard in worker.export() if shard is not None}
     after = subject.columns(worker, take(batch, plan), plan)
-    weights = {name: p.detach().clone() for name, p in named_weights(worker.backend.model.chunks).items()} | weights
+    weights = {name: _copy(p) for name, p in named_weights(worker.backend.model.chunks).items()} | weights
     return RankResult(before, after, plan, gradients, weights, norms, routes)
 
 
@@ -153,11 +153,17 @@ def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]
                         start, stop, _ = buffer.param_index_map[parameter]
                         gathered[parameter] = whole[start - bucket.offset : stop - bucket.offset].view(parameter.shape)
     parameters = named_parameters(chunks)
-    return {name: gathered[p] if p in gathered else _main_grad(p) for name, p in parameters.items()}
+    return {name: _copy(gathered[p] if p in gathered else _main_grad(p)) for name, p in parameters.items()}
 
 
 def _main_grad(parameter: Any) -> Tensor:
-    return parameter.main_grad.clone()
+    gradient: Tensor = parameter.main_grad
+    return gradient
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU, whatever happens to `tensor`."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:

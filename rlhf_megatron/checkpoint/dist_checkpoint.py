@@ -253,9 +253,10 @@ def agreed_error(error: str | None) -> str | None:
 def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
     """A model's sharded state that can be loaded again: tensors only.
 
-    Linear layers add an object each, which would be stored as a pickle: None, or Transformer Engine's fp8 scales.
+    Linear layers add an object each, which would be stored as a pickle: None, or Transformer Engine's fp8 scales. Its
+    grouped experts add one an expert: "_extra_state", "_extra_state1" and so on.
     """
-    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+    return {name: value for name, value in state.items() if not name.rpartition(".")[2].startswith(EXTRA_STATE)}
 
 
 def save_sharded(directory: Path, state: dict[str, Any]) -> None:

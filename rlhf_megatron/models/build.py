@@ -25,7 +25,7 @@ from rlhf_megatron.models.head import expose_hidden_states, put_value_head
 from rlhf_megatron.models.norm import norm_of
 from rlhf_megatron.models.table import Head, Impl
 from rlhf_megatron.models.transformer_config import gradient_fusion, make_transformer_config
-from rlhf_megatron.parallel.mcore_fixes import mark_experts
+from rlhf_megatron.parallel.mcore_fixes import mark_experts, mark_whole
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
 
@@ -140,6 +140,7 @@ def _build_chunk(
         **arguments,
     )
     mark_experts(model)
+    mark_whole(model)
     for module in model.modules():
         if isinstance(module, PackedAttention):
             module.rotary = rotary

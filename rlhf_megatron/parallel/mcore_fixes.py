@@ -144,6 +144,14 @@ def mark_experts(model: Any) -> None:
             parameter.tensor_model_parallel = True
 
 
+def mark_whole(model: Any) -> None:
+    """Unmark latent attention's down projections, which each tensor-parallel rank has whole: Transformer Engine marks
+    every weight as split, and the gradient norm would count these once a rank. That is silent, too."""
+    for name, parameter in model.named_parameters():
+        if ".linear_q_down_proj." in name or ".linear_kv_down_proj." in name:
+            parameter.tensor_model_parallel = False
+
+
 def is_of_expert(name: str) -> bool:
     """Whether a parameter, by its name in a model, is an expert's. Shared experts are dense layers."""
     return ".experts." in name

@@ -74,10 +74,12 @@ def need(*packages: str) -> None:
         raise MissingPackageError(f"needs {', '.join(missing)}")
 
 
-def check_training_step(device: torch.device, dtype: torch.dtype, **megatron: bool) -> Figures:
+def check_training_step(device: torch.device, dtype: torch.dtype, num_samples: int = 8, **megatron: bool) -> Figures:
     """Log-probs, loss and gradient norm of an actor against the plain model; then supervised steps that learn."""
     need("megatron")
-    bounds, batch = BOUNDS[dtype], make_batch()
+    from rlhf_megatron.data.batch import select
+
+    bounds, batch = BOUNDS[dtype], select(make_batch(), range(num_samples))
     weights = {name: tensor.requires_grad_() for name, tensor in rounded_weights(dtype).items()}
     expected = reference_log_probs(weights, batch)
     batch = replace(batch, old_log_probs=with_noise(expected.detach(), batch.response_mask))

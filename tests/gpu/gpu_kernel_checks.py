@@ -121,12 +121,19 @@ def exact_head(problem: HeadProblem) -> list[Tensor]:
     return [log_probs_R, entropies_R, log_p_RV.exp().square().sum(1), *grads]
 
 
-def check_head(device: torch.device, dtype: torch.dtype, backend: Backend = "chunked", stash: int = 0) -> Figures:
-    """A backend of the head with everything that it takes, against float64."""
+def check_head(
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: Backend = "chunked",
+    stash: int = 0,
+    sizes: tuple[int, int, int, int] = (300, 256, 5003, 13),
+    chunk_size: int = 1024,
+) -> Figures:
+    """A backend of the head with everything that it takes, against float64. `sizes`: of `HeadProblem.make`."""
     if backend == "triton":
         need_triton(device)
-    problem = HeadProblem.make(300, 256, 5003, 13, dtype)
-    found, exact = run_head(problem, device, backend, stash), exact_head(problem)
+    problem = HeadProblem.make(*sizes, dtype)
+    found, exact = run_head(problem, device, backend, stash, chunk_size), exact_head(problem)
     names = ("log_prob", "entropy", "sum_squares", "grad_hidden", "grad_weight")
     figures = {
         f"{name}_error": max_error(value, truth) if index < 3 else relative_error(value, truth)
@@ -139,7 +146,7 @@ def check_head(device: torch.device, dtype: torch.dtype, backend: Backend = "chu
     assert max(figures["grad_hidden_error"], figures["grad_weight_error"]) <= max(backward, 1e-4 if stash else 0), (
         figures
     )
-    again = run_head(problem, device, backend, stash)
+    again = run_head(problem, device, backend, stash, chunk_size)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "two runs differ"
     return figures
 

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from places import SUPPORT
 
@@ -103,7 +103,8 @@ class DistPool:
     """Runs jobs on as many warm workers as their layout has ranks. Workers are started when first needed. A worker has
     one rank all its life: torch keeps what it worked out for a mesh, which does not name the process's rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self._device = device
         self._directory = Path(tempfile.mkdtemp(prefix="dist_pool_"))
         self._workers: dict[int, _Worker] = {}  # by rank
         self._started = 0
@@ -136,6 +137,7 @@ class DistPool:
             "function": job.__qualname__,
             "arguments": arguments,
             "layout": asdict(layout),
+            "device": self._device,
             "init_file": str(self._directory / f"init_{self._jobs}"),
         }
         try:

@@ -54,18 +54,18 @@ def main(job_in: int, result_out: int, parent: int) -> None:
 
 
 def run(job: dict[str, Any]) -> Any:
-    import torch
     import torch.distributed as dist
 
+    from rlhf_megatron.parallel.device import backend, device_for
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world
 
-    layout = Layout(**job["layout"])
+    layout, device = Layout(**job["layout"]), device_for(job["device"], job["rank"])
     dist.init_process_group(
-        "gloo", init_method=f"file://{job['init_file']}", rank=job["rank"], world_size=layout.world_size
+        backend(device), init_method=f"file://{job['init_file']}", rank=job["rank"], world_size=layout.world_size
     )
     try:
-        world = create_world(layout, torch.device("cpu"))
+        world = create_world(layout, device)
         result = importlib.import_module(job["module"])
         for name in job["function"].split("."):
             result = getattr(result, name)

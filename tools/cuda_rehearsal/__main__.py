@@ -19,11 +19,11 @@ from pathlib import Path
 
 from tools.cuda_rehearsal.branches import TAKEN, device_branches, listed, not_seen, seen
 from tools.cuda_rehearsal.build import build, missing_tools
-from tools.cuda_rehearsal.cases import CASES, Case
+from tools.cuda_rehearsal.cases import CASES, PROGRAMS, Case
 from tools.cuda_rehearsal.environment import BRANCHES_ENV, REPOSITORY, environment
 from tools.cuda_rehearsal.runs import rehearse
 
-ALONE = ("layouts", "kernels", "memory", "launches")
+ALONE = ("layouts", "kernels", "memory", "launches", "names")
 
 
 def alone(built: Path, part: str, words: list[str]) -> int:
@@ -42,7 +42,7 @@ def on_gpus(cases: list[Case]) -> list[Case]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_rehearsal", description=__doc__.splitlines()[0])
-    names = [case.name for case in CASES]
+    names = [one.name for one in (*CASES, *PROGRAMS)]
     parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(names)}; all")
     parser.add_argument("--steps", type=int, default=2, help="of each run (%(default)s)")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/cuda_rehearsal", help="of runs (%(default)s)")
@@ -72,14 +72,14 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ[BRANCHES_ENV] = str(path := listed(args.out))
     cases = [case for case in CASES if case.name in wanted]
-    if built is None:
-        cases = on_gpus(cases)
-    outcomes = rehearse(cases, args.out, built, args.steps, args.jobs)
+    programs = [program for program in PROGRAMS if program.name in wanted]
+    chosen = on_gpus(cases) if built is None else [*cases, *programs]
+    outcomes = rehearse(chosen, args.out, built, args.steps, args.jobs)
     num_failed = sum(bool(outcome.problems) for outcome in outcomes)
     if args.json:
         args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
-    if built is not None and len(wanted) == len(CASES):
-        num_failed += sum(alone(built, part, []) for part in ("layouts", "kernels"))
+    if built is not None and len(wanted) == len(names):
+        num_failed += sum(alone(built, part, []) for part in ("layouts", "kernels", "names"))
         TAKEN.write_text("".join(f"{name}\n" for name in sorted(seen(path) & device_branches())))
         if missing := not_seen(path):
             print("FAILED no process came to these on device cuda:", *missing, sep="\n       ")

@@ -59,6 +59,15 @@ class Case:
     is_compared: bool = True  # else only its end is looked at: what it learns from depends on time
 
 
+@dataclass(frozen=True)
+class Program:
+    """Checks numbers of its own on device cuda, and fails where one is wrong. `words` follow "python -m"."""
+
+    name: str
+    words: str  # {folder}: of the runs
+    num_ranks: int = 1
+
+
 BASELINES = {
     "grpo": Baseline("quickstart_warm"),
     "ppo": Baseline("quickstart_ppo", {"trainer.critic_warmup": 0}),
@@ -97,4 +106,9 @@ CASES = (
     Case("latent", "latent", 1),
     Case("latent tp2 ep2", "latent", 2, {TP: 2, EP: 2, "actor.megatron.sequence_parallel": True}),
     Case("asynchronous", "async", 1, {"trainer.deterministic": False}, is_compared=False),
+)
+PARITY = "benchmarks.parity --device cuda --max-ranks 2 --in-turns --out {folder}/parity.json --dumps {folder}/parity"
+PROGRAMS = (
+    Program("parity", PARITY, 2),
+    Program("triton", "tools.cuda_rehearsal.interpreted"),
 )

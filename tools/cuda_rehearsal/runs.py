@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.cuda_rehearsal.cases import BASELINES, SHORT, Baseline, Case
+from tools.cuda_rehearsal.cases import BASELINES, SHORT, Baseline, Case, Program
 from tools.cuda_rehearsal.environment import REPOSITORY, environment, on_cpu
 
-TIMEOUT_S = 900.0  # of one run
+TIMEOUT_S = 1500.0  # of one run
 # Float32's rounding; figures that are differences of equal numbers are 1e-7 on both sides.
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
 # Not of the model: time, memory, and how work was spread.
@@ -104,12 +104,22 @@ def _unlike(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def run_program(program: Program, folder: Path, built: Path) -> None:
+    words = program.words.format(folder=folder).split()
+    _run(program.name, [sys.executable, "-m", *words], folder, environment(built, True, program.num_ranks))
+
+
 def _train(name: str, baseline: Baseline, settings: Mapping[str, Any], folder: Path, env: Mapping[str, str]) -> Path:
     directory = folder / name
     shutil.rmtree(directory, ignore_errors=True)
     own = {**settings, "trainer.default_local_dir": str(folder), "trainer.experiment_name": name}
     words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     command = [sys.executable, "-m", "rlhf_megatron", "train", f"configs/{baseline.config}.yaml", *words]
+    _run(name, command, folder, env)
+    return directory
+
+
+def _run(name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
     log = folder / f"{name}.log"
     with log.open("w") as output:
         done = subprocess.run(
@@ -118,7 +128,6 @@ def _train(name: str, baseline: Baseline, settings: Mapping[str, Any], folder: P
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise RunFailedError(f"{name} ended with code {done.returncode} ({log}):\n{end}")
-    return directory
 
 
 def _ranks(num_ranks: int) -> dict[str, Any]:
@@ -159,9 +168,11 @@ def largest_difference(found: Path, expected: Path) -> float:
 
 
 def rehearse(
-    cases: Sequence[Case], folder: Path, built: Path | None, num_steps: int = 2, num_jobs: int = 1
+    chosen: Sequence[Case | Program], folder: Path, built: Path | None, num_steps: int = 2, num_jobs: int = 1
 ) -> list[Outcome]:
-    """Run all, `num_jobs` at a time, and print a line each. `built`: None for the machine's own GPUs."""
+    """Run all, `num_jobs` at a time, and print a line each. `built`: None for the machine's own GPUs, without
+    programs."""
+    cases = [one for one in chosen if isinstance(one, Case)]
     compared = list(dict.fromkeys(case.baseline for case in cases if case.is_compared))
     with ThreadPoolExecutor(num_jobs) as jobs:
         baselines = {name: jobs.submit(run_baseline, name, folder, num_steps) for name in compared}
@@ -169,6 +180,9 @@ def rehearse(
         for case in cases:
             waits = (outcomes.get(case.resumes), baselines.get(case.baseline) if case.is_compared else None)
             outcomes[case.name] = jobs.submit(_outcome, case, folder, built, num_steps, *waits)
+        for program in (one for one in chosen if isinstance(one, Program)):
+            assert built is not None
+            outcomes[program.name] = jobs.submit(_outcome_of, program, folder, built)
         return [future.result() for future in outcomes.values()]
 
 
@@ -194,8 +208,23 @@ def _outcome(
     except (RunFailedError, subprocess.TimeoutExpired) as error:
         problems = [str(error)]
     outcome = Outcome(case.name, case.is_compared, round(time.monotonic() - start, 1), tuple(problems[:10]), largest)
-    verdict = "FAILED" if problems else "ok"
-    print(f"{verdict:7}{case.name:24}{outcome.seconds:6.0f} s  largest difference {largest:.1e}", flush=True)
-    for words in outcome.problems:
-        print(f"       {words}", flush=True)
+    _tell(outcome, f"largest difference {largest:.1e}")
     return outcome
+
+
+def _outcome_of(program: Program, folder: Path, built: Path) -> Outcome:
+    start, problems = time.monotonic(), []
+    try:
+        run_program(program, folder, built)
+    except (RunFailedError, subprocess.TimeoutExpired) as error:
+        problems = [str(error)]
+    outcome = Outcome(program.name, False, round(time.monotonic() - start, 1), tuple(problems))
+    _tell(outcome, (folder / f"{program.name}.log").read_text(errors="replace").splitlines()[-2])
+    return outcome
+
+
+def _tell(outcome: Outcome, words: str) -> None:
+    verdict = "FAILED" if outcome.problems else "ok"
+    print(f"{verdict:7}{outcome.name:24}{outcome.seconds:6.0f} s  {words}", flush=True)
+    for problem in outcome.problems:
+        print(f"       {problem}", flush=True)

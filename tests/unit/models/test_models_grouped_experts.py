@@ -90,6 +90,12 @@ def test_grouped_experts_have_transformer_engines_names(world: World, family: st
     assert found == expected
 
 
+def test_no_object_of_transformer_engine_goes_into_a_checkpoint() -> None:
+    """Its grouped experts have one an expert, under a name with a number."""
+    objects = dict.fromkeys(("a.linear_fc1._extra_state", "a.linear_fc1._extra_state7", "b._extra_state12"), None)
+    assert without_extra_state({**objects, "a.linear_fc1.weight7": 1}) == {"a.linear_fc1.weight7": 1}
+
+
 @pytest.mark.parametrize("family, impl", [("qwen3_moe", "local"), ("gpt_oss", "transformer_engine")])
 def test_grouped_experts_are_those_one_after_the_other(world: World, family: str, impl: Any) -> None:
     """Outputs and all gradients, of experts with biases and without, some of which no token meets."""

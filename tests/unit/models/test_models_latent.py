@@ -17,6 +17,7 @@ from rlhf_megatron.config.schema import ActorConfig, DataConfig, MegatronConfig,
 from rlhf_megatron.models.families.base import family_for, table_for
 from rlhf_megatron.observe.metrics.rates import FORWARD, model_flops
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.mcore_fixes import mark_whole
 from rlhf_megatron.workers.activations import Sizes, Trained
 
 KIMI_K2 = {
@@ -48,6 +49,15 @@ def test_deepseek_v3_has_671_billion_weights() -> None:
     assert sum(math.prod(rule.megatron_shape) for rule in table) == of_layers + 2 * 129280 * 7168 + 7168
     assert of_layers + 2 * 129280 * 7168 + 7168 == 671_026_419_200
     assert sum(math.prod(rule.megatron_shape) for rule in table_for(KIMI_K2)) == pytest.approx(1026.4e9, rel=1e-3)
+
+
+def test_a_down_projection_that_transformer_engine_marks_as_split_counts_once() -> None:
+    layer = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("linear_kv_down_proj", "linear_kv_up_proj")})
+    for parameter in layer.parameters():
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    mark_whole(torch.nn.ModuleDict({"self_attention": layer}))
+    assert not layer["linear_kv_down_proj"].weight.tensor_model_parallel
+    assert layer["linear_kv_up_proj"].weight.tensor_model_parallel
 
 
 def test_weights_of_a_rank_of_deepseek_v3() -> None:

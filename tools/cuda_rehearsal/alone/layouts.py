@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.parity.cases import DENSE_FAMILIES, EXPERT_FAMILIES
-from benchmarks.parity.layouts import LAYOUTS, Axes, divides
+from benchmarks.parity.cases import FAMILIES
+from benchmarks.parity.layouts import LAYOUTS, Axes, in_turns
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, KernelsConfig, OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, ValueMiniBatch, offsets_from_lengths
 from rlhf_megatron.data.plan import plan_replicas, take
@@ -23,7 +23,6 @@ from rlhf_megatron.parallel.layout import Layout, layout_of
 from tools.cuda_rehearsal.alone.children import in_children
 from tools.cuda_rehearsal.alone.world import NoWeights, alone
 
-FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
 BUDGET = 96  # tokens of a micro-batch: several of each replica
 LENGTHS = (2, 5, 12, 40, 41, 64, 90)
 KERNELS = KernelsConfig(num_self_checks=0)  # which look at values
@@ -34,16 +33,8 @@ NEEDS_PACKAGE = "transformer_engine"  # which has no wheel
 def cells() -> list[tuple[str, str, int]]:
     """(layout, family, rank): each layout with one family, in turns, and each family in one layout at least. Of a
     pipeline its first and its last rank."""
-    names = {name: axes for name, axes in LAYOUTS.items() if axes.impl != NEEDS_PACKAGE}
-    found, uses = [], dict.fromkeys(FAMILIES, 0)
-    for name, axes in names.items():
-        fitting = [family for family, config in FAMILIES.items() if divides(axes, config)]
-        family = min(fitting, key=lambda one: uses[one])
-        uses[family] += 1
-        found += [(name, family, rank) for rank in _ranks(axes)]
-    left = [family for family, count in uses.items() if not count]
-    assert not left, f"no layout for {left}"
-    return found
+    built = [axes for axes in LAYOUTS.values() if axes.impl != NEEDS_PACKAGE]
+    return [(axes.name, family, rank) for family, axes in in_turns(built, FAMILIES) for rank in _ranks(axes)]
 
 
 def _ranks(axes: Axes) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.models.table import HFTensor, Rule
@@ -80,16 +80,23 @@ class NoWeights:
         return torch.zeros(hf.shape, dtype=torch.bfloat16)
 
 
+def _with_nobody(common: Any, options_of_nccl: Any) -> Any:
+    """A group on the CPU whose collectives do nothing."""
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+
+
+dist.Backend.register_backend("nobody", _with_nobody, extended_api=True, devices=["cpu"])
+
+
 @contextlib.contextmanager
 def alone(layout: Layout, rank: int, hf_config: HFConfig, loads_weights: bool = True) -> Iterator[World]:
     """The world of a rank of `layout`. Where `loads_weights` is not set, none are copied, which a large model needs."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake", for groups on the CPU
     store = AnswersAll()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.distributed.distributed_c10d._store_based_barrier"))
-        dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=rank, world_size=layout.world_size)
+        dist.init_process_group("cpu:nobody,cuda:nccl", store=store, rank=rank, world_size=layout.world_size)
         try:
             world = create_world(layout, device)
             for patch in _stand_ins(hf_config, loads_weights):
