@@ -101,5 +101,21 @@ PROGRAMS = {
     "memory_of_the_harness": "import os\nfor name in ('mem','maps','environ','fd/3','fd/4'):\n try: os.open('/proc/%d/%s'%(os.getppid(),name),os.O_RDONLY); print('ESCAPED',name)\n except OSError: pass",
     "memory_in_sockets": "import os,socket,time\nfor i in range(28):\n if os.fork()==0:\n  k=[]\n  try:\n   while True:\n    p=socket.socketpair(); k.append(p)\n    for s in p:\n     s.setblocking(False)\n     try:\n      while True: os.write(s.fileno(),bytes(65536))\n     except BlockingIOError: pass\n  except OSError: pass\n  print('ESCAPED' if len(k)>40 else 'ok',flush=True); time.sleep(.5); os._exit(0)\ntime.sleep(.8)",
     "unicode_bomb": "import sys\nsys.stdout.reconfigure(errors='surrogatepass')\nprint('\\ud800'*100000+'\\u202e'*100000+'\\x00'*1000+'\\U0001d7d8'*10000)",
+    "shared_zero_pages": "import mmap,os\nf=os.open('/dev/zero',os.O_RDONLY)\nm=mmap.mmap(f,8<<20,flags=mmap.MAP_SHARED,prot=mmap.PROT_READ)\nfor i in range(0,8<<20,4096): m[i]\nm.madvise(mmap.MADV_DONTNEED)\nprint('ESCAPED')",
+    "perf_event": CALL
+    + "b=ctypes.create_string_buffer(128)\nb[4]=128\nprint('ESCAPED' if any(call(298,b,p,-1,-1,0)>=0 for p in (0,os.getppid(),VICTIM)) else 'ok')",
+    "storm_to_groups": "import os,signal,time\nend=time.time()+.3\nwhile time.time()<end:\n for g in {os.getpgid(os.getppid()),os.getsid(0),os.getpgid(VICTIM) if os.path.exists('/proc/VICTIM') else 1}:\n  try: os.killpg(g,signal.SIGUSR2)\n  except OSError: pass\nfor g in (os.getpgid(os.getppid()),os.getsid(0)):\n try: os.killpg(g,signal.SIGKILL)\n except OSError: pass",
+    "stop_groups": "import os,signal,time\nos.killpg(os.getpgid(os.getppid()),signal.SIGSTOP)\ntime.sleep(1000)",
+    "ptrace_sibling": CALL
+    + "import time\nk=os.fork()\nif k==0: time.sleep(.5); os._exit(0)\nr=[call(101,o,p,0,0) for o in (16,0x4206) for p in (k,os.getppid())]\nprint('ESCAPED' if 0 in r else 'ok',r)",
+    "calls_of_32_bits": "import ctypes,mmap\nm=mmap.mmap(-1,4096,flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS,prot=7)\nm.write(bytes.fromhex('b814000000cd80c3'))\nprint('ESCAPED' if ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()>0 else 'ok',flush=True)",
+    "own_memory_into_a_file": "import ctypes,mmap,os\nctypes.CDLL(None).prctl(4,1,0,0,0)\np=os.__file__\nm=mmap.mmap(os.open(p,os.O_RDONLY),4096,prot=mmap.PROT_READ)\nw=os.open('/proc/self/mem',os.O_RDWR)\nfor l in open('/proc/self/maps'):\n if l.rstrip().endswith('/os.py'): os.pwrite(w,b'hostile',int(l.split('-')[0],16))\nprint('ESCAPED' if open(p).read(7)=='hostile' else 'ok')",
+    "namespace_by_clone": CALL
+    + "r=[call(56,f|17,0,0,0,0) for f in (0x10000000,0x20000,0x40000000)]\nif 0 in r: print('ESCAPED',flush=True); os._exit(0)\nprint('ESCAPED' if max(r)>0 else 'ok')",
+    "output_with_holes": "import os\nos.lseek(1,60<<20,0)\nos.write(1,b'ESCAPED')\nos.lseek(2,60<<20,0)\nos.write(2,b'x')",
+    "fifo_and_fork": "import os\nos.mkfifo('p')\nfor i in range(20):\n if os.fork()==0: break\nopen('p').read()",
+    "fork_when_killed": "import os,signal,time\nfor i in range(6): os.fork()\nos.setsid() if os.getpgrp()!=os.getpid() else None\nend=time.time()+20\nwhile time.time()<end:\n try:\n  if os.fork(): os.kill(os.getpid(),signal.SIGKILL)\n  os.setsid()\n  open('CANARY/open/heartbeat','w').write('x')\n except OSError: pass",
+    "keyrings": CALL
+    + "r=[call(250,1,b'ring',0,0,0),call(250,0,-5,1),call(248,b'keyring',b'x',None,0,-4),call(249,b'user',b'x',None,-3)]\nprint('ESCAPED' if max(r)>=0 else 'ok',r)",
     "affinity_of_victim": "import os\nos.sched_setaffinity(VICTIM,{0})\nprint('ESCAPED')",
 }

@@ -197,7 +197,7 @@ class Guardian:
         layers.no_new_privileges()
         layers.prctl(layers.PR_SET_DUMPABLE, 0)  # no process of the same user reads or changes this one
         if LANDLOCK in self.in_force:
-            proc = ("/proc", "/dev") if has_own_root else ("/dev/urandom", "/dev/random", "/dev/zero")
+            proc = ("/proc", "/dev") if has_own_root else ("/dev/urandom", "/dev/random")
             layers.landlock((*self.readable, *proc), ("/dev/null", work))
         if has_own_root or os.getuid() == 0:
             layers.drop_capabilities()

@@ -168,7 +168,10 @@ NEW_ROOT = f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the m
 
 
 def view(readable: Sequence[str], limits: Limits) -> None:
-    """A root of its own: `readable` read-only, an empty /tmp of limited size, five devices, /proc of the namespace."""
+    """A root of its own: `readable` read-only, an empty /tmp of limited size, four devices, /proc of the namespace.
+
+    No /dev/zero: mapped by several, it is memory that need not be resident.
+    """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=20,mode=755")
     root = NEW_ROOT
@@ -184,7 +187,7 @@ def view(readable: Sequence[str], limits: Limits) -> None:
         elif os.path.exists(path):
             _bind(path, root, is_file=True)
     os.makedirs(root + "/dev")
-    for device in ("null", "zero", "full", "random", "urandom"):
+    for device in ("null", "full", "random", "urandom"):
         open(f"{root}/dev/{device}", "w").close()
         mount(f"/dev/{device}", f"{root}/dev/{device}", None, MS_BIND)
     for folder in ("/tmp", "/proc", "/old"):

@@ -144,6 +144,45 @@ passed = lambda *a, **k: {"code": 0, "stdout": "3", "value": "[2, 4]"}
 json.loads = json.dumps = builtins.compile = builtins.exec = passed
 def twice(a): return json.loads("")
 """
+TRACE = """
+import os, sys
+found = []
+def look(frame, event, argument):
+    if len(found) < 5000:
+        found.extend(str(v) for v in frame.f_locals.values() if isinstance(v, (str, tuple, bytes)))
+    return look
+frame = sys._getframe()
+while frame:
+    found.extend(str(v)[:9999] for v in frame.f_locals.values() if v is not found)
+    frame.f_trace, frame = look, frame.f_back
+sys.addaudithook(lambda name, arguments: found.append(str(arguments)[:999]) if len(found) < 5000 else None)
+sys.settrace(look), sys.setprofile(look)
+def twice(a):
+    found.extend([str(sys.argv), str(os.environ), str(sys.modules)])
+    return "".join(reversed("DETCEPXE")) * any("".join(reversed("DETCEPXE")) in text for text in found)
+"""
+SCAN = """
+import ctypes, re
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+hits, size = 0, 0
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for begin, end in re.findall("^([0-9a-f]+)-([0-9a-f]+) rw", maps.read(), re.M):
+        memory.seek(int(begin, 16))
+        text = memory.read(int(end, 16) - int(begin, 16))
+        hits, size = hits + len(re.findall(b"EXPECTE[D]-573[9]", text)), size + len(text)
+assert size > 1 << 20
+print("-".join(["EXPECTED", "5739"]) if hits else "")
+"""
+CHECKER = """
+import builtins, sys
+sys.path[:0] = ["/", "/work", "."]
+try:
+    from rlhf_megatron.rewards.scorers import code
+    code.passes = code.same_text = code.same_value = lambda *a: True
+except ImportError:
+    pass
+builtins.print = builtins.open = builtins.isinstance = builtins.all = builtins.bool = lambda *a, **k: True
+"""
 EQUAL = """
 class Any(list):
     __eq__ = lambda self, other: True
@@ -173,6 +212,10 @@ def twice(a): return Any()
         ("this is no Python", SUM),
         (FILES, json.dumps({"inputs": ["1"], "outputs": ["7391"]})),
         (LATER, SUM),
+        (TRACE, json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ['"EXPECTED"']})),
+        (SCAN, json.dumps({"inputs": ["1"], "outputs": ["EXPECTED-5739"]})),
+        (CHECKER, SUM),
+        (CHECKER + "def twice(a): return 0", TWICE),
         (PATCHES, SUM),
         (PATCHES, TWICE),
         ("import os\nprint('all tests passed', flush=True)\nos._exit(0)", SUM),

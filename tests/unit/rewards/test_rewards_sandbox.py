@@ -61,7 +61,7 @@ QUICK = (
     *("fork_bomb", "memory", "rabbit", "kill_victim", "environ_of_others", "tcp", "path_unix", "write_file"),
     *("chmod_outside", "many_files", "inherited_fd", "kernel_surface", "result_forgery", "limits_of_victim"),
     *("memory_not_resident", "datagram_by_path", "message_queue", "shared_memory_by_id", "lease", "blocks_at_once"),
-    *("vfork_sleep", "sync_storm"),
+    *("vfork_sleep", "sync_storm", "shared_zero_pages"),
 )
 
 
