@@ -51,6 +51,10 @@ def estimator(draft: Draft) -> None:
     kind = ADV_ESTIMATORS.get(name).params
     for parameter in _parameters(kind):
         _parameter(draft, kind, parameter, "algorithm.params", (f"algorithm.{parameter}",))
+    keys, scorer = "algorithm.gdpo_reward_keys", draft.told.reward or _scorer_of(g)
+    if name == "gdpo" and scorer and isinstance(g.look(keys), list):
+        ours = [scorer if one == "score" else f"{scorer}/{one}" for one in g.get(keys)]
+        draft.put("algorithm.params.gdpo_reward_keys", ours, (keys,), "what the scorer returns is a part of it here")
     for parameter in ESTIMATOR_KEYS:
         source = f"algorithm.{parameter}"
         if g.has(source) and parameter not in _parameters(kind):
@@ -65,6 +69,11 @@ def resampling(draft: Draft) -> None:
         draft.put(key, True, (source,))
 
 
+def _scorer_of(g: Given) -> str:
+    """Our name of the scorer that the file names; "" where it names none."""
+    return "function" if g.look("reward.custom_reward_function.path") else ""
+
+
 def group_filter(draft: Draft) -> None:
     """verl names what a reward function returns; ours are the reward and its parts. Its 0 generates without end."""
     g, section = draft.given, "algorithm.filter_groups"
@@ -73,7 +82,7 @@ def group_filter(draft: Draft) -> None:
     if name in OF_THE_REWARD:
         draft.put(metric, "reward", (metric,), f"{name} there")
     elif name in OF_THE_SCORER:
-        part = draft.told.reward or ("function" if g.look("reward.custom_reward_function.path") else "")
+        part = draft.told.reward or _scorer_of(g)
         note = f"{name} there: what the scorer says, without the penalty for length; the name of reward.name"
         value = f"function/{name}" if part == "function" and name == "acc" else part or "exact_match"
         draft.put(metric, value, (metric,), note)

@@ -156,9 +156,49 @@ def _reward_model(draft: Draft) -> None:
         draft.leave(sources[0], "name the model: reward_model.path", learns=True)
         return
     draft.put("reward.name", "zero", (), "verl takes the model's scores alone")
-    note = "with one label and the policy's tokenizer; on the actor's ranks, or on its own by num_ranks or served"
+    g, is_served = draft.given, draft.given.has_below(f"{MODEL}.rollout")
+    is_served = is_served and g.look(f"{MODEL}.use_reward_loop") is not False  # the section of 0.6, not in use
+    note = "with one label; a model that writes needs served.judge" if is_served else "with one label"
     draft.put("reward_model.path", at_home(draft, path), sources, note)
-    draft.given.ignore(f"{MODEL}.*")
+    (_model_servers if is_served else _model_ranks)(draft)
+    g.ignore(f"{MODEL}.*")
+
+
+def _pool(draft: Draft) -> tuple[int | None, tuple[str, ...]]:
+    """(devices of the model's own pool, the settings that say so); None: it shares the trainer's."""
+    g, sources = draft.given, tuple(f"{MODEL}.{name}" for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes"))
+    if not g.is_on(sources[0]):
+        return None, ()
+    return (g.whole(sources[1]) or 8) * (g.whole(sources[2]) or 1), sources
+
+
+def _model_servers(draft: Draft) -> None:
+    g, section, ours = draft.given, f"{MODEL}.rollout", "reward_model.served"
+    devices, sources = _pool(draft)
+    shared = (g.whole("trainer.n_gpus_per_node") or 1) * (g.whole("trainer.nnodes") or 1)
+    size = g.whole(f"{section}.tensor_model_parallel_size") or 1
+    note = f"{devices or shared} devices / {size} a server"
+    draft.put(f"{ours}.num_servers", max(1, (devices or shared) // size), sources, note)
+    if size > 1:
+        draft.put(f"{ours}.args.tp_size", size, (f"{section}.tensor_model_parallel_size",))
+    draft.take(f"{section}.gpu_memory_utilization", f"{ours}.args.mem_fraction_static")
+    draft.take(f"{section}.dtype", f"{ours}.dtype", dtype)
+
+
+def _model_ranks(draft: Draft) -> None:
+    g = draft.given
+    devices, sources = _pool(draft)
+    if devices is not None:
+        draft.put("reward_model.num_ranks", devices, sources, "of the job's ranks, the last ones")
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
+            key = f"megatron.{name}_parallel_size"
+            draft.take(f"{MODEL}.{key}", f"reward_model.{key}")
+    if g.is_on(f"{MODEL}.use_dynamic_bsz"):
+        draft.take(f"{MODEL}.forward_max_token_len_per_gpu", "reward_model.max_token_len_per_gpu")
+    offloads = tuple(f"{MODEL}.{name}.param_offload" for name in ("megatron", "fsdp_config", "model.fsdp_config"))
+    written = tuple(filter(g.is_on, offloads))
+    if written or "rollout.colocated" in draft.values:
+        draft.put("reward_model.param_offload", True, written, "" if written else "colocated needs it")
 
 
 def _sandbox(draft: Draft) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from test_from_verl import BASE, ENVIRONMENT, learning, translated, values
 
@@ -55,6 +57,53 @@ def test_a_reward_model_that_scores_alone() -> None:
     assert given.is_whole, given.left
     unnamed = translated(text, "reward_model.enable=True")
     assert "reward_model.enable: name the model: reward_model.path" in learning(unnamed)
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        (
+            ["rollout.name=sglang", "rollout.tensor_model_parallel_size=2"],
+            {"served.num_servers": 4, "served.args.tp_size": 2},
+        ),
+        (["rollout.name=vllm", "use_reward_loop=False"], {"param_offload": True}),
+        (
+            [
+                "rollout.name=vllm",
+                "enable_resource_pool=True",
+                "n_gpus_per_node=3",
+                "nnodes=2",
+                "rollout.dtype=bfloat16",
+            ],
+            {"served.num_servers": 6, "served.dtype": "bfloat16"},
+        ),
+        (
+            ["enable_resource_pool=True", "n_gpus_per_node=4", "megatron.tensor_model_parallel_size=2"],
+            {"num_ranks": 4, "megatron.tensor_model_parallel_size": 2, "param_offload": True},
+        ),
+        (
+            ["use_dynamic_bsz=True", "forward_max_token_len_per_gpu=9000", "megatron.param_offload=True"],
+            {"max_token_len_per_gpu": 9000, "param_offload": True},
+        ),
+    ],
+)
+def test_where_a_reward_model_stands(written: list[str], wanted: dict[str, Any]) -> None:
+    text = "\n".join(line for line in BASE.splitlines() if "custom_reward_function" not in line)
+    overrides = [
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=8",
+        "reward_model.model.path=/rm",
+        "reward_model.enable=True",
+    ]
+    found = values(translated(text, *overrides, *(f"reward_model.{one}" for one in written)))
+    assert {key[13:]: value for key, value in found.items() if key.startswith("reward_model.")} == {
+        "path": "/rm"
+    } | wanted
+
+
+def test_parts_of_a_functions_reward_have_its_name() -> None:
+    given = translated(BASE, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score,acc]")
+    assert values(given)["algorithm.params.gdpo_reward_keys"] == ["function", "function/acc"]
 
 
 GENERATION = """python3 -m verl.trainer.%s trainer.nnodes=1 trainer.n_gpus_per_node=8 data.prompt_key=question %s"""
