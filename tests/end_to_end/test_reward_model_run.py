@@ -207,6 +207,13 @@ def test_a_run_starts_servers_of_its_model(
     for row in steps:
         assert row["reward/servers"] == 1 and row["reward/server_restarts"] == 0
         assert scored.assert_scored(tmp_path / "runs" / "tiny", row["step"]) >= (2 if is_judge else 8)
+    if "trainer.runtime" not in settings:  # the record has what the servers said: a replay asks none
+        words = ("--replay", "2", "--replay-from", str(tmp_path / "runs" / "tiny"))
+        again = server.train(tmp_path / "tiny.yaml", settings | {"trainer.experiment_name": "again"}, *words)
+        assert again.code == 0, again.console
+        for before, after in zip(steps, (row for row in again.rows() if row["kind"] == "step"), strict=True):
+            names = [name for name in before if name.startswith(("critic/rewards", "reward/part/", "reward/status/"))]
+            assert "reward/part/reward_model" in names and {n: after[n] for n in names} == {n: before[n] for n in names}
     for row in (row for row in rows if row["kind"] == "evaluation" and not is_judge):
         times = [row["val/accuracy"] * count for count in range(1, 41)]
         assert all(abs(one - round(one)) > 1e-6 for one in times), "the rule alone: up to 40 items of 0 or 1"

@@ -155,6 +155,9 @@ def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
         metrics[f"reward/source/{source}/masked"] = 1.0 - is_valid[sources == number].float().mean().item()
     for status, count in sorted(Counter(batch.reward_statuses).items()):
         metrics[f"reward/status/{status}"] = count / len(batch)
+    for (source, status), count in sorted(Counter(zip(batch.sources, batch.reward_statuses, strict=True)).items()):
+        if status != "ok" and len(numbers) > 1:
+            metrics[f"reward/source/{source}/status/{status}"] = count / batch.sources.count(source)
     for name, part in batch.reward_parts.items():
         known = part[is_valid & ~part.isnan()]
         metrics[f"reward/part/{name}"] = _mean(known)

@@ -54,6 +54,8 @@ reward/server_restarts | count | last | {STEP} - | times that one of them was st
 reward/status/<status> | share | share | {SAMPLES} | samples whose reward has this status
 reward/source/<source>/mean | score | mean | {VALID_SAMPLES} + | reward of the samples of a data source
 reward/source/<source>/count | count | count | {VALID_SAMPLES} | samples of a data source
+reward/source/<source>/status/<status> | share | share | samples of a data source, with several | samples whose reward
+  has this status, which is not ok
 reward/source/<source>/masked | share | share | samples of a data source - | left out because their reward could not be
   computed
 filter_groups/num_gen_batches | count | count | {STEP} - | batches of prompts that a step generated

@@ -305,6 +305,8 @@ def test_rewards_by_source_and_part_over_the_samples_that_have_them() -> None:
     assert found["reward/part/exact"] == 1.0, "the third sample has no such part"
     assert found["reward/part/length"] == 0.0, "the only sample that has it is masked"
     assert (found["reward/source/add/masked"], found["reward/source/mul/masked"]) == (0.0, 1.0)
+    of_statuses = {name: share for name, share in found.items() if "/status/" in name and "/source/" in name}
+    assert of_statuses == {"reward/source/mul/status/masked:aborted": 1.0}
 
 
 def test_latencies_of_reward_servers_have_quantiles() -> None:
