@@ -17,73 +17,11 @@ from typing import Any, Protocol
 
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.calls import EngineCalls
-
-_POLL_S = 0.1  # between looks at the process
-_LOOKS_A_SECOND = 500  # at the processes of all engines together, each from a thread of its own
-_RETRY_S = 0.5  # after a health check that failed at once
-
-
-class HealthWatch:
-    """Calls `on_ill` with what is wrong, at most once, from its own thread, unless `stop` came before."""
-
-    def __init__(
-        self,
-        name: str,
-        health: Callable[[float], None],
-        ending: Callable[[], str | None],
-        on_ill: Callable[[HealthWatch, str], None],
-        interval_s: float,
-        timeout_s: float,
-        poll_s: float = _POLL_S,
-    ) -> None:
-        """`health`: raises EngineError where it has not answered well within so many seconds. `ending`: how its process
-        ended, None while it runs, looked at every `poll_s`. A first check comes after `interval_s`."""
-        self._health = health
-        self._ending = ending
-        self._on_ill = on_ill
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._poll_s = min(poll_s, interval_s)
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"watch-{name}", daemon=True).start()
-
-    def stop(self) -> None:
-        """Does not wait for a check that is under way; what it finds is dropped."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        due = time.monotonic() + self._interval_s
-        while not self._stopped.wait(self._poll_s):
-            words = self._ending()
-            if words is None and time.monotonic() >= due:
-                words = self._check()
-                due = time.monotonic() + self._interval_s
-            if words is not None and not self._stopped.is_set():
-                self._on_ill(self, words)
-                return
-
-    def _check(self) -> str | None:
-        """Check the health once; None: it answered. A check that fails at once is repeated until the time is over."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                self._health(max(0.1, deadline - time.monotonic()))
-                return None
-            except EngineError as error:
-                words = self._ending()
-                if words is not None:
-                    return words
-                if time.monotonic() >= deadline:
-                    return (
-                        f"no good answer to a health check within rollout.health_timeout_s ({self._timeout_s:g} s):"
-                        f" {error}"
-                    )
-            if self._stopped.wait(_RETRY_S):
-                return None
-
+from rlhf_megatron.rollout.fleet.watch import POLL_S, ServerWatch
 
 logger = logging.getLogger(__name__)
 
+_LOOKS_A_SECOND = 500  # at the processes of all engines together, each from a thread of its own
 _STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
 _TOKEN = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
 _START_S = 7200.0  # of a server, which `Servers.restart` limits itself
@@ -131,7 +69,7 @@ class Member:
     is_suspect: bool = False  # CHECKED, as are all others, since nobody knows which of them failed
     max_running: int | None = None  # samples that it decodes at once; None: not known
     num_stale: int = 0  # times in a row that it was found without the current weights
-    watch: HealthWatch | None = None
+    watch: ServerWatch | None = None
 
     @property
     def is_committing(self) -> bool:
@@ -384,14 +322,14 @@ class Supervisor:
         if member.watch is not None:
             return
         limits = self._supervision
-        member.watch = HealthWatch(
+        member.watch = ServerWatch(
             member.name,
             member.engine.health,
             lambda: self.ending(member.name),
             lambda watch, words: self._found_ill(member, watch, words),
             limits.health_interval_s,
             limits.health_timeout_s,
-            max(_POLL_S, len(self.members) / _LOOKS_A_SECOND),
+            max(POLL_S, len(self.members) / _LOOKS_A_SECOND),
         )
 
     def _stop_watch(self, member: Member) -> None:
@@ -400,7 +338,7 @@ class Supervisor:
                 member.watch.stop()
                 member.watch = None
 
-    def _found_ill(self, member: Member, watch: HealthWatch, words: str) -> None:
+    def _found_ill(self, member: Member, watch: ServerWatch, words: str) -> None:
         """Kills the process at once, in the watch's thread, so that no call to it goes on waiting."""
         with self._lock:
             if member.watch is not watch:

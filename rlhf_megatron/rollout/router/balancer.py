@@ -33,7 +33,8 @@ from rlhf_megatron.rollout.engine import (
 )
 from rlhf_megatron.rollout.fleet.balancer import Chunk, Load, Sent, samples_in_flight
 from rlhf_megatron.rollout.fleet.calls import EngineCalls, sample_names
-from rlhf_megatron.rollout.fleet.supervisor import HealthWatch, Member
+from rlhf_megatron.rollout.fleet.supervisor import Member
+from rlhf_megatron.rollout.fleet.watch import ServerWatch
 from rlhf_megatron.rollout.gate import Gate
 from rlhf_megatron.rollout.http import HttpClient, run
 from rlhf_megatron.rollout.questions import ask
@@ -205,7 +206,7 @@ class SGLangRouter:
         self._health = (health_interval_s, health_timeout_s)
         self._calls = EngineCalls()
         self._client: RouterClient | None = None
-        self._watch: HealthWatch | None = None
+        self._watch: ServerWatch | None = None
         self._workers: dict[str, str] = {}  # URL -> key, of what it has; empty while that is not sure
         self._keys: dict[str, str] = {}  # that it was given
         self._wanted: dict[str, str] = {}
@@ -274,9 +275,9 @@ class SGLangRouter:
         self._client = client = RouterClient(address)
         self._workers, self._keys = {}, {}
         self._ill = ""
-        self._watch = HealthWatch("router", client.health, self.process.ending, self._found_ill, *self._health)
+        self._watch = ServerWatch("router", client.health, self.process.ending, self._found_ill, *self._health)
 
-    def _found_ill(self, watch: HealthWatch, words: str) -> None:
+    def _found_ill(self, watch: ServerWatch, words: str) -> None:
         """Kills the router at once, in the watch's thread, so that no request waits for it."""
         if watch is self._watch:
             self._ill = words

@@ -230,6 +230,7 @@ def test_what_fails_is_asked_for_again_and_nobody_is_blamed_for_long(rig: Rig) -
     assert counters == {
         "rollout/engine_failures": 0.0,
         "rollout/engine_restarts": 0.0,
+        "rollout/driver_restarts": 0.0,
         "rollout/requests_reissued": 2.0,
     }
     examined = [call for call in fleet.calls() if call.verb == "check"]
