@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +30,11 @@ from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
 if TYPE_CHECKING:
     from rlhf_megatron.observe.run_dir import OpenRunDir, RunLock
+    from rlhf_megatron.rewards.service.places import Places
+    from rlhf_megatron.runtime.controller import Deadlines
+    from rlhf_megatron.runtime.pool import Pool, PoolSpec
+    from rlhf_megatron.runtime.routed import RoutedGroups
+    from rlhf_megatron.runtime.torchrun.engines import KeeperPool
     from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
@@ -172,7 +177,7 @@ class TrainJob:
         changes = ["--allow-changes"] if self.allow_changes else []
         return [self.command, str(self.path), *self.overrides, *record, *replay, *changes]
 
-    def _pools(self):  # type: ignore[no-untyped-def]
+    def _pools(self) -> tuple[PoolSpec, ...]:
         from rlhf_megatron.runtime.pool import pools_of
 
         return pools_of(self.config)
@@ -217,8 +222,8 @@ class TrainJob:
         run_dir: Path,
         lock: RunLock,
         stop: StopRequest,
-        group,  # type: ignore[no-untyped-def]
-        places=None,  # type: ignore[no-untyped-def]
+        connect_group: Callable[[], WorkerGroup],
+        places: Places | None = None,
     ) -> int:
         """`places`: of servers and reward workers; None: below this process."""
         from rlhf_megatron.proof.replay import NOT_REPRODUCED_EXIT_CODE, replay, replay_capsule
@@ -232,18 +237,18 @@ class TrainJob:
         config = self.config
         try:
             if isinstance(self.replay, Path):
-                outcome = replay_capsule(config, group, run_dir, self.replay)
+                outcome = replay_capsule(config, connect_group, run_dir, self.replay)
                 print(*outcome.lines, sep="\n")
                 return 0 if outcome.is_reproduced else NOT_REPRODUCED_EXIT_CODE
             if self.replay is not None and self.replay_from is not None:
-                replay(config, group, run_dir, self.replay_from, self.replay, stop)
+                replay(config, connect_group, run_dir, self.replay_from, self.replay, stop)
             elif self._is_complete():  # ranks that torchrun has started come here without having asked
                 pass
             elif config.job != "train":
-                train_supervised(config, group, run_dir, lock, stop)
+                train_supervised(config, connect_group, run_dir, lock, stop)
             else:
                 is_recorded = self.record or config.trainer.record
-                run.train(config, group, run_dir, is_recorded, lock, stop, places or Places())
+                run.train(config, connect_group, run_dir, is_recorded, lock, stop, places or Places())
         except EngineError as error:
             raise ValueError(str(error)) from error
         except NonFiniteNumbers as error:
@@ -277,7 +282,7 @@ class TrainJob:
         opened = self._open_run_dir()
         stop = StopRequest()
 
-        def run(group, places) -> int:  # type: ignore[no-untyped-def]
+        def run(group: RoutedGroups, places: Places) -> int:
             return self._run(opened.path, opened.lock, stop, lambda: group, places)
 
         config = self.config
@@ -295,7 +300,7 @@ class TrainJob:
         )
         return run_driver(run, job, stop)
 
-    def _deadlines(self):  # type: ignore[no-untyped-def]
+    def _deadlines(self) -> Deadlines:
         from rlhf_megatron.runtime.controller import Deadlines
 
         trainer = self.config.trainer
@@ -328,7 +333,7 @@ class TrainJob:
             keeper_machines=() if (keepers := self._keepers()) is None else keepers.machines,
         )
 
-    def _keepers(self):  # type: ignore[no-untyped-def]
+    def _keepers(self) -> KeeperPool | None:
         from rlhf_megatron.runtime.torchrun.engines import Servers
 
         return Servers.of(self.config).keepers if self.replay is None else None
@@ -353,7 +358,7 @@ class TrainJob:
 
         keepers = self._keepers()
 
-        def run(group) -> int:  # type: ignore[no-untyped-def]
+        def run(group: RoutedGroups) -> int:
             from rlhf_megatron.rewards.service.places import Places
             from rlhf_megatron.runtime.torchrun.engines import MachineEngines, Servers
 
@@ -366,7 +371,7 @@ class TrainJob:
         return run_controller(run, pools, self._deadlines(), stop)
 
 
-def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
+def _build_roles(config: RunConfig, pool: Pool) -> dict[str, object]:
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
     from rlhf_megatron.parallel.device import make_deterministic
     from rlhf_megatron.parallel.prepare import prepare_megatron
