@@ -59,11 +59,14 @@ def _place(
         raise ValueError(
             f"{where} has {len(ids)} ids and {len(log_probs)} log_probs, but sft.params.top_k is {width}; lower that"
         )
+    for log_prob in log_probs:
+        if isinstance(log_prob, bool) or not isinstance(log_prob, int | float) or math.isnan(log_prob):
+            raise ValueError(f"{where} has {log_prob!r}, which is no log-prob")
     pairs = sorted(zip(log_probs, ids, strict=True), key=lambda pair: -pair[0])[:width]
     for log_prob, token_id in pairs:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise ValueError(f"{where} has {token_id!r}, which is no id below {vocab_size}")
-        if isinstance(log_prob, bool) or not isinstance(log_prob, int | float) or not math.isfinite(log_prob):
+        if math.isinf(log_prob):
             raise ValueError(f"{where} has {log_prob!r}, which is no log-prob")
     if len({token_id for _, token_id in pairs}) < width or sum(math.exp(p) for p, _ in pairs) > 1 + SLACK:
         raise ValueError(f"{where} must have different tokens whose probabilities are at most 1 together")

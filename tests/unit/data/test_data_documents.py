@@ -73,6 +73,9 @@ def test_documents_to_be_scored_are_what_the_first_row_of_their_file_says(tmp_pa
     sums = write(tmp_path / "sums.jsonl", SUMS)
     (sample, _) = load_held_out(DataConfig(train_files=(sums,), val_files=(sums,)), SFTConfig(), digits)
     assert sample.documents == (Document((3, 12, 3, 15, 4, 1), ((4, 6),)),)
+    both = write(tmp_path / "both.jsonl", [{**row, "text": "1"} for row in SUMS])
+    (again, _) = load_held_out(DataConfig(train_files=(both,), val_files=(both,)), SFTConfig(), digits)
+    assert again.documents == sample.documents, "prompts and answers count as that, whatever stands beside them"
     chats = write(tmp_path / "chats.jsonl", CHATS)
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     found = load_held_out(DataConfig(train_files=(chats,), val_files=(chats,)), SFTConfig(), tokenizer)

@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.data import packing
-from rlhf_megatron.data.packing import EVEN, Bin, Share, deal, exchange_documents, fewest_bins, imbalance, pack
+from rlhf_megatron.data.packing import (
+    EVEN,
+    Bin,
+    Share,
+    _first_fit,
+    deal,
+    exchange_documents,
+    fewest_bins,
+    imbalance,
+    pack,
+)
 from rlhf_megatron.data.plan import NO_OP, plan_replicas
 
 
@@ -141,6 +151,11 @@ def test_plans_of_real_sizes_are_even_and_full(draw, dp: int, multiples: tuple[i
     assert num_bins <= least * 1.01 + dp
     floor = 1 - sum(lengths) / (num_bins * max(max(padded), sum(padded) / num_bins))
     assert 1 - sum(lengths) / (num_bins * plans[0].packed_length) <= max(0.03, floor + 0.02)
+
+
+def test_documents_go_into_the_first_bin_with_room() -> None:
+    assert _first_fit([0, 1, 2, 3], [6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
+    assert _first_fit([0, 1, 2], [5, 5, 1], 10) == [[0, 1], [2]]
 
 
 def test_few_samples_a_replica_are_evened_out_by_exchanges() -> None:

@@ -90,6 +90,10 @@ def test_another_teacher_is_other_data(tmp_path: Path) -> None:
         ({"ids": [[1, 2]] * 2, "log_probs": [[-0.1, -0.1]] * 2}, "at most 1 together"),
         ({"ids": [[1, 10**6]] * 2, "log_probs": [[-1.0, -2.0]] * 2}, "1000000, which is no id below"),
         ({"ids": [[1, 2]] * 2, "log_probs": [[-1.0, math.inf]] * 2}, "Infinity is not JSON"),
+        ({"ids": [[1, 2]] * 2, "log_probs": [[-1.0, None]] * 2}, "place 0 .* has None, which is no log-prob"),
+        ({"ids": [[1, 2, 3]] * 2, "log_probs": [[-1.0, -2.0, "-9"]] * 2}, "'-9', which is no log-prob"),
+        ({"ids": [[1, 2]] * 2, "log_probs": [[True, -1.0]] * 2}, "True, which is no log-prob"),
+        ({"ids": [[1, 2]] * 2, "log_probs": [[-1e999, -1.0]] * 2}, "Infinity is not JSON"),
         ({"ids": "1"}, r'must be \{"ids": '),
     ],
 )
