@@ -86,7 +86,7 @@ class Endpoint:
         first: float | None = None
         pause, num_retries = FIRST_PAUSE_S, 0
         while True:
-            with self._turn():
+            with self.turn():
                 sent = time.monotonic()
                 first = sent if first is None else first  # waiting for a turn is no failure of the server
                 status, text, wait_s = self._post(json.dumps(body).encode())
@@ -107,7 +107,7 @@ class Endpoint:
             num_retries += 1
 
     def _answers(self, probe: Any) -> bool:
-        with self._turn():
+        with self.turn():
             return self._post(json.dumps(probe).encode())[0] == 200
 
     def _post(self, body: bytes) -> tuple[int | None, bytes, float]:
@@ -130,7 +130,7 @@ class Endpoint:
             connection.close()
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """Wait until this request may be sent; hold its place until it is answered."""
         folder = _folder(self.url)
         held = _first_free(folder, max(1, self.concurrency // _num_machines))

@@ -129,12 +129,16 @@ def reward(draft: Draft) -> None:
     if manager == "batch" and path:
         draft.leave(f"{MANAGER}.name", "its function takes lists there, and one sample here: rewrite it", learns=True)
     g.ignore(f"{MANAGER}.*")
-    for name in LIMITS:
+    is_limited = manager == "rate_limited" and draft.values.get("reward.params.path") is not None
+    if is_limited:
+        _limits(draft)
+    for name in () if is_limited else LIMITS:
         if g.look(f"reward.{name}") is not None:
             why = "limits are those of a server: requests_per_s and concurrency of llm_judge, reward_server and code"
             draft.leave(f"reward.{name}", f"{why}; a function of your own keeps to its own")
     _overlong(draft)
-    draft.take("reward.timeout", "reward.timeout_s", note="seconds of work; waiting for a CPU does not count")
+    if not is_limited:
+        draft.take("reward.timeout", "reward.timeout_s", note="seconds of work; waiting for a CPU does not count")
     draft.take("reward.num_workers", note="processes for rewards that run in processes of their own, of all the run")
 
 
@@ -146,6 +150,19 @@ def _function(draft: Draft, path: str) -> None:
     draft.put("reward.params.path", f"{path.removeprefix('file://')}:{name}", (f"{FUNCTION}.path", f"{FUNCTION}.name"))
     for key, value in g.below(f"{FUNCTION}.reward_kwargs").items():
         draft.put(f"reward.params.kwargs.{key}", value, (f"{FUNCTION}.reward_kwargs.{key}",))
+
+
+def _limits(draft: Draft) -> None:
+    """Those of the manager rate_limited are of each of verl's processes; a sample over its time scores 0 there."""
+    g, ours = draft.given, "reward.params.server"
+    draft.put(f"{ours}.url", "http://reward", (f"{MANAGER}.name",), "a name of the limits: the function asks by itself")
+    requests, tokens, each = (g.number(f"reward.{name}") for name in ("max_rpm", "max_tpm", LIMITS[-1]))
+    rates = [requests] * bool(requests) + [(tokens or 0.0) / (each or 2000.0)] * bool(tokens)
+    if rates:
+        sources = ("reward.max_rpm", "reward.max_tpm", f"reward.{LIMITS[-1]}")
+        draft.put(f"{ours}.requests_per_s", min(rates) / 60, sources, "over all workers of a machine")
+    draft.put(f"{ours}.concurrency", g.whole("reward.max_concurrent") or 1, ("reward.max_concurrent",))
+    draft.put(f"{ours}.patience_s", g.number("reward.timeout") or 300.0, ("reward.timeout",), "masked then, 0 there")
 
 
 def _reward_model(draft: Draft) -> None:

@@ -193,8 +193,9 @@ def test_two_servers(judge: tuple[Path, PreTrainedModel], monkeypatch: pytest.Mo
 
 
 def test_a_judge(tmp_path: Path) -> None:
-    """The verdict is the digit that the model writes; another character is masked."""
+    """The verdict is the digit that the model writes; another character is masked, as is text that it cannot spell."""
     judge = Scored(tmp_path / "judge", is_judge=True)
+    shutil.copy(MODEL / "tokenizer.json", tmp_path / "judge")  # one that spells no other text
     config = run_config(tmp_path)
     arguments = {**config.reward_model.served.args, "skip_server_warmup": True}
     served = replace(config.reward_model.served, judge=VERDICT, ending="", args=arguments)
@@ -214,6 +215,10 @@ def test_a_judge(tmp_path: Path) -> None:
 
             first = verdicts()
             assert first == pytest.approx(wanted)
+            start = time.monotonic()
+            [strange] = scorer([replace(asked[0], response="\u00e9")])
+            assert strange.status == "masked:refused" and "answered 500" in strange.error
+            assert time.monotonic() - start < STARTUP_S, "not for as long as servers may take to come back"
             before = [servers._score(address) for address in servers.servers.addresses]
             assert before[0] == pytest.approx(before[1], abs=1e-5) and before[0] < 0.0
             servers.servers.process("reward1").send_signal(signal.SIGKILL)

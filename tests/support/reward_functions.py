@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import ctypes
+import fcntl
 import os
 import signal
 import stat
@@ -123,7 +125,21 @@ def needs_more(response: str, judge: object) -> float:
 
 
 async def asynchronous(response: str) -> float:
-    return 0.0
+    await asyncio.sleep(0.001)
+    if response == "raise":
+        raise KeyError("no such thing")
+    return float(response)
+
+
+async def alone(label: str) -> float:
+    """1 where no other worker is in here. `label`: a file."""
+    with open(label, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0.0
+        await asyncio.sleep(0.01)
+        return 1.0
 
 
 NUMBER = 3

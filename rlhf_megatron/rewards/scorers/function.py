@@ -1,12 +1,13 @@
 """A function of the user's own, named by a dotted path or a file: the way to a reward without touching this package.
 
-It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and num_tokens that its
-signature has, also by verl's names, and `kwargs`. `label` is text, `ground_truth` the label as the row has it. It
-returns a number, or a mapping with the number "score" and further numbers for metrics.
+It may be async. It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and
+num_tokens that its signature has, also by verl's names, and `kwargs`. `label` is text, `ground_truth` the label as the
+row has it. It returns a number, or a mapping with the number "score" and further numbers for metrics.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -14,12 +15,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.data.rows import JSON_LABEL
+from rlhf_megatron.rewards.endpoint import Endpoint
 from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, BadResultError, RewardResult, RewardSample
 
 OF_VERL = {"solution_str": "response", "ground_truth": "label", "data_source": "source", "extra_info": "extra"}
@@ -32,6 +35,7 @@ class FunctionParams:
     path: str  # "package.module:function" or "path/to/file.py:function" (beside the YAML file)
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     max_memory_gib: float = 4.0  # that the worker process may use
+    server: Endpoint | None = None  # that it asks itself: each sample takes a turn of its limits, and is masked if late
 
     def __post_init__(self) -> None:
         module, _, name = self.path.rpartition(":")
@@ -45,6 +49,11 @@ class FunctionParams:
         clash = sorted(set(self.kwargs) & set(GIVEN))
         if clash:
             raise ValueError(f"kwargs ({clash}) must not have the names of what a sample has; rename them.")
+
+    @property
+    def waits_s(self) -> float | None:
+        """Seconds that a sample may wait for a server, whose fault it is then."""
+        return None if self.server is None else self.server.longest_s
 
     def prepare(self) -> None:
         """Import the module and look at the signature. Raises ValueError."""
@@ -62,9 +71,8 @@ def load_function(path: str, kwargs: tuple[str, ...]) -> tuple[Callable[..., Any
         raise ValueError(
             f"path ({path!r}): the module has no {name!r}; its functions are {', '.join(known) or 'none'}."
         )
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        kind = "an async function" if inspect.iscoroutinefunction(function) else f"a {type(function).__name__}"
-        raise ValueError(f"path ({path!r}): {name!r} is {kind}, and must be a plain function.")
+    if not callable(function):
+        raise ValueError(f"path ({path!r}): {name!r} is a {type(function).__name__}, and must be a function.")
     return function, _accepted(path, function, kwargs)
 
 
@@ -123,7 +131,14 @@ def function(sample: RewardSample, params: FunctionParams) -> RewardResult:
         label = json.loads(sample.label) if extra.pop(JSON_LABEL, False) else sample.label
         read = {"extra": extra, "extra_info": extra.get("extra_info") or {}, "ground_truth": label}
         given |= {name: value for name, value in read.items() if name in given}
-    return as_result(call(**given, **params.kwargs))
+    with params.server.turn() if params.server is not None else nullcontext():
+        value = call(**given, **params.kwargs)
+        return as_result(_event_loop().run_until_complete(value) if inspect.iscoroutine(value) else value)
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
 
 
 def as_result(value: object) -> RewardResult:

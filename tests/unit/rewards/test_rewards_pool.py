@@ -188,6 +188,24 @@ def test_a_function_that_was_written_for_verl(tmp_path: Path) -> None:
     assert [result.parts["function/place"] for result in as_they_are] == [0, 1, 2, 3, 4]
 
 
+def test_an_async_function(tmp_path: Path) -> None:
+    with make_scorer(config("asynchronous", num_workers=1), tmp_path / "log") as scorer:
+        found = scorer([sample("1"), sample("raise"), sample("0.5")])
+    assert [(r.status, r.score) for r in found] == [("ok", 1.0), ("masked:KeyError", 0.0), ("ok", 0.5)]
+
+
+def test_a_function_that_asks_a_server_keeps_to_its_limits_over_all_workers(tmp_path: Path) -> None:
+    """And a sample that waits too long for it is not the policy's fault."""
+    server = {"url": f"http://reward/{tmp_path.name}", "concurrency": 1}
+    one = config("alone")
+    with make_scorer(replace(one, params=one.params | {"server": server}), tmp_path / "log") as scorer:
+        found = scorer([sample(str(number), label=str(tmp_path / "file")) for number in range(30)])
+    assert [result.score for result in found] == [1.0] * 30
+    one, server = config("behave"), {"url": "http://reward", "timeout_s": 0.3, "patience_s": 0.3}
+    with make_scorer(replace(one, params=one.params | {"server": server}), tmp_path / "log") as scorer:
+        assert [r.status for r in scorer([sample("sleep"), sample("7")])] == ["masked:endpoint", "ok"]
+
+
 def test_a_sample_whose_worker_died_is_tried_once_more(scorer: Scorer, tmp_path: Path) -> None:
     [result] = scorer([sample("die once", marker=str(tmp_path / "marker"))])
     assert (result.score, result.status) == (1.0, "ok")
@@ -345,8 +363,7 @@ def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
     ("path", "problem"),
     [
         (f"{FUNCTIONS}:absent", "the module has no 'absent'; its functions are is_right, "),
-        (f"{FUNCTIONS}:NUMBER", "'NUMBER' is a int, and must be a plain function"),
-        (f"{FUNCTIONS}:asynchronous", "'asynchronous' is an async function"),
+        (f"{FUNCTIONS}:NUMBER", "'NUMBER' is a int, and must be a function"),
         (f"{FUNCTIONS}:needs_more", "the function needs judge, which a sample does not have; it may take prompt, "),
         (f"{FUNCTIONS}x.py:is_right", "reward_functions.pyx.py is not a file"),
         ("no_such_package.rewards:f", "there is no module 'no_such_package'"),

@@ -45,9 +45,18 @@ def test_a_setting_of_a_reward_model_that_nobody_knows_is_told() -> None:
 
 
 def test_limits_of_requests_belong_to_servers() -> None:
-    given = translated(BASE, "reward.reward_manager.name=rate_limited", "reward.max_rpm=60", "reward.max_concurrent=4")
-    assert given.is_whole and [one.name for one in given.left] == ["reward.max_rpm", "reward.max_concurrent"]
-    assert all("requests_per_s and concurrency" in one.reason for one in given.left)
+    limits = ("reward.reward_manager.name=rate_limited", "reward.max_rpm=60", "reward.max_concurrent=4")
+    given = translated(BASE, *limits, "reward.max_tpm=60000", "reward.timeout=30")
+    found = {key[21:]: value for key, value in values(given).items() if key.startswith("reward.params.server.")}
+    assert found == {"url": "http://reward", "requests_per_s": 0.5, "concurrency": 4, "patience_s": 30.0}
+    assert given.is_whole and not given.left
+    given = translated(BASE, *limits, ours=["reward.name=math_verify"])
+    assert [one.name for one in given.left] == [
+        "custom_reward_function.path",
+        "reward.max_rpm",
+        "reward.max_concurrent",
+    ]
+    assert all("requests_per_s and concurrency" in one.reason for one in given.left[1:])
 
 
 def test_a_reward_model_that_scores_alone() -> None:
