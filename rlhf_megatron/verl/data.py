@@ -157,7 +157,7 @@ def _limits(draft: Draft) -> None:
     g, ours = draft.given, "reward.params.server"
     draft.put(f"{ours}.url", "http://reward", (f"{MANAGER}.name",), "a name of the limits: the function asks by itself")
     requests, tokens, each = (g.number(f"reward.{name}") for name in ("max_rpm", "max_tpm", LIMITS[-1]))
-    rates = [requests] * bool(requests) + [(tokens or 0.0) / (each or 2000.0)] * bool(tokens)
+    rates = [rate for rate in (requests, tokens and tokens / (each or 2000.0)) if rate]
     if rates:
         sources = ("reward.max_rpm", "reward.max_tpm", f"reward.{LIMITS[-1]}")
         draft.put(f"{ours}.requests_per_s", min(rates) / 60, sources, "over all workers of a machine")

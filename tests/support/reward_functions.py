@@ -131,14 +131,14 @@ async def asynchronous(response: str) -> float:
     return float(response)
 
 
-async def alone(label: str) -> float:
+async def alone(label: str, seconds: float = 0.01) -> float:
     """1 where no other worker is in here. `label`: a file."""
     with open(label, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0.0
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(seconds)
         return 1.0
 
 

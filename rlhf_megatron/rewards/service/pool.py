@@ -30,7 +30,8 @@ MAX_LOG_BYTES = 1 << 24
 
 class WorkerPool:
     """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position. `waits_s`: of each the
-    seconds that a sample may wait for a server, which are not the policy's doing; None: it waits for none.
+    seconds that a sample may wait for a server, also since another had its answer, which are not the policy's doing;
+    None: it waits for none.
     `num_machines`: that have pools of the run, which share the limits of servers."""
 
     def __init__(
@@ -142,6 +143,7 @@ class _Batch:
         self.waiting = deque(range(len(tasks)))
         self.once_more: deque[int] = deque()  # their worker died: each is for a fresh one, alone
         self.deaths: Counter[int] = Counter()
+        self.heard_at: dict[int, float] = {}  # component -> when a worker answered for it: others may await their turn
         self.num_restarts = 0
 
     def run(self) -> list[RewardResult]:
@@ -187,6 +189,7 @@ class _Batch:
         try:
             for reply in worker.replies():
                 self.results[reply.number] = reply.result
+                self.heard_at[self.tasks[reply.number].component] = time.monotonic()
         except ValueError:
             self._lose(worker, "was ended because something else than its reply came through its socket")
         except (EOFError, OSError):
@@ -248,9 +251,9 @@ class _Batch:
             took = time.monotonic() - worker.started_at
             if not worker.in_hand or not worker.is_connected or took < POLL_S:
                 continue
-            waits_s = self.pool.waits_s[self.tasks[worker.in_hand[0]].component]
-            if waits_s is not None:
-                if took < waits_s:
+            component = self.tasks[worker.in_hand[0]].component
+            if (waits_s := self.pool.waits_s[component]) is not None:
+                if min(took, time.monotonic() - self.heard_at.get(component, 0.0)) < waits_s:
                     continue
                 verdict = masked("endpoint", f"After {took:.0f} s a server had not answered.")
             elif (counted := worker.stopwatch.look()) > limit:

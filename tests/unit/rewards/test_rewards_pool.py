@@ -206,6 +206,17 @@ def test_a_function_that_asks_a_server_keeps_to_its_limits_over_all_workers(tmp_
         assert [r.status for r in scorer([sample("sleep"), sample("7")])] == ["masked:endpoint", "ok"]
 
 
+@pytest.mark.long
+def test_who_waits_for_a_turn_is_not_late_while_others_have_theirs(tmp_path: Path) -> None:
+    """Ten workers, one at a time: the last waits for 8 s, of 6 that a server may take."""
+    server = {"url": f"http://reward/{tmp_path.name}", "concurrency": 1, "timeout_s": 3.0, "patience_s": 3.0}
+    one = config("alone", num_workers=10)
+    params = one.params | {"server": server, "kwargs": {"seconds": 0.9}}
+    with make_scorer(replace(one, params=params), tmp_path / "log") as scorer:
+        found = scorer([sample(str(number), label=str(tmp_path / "file")) for number in range(10)])
+    assert [(result.status, result.score) for result in found] == [("ok", 1.0)] * 10
+
+
 def test_a_sample_whose_worker_died_is_tried_once_more(scorer: Scorer, tmp_path: Path) -> None:
     [result] = scorer([sample("die once", marker=str(tmp_path / "marker"))])
     assert (result.score, result.status) == (1.0, "ok")
