@@ -281,7 +281,7 @@ def measure(shape: Shape, directory: Path) -> Meter:
         train = stages.advantages(1, annotated)
     del annotated
     with meter.of("mini-batches"):
-        metrics = stages.update(1, train)
+        _, metrics = stages.update(1, train)
     with meter.of("metrics of the batch"):
         metrics |= batch_metrics(train) | variance_metrics(train, metrics)
         samples_of(1, train, 8, 1)

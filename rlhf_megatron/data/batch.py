@@ -152,7 +152,7 @@ class MiniBatch(TokenBatch):
     loss_weights: Tensor = per_token()  # [T] float32, from algorithms.aggregate
     metric_weights: Tensor = per_token()  # [T] float32, response_mask / (response tokens of the whole mini-batch)
     advantages: Tensor | None = per_token(default=None)  # [T] float32
-    old_log_probs: Tensor | None = per_token(default=None)
+    old_log_probs: Tensor | None = per_token(default=None)  # None: those of the policy that the step begins with
     ref_log_probs: Tensor | None = per_token(default=None)
     rollout_log_probs: Tensor | None = per_token(default=None)
     correction_weights: Tensor | None = per_token(default=None)  # [T] float32, factor of the policy loss

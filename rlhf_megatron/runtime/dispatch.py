@@ -101,7 +101,8 @@ def join(method: str, results: Sequence[Any], plans: Sequence[ReplicaPlan], offs
     if isinstance(first, TokenColumns):
         return restore(results, plans, offsets)
     if isinstance(first, UpdateResult):
-        return sum_updates(method, results)
+        total = sum_updates(method, results)
+        return total if first.own is None else replace(total, own=restore([r.own for r in results], plans, offsets))
     raise TypeError(
         f"{method} returned a {type(first).__name__}; a scattered call returns TokenColumns or an UpdateResult"
     )

@@ -53,7 +53,7 @@ def run(stages: Stages, supply: Supply, tracker: Tracker, stage: StageGuard, kee
             with stage("advantages"):
                 train = stages.advantages(step, annotated)
             with stage("update"):
-                stages.update(step, train)
+                train, _ = stages.update(step, train)
             with stage("sync", is_begun=True), supply.syncing():
                 metrics = stages.sync()
             tracker.batch(train, metrics | supply.take_metrics() | keeper.take_metrics(), stages.trained_version)

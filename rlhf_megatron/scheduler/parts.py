@@ -8,13 +8,14 @@ from typing import Any
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.advantages.base import AdvantageEstimator
+from rlhf_megatron.algorithms.losses import PICKS
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts
 from rlhf_megatron.config.rules.run import has_kl, has_teacher, needs_reference, teaching
-from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
+from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.data.items import prompt_batch
 from rlhf_megatron.data.prompts import PromptSets, load_prompts
@@ -38,6 +39,7 @@ class Parts:
     needs_values: bool = False  # there is a critic
     needs_token_rewards: bool = False  # per-token rewards, also without KL in them
     needs_log_probs: bool = True  # of the trainer's policy before the update, in every step
+    is_own: bool = False  # the old log-probs of a step are those of its one update, which tells them afterwards
     correction: CorrectionParams = field(default_factory=CorrectionParams)
     is_bypass: bool = False  # the engine's log-probs are the old ones, and the loss makes the correction
     needs_sum_squares: bool = False  # of the probabilities of the actor
@@ -61,6 +63,7 @@ def load_parts(config: RunConfig) -> Parts:
         needs_values="values" in estimator.needs,
         needs_token_rewards="token_rewards" in estimator.needs,
         needs_log_probs=_needs_log_probs(config.algorithm, estimator),
+        is_own=_is_own(config.actor, config.algorithm, config.data.train_batch_size * config.rollout.n, estimator),
         correction=correction_params(config.algorithm.rollout_correction),
         is_bypass=is_bypass(config.algorithm.rollout_correction),
         needs_sum_squares="sum_squares" in estimator.needs,
@@ -78,6 +81,22 @@ def _needs_log_probs(algorithm: AlgorithmConfig, estimator: Entry[AdvantageEstim
     section = algorithm.rollout_correction
     others = algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
     return not is_bypass(section) or others or bool({"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs})
+
+
+def _is_own(
+    actor: ActorConfig, algorithm: AlgorithmConfig, num_samples: int, estimator: Entry[AdvantageEstimator]
+) -> bool:
+    """Whether a step is one optimizer step of all its `num_samples`, and nothing reads the trainer's log-probs before
+    it: no pass of their own is needed, and the importance ratio is 1 to the bit.
+    """
+    correction = correction_params(algorithm.rollout_correction)
+    is_one = actor.ppo_epochs == 1 and actor.mini_batch_size == num_samples
+    is_read = (
+        *(algorithm.use_kl_in_reward, algorithm.pf_ppo.enable, actor.router_replay == "r2"),
+        *(correction.importance is not None, correction.rejects, actor.policy_loss.loss_mode in PICKS),
+        *(is_bypass(algorithm.rollout_correction), {"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs}),
+    )
+    return is_one and not any(is_read)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from rlhf_megatron.config.rules.run import has_reward_model
 from rlhf_megatron.config.schema import RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import (
     AnnotatedBatch,
+    LogProbs,
     PromptBatch,
     RolloutBatch,
     ScoredBatch,
     TrainBatch,
 )
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, evaluate, first_items
-from rlhf_megatron.observe.metrics.batch import bad_columns, version_metrics
+from rlhf_megatron.observe.metrics.batch import bad_columns, valid_samples, version_metrics
 from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
 from rlhf_megatron.recovery.checkpointer import check_replicas
 from rlhf_megatron.recovery.journal import Journal
@@ -31,7 +32,7 @@ from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests, collect, sampling_params
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.advantages import AdvantageStage
+from rlhf_megatron.scheduler.advantages import AdvantageStage, correction_columns
 from rlhf_megatron.scheduler.model_rewards import ModelRewards
 from rlhf_megatron.scheduler.parts import Parts, RunData
 from rlhf_megatron.scheduler.samples import (
@@ -52,6 +53,7 @@ from rlhf_megatron.scheduler.update import (
     leave_out,
     record_routes,
     run_updates,
+    with_own,
 )
 from rlhf_megatron.sync.colocation import Turns
 from rlhf_megatron.sync.weight_sync import Sync
@@ -221,16 +223,21 @@ class Stages:
     def annotated(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
         """Some samples or all of a step, with what the models say of them.
 
-        Where the engine's log-probs are the old ones and nothing needs the trainer's, these are computed at the first
-        step only: no run begins without a comparison of engine and trainer.
+        Where the engine's log-probs are the old ones and nothing needs the trainer's, or the update tells them itself,
+        these are computed at the first step only: no run begins without a comparison of engine and trainer.
         """
         self.turns.to_trainer()
         is_recorded = self._is_recorded(step)
-        has_actor = self.parts.needs_log_probs or is_recorded or step == self.mismatch.first_step
+        is_needed = self.parts.needs_log_probs and not self._is_own(step)
+        has_actor = is_needed or is_recorded or step == self.mismatch.first_step
         asked = (self._settings, self.parts, scored, has_actor, is_recorded, self._model_rewards)
         annotated = annotate(self.workers, *asked)
         give_back_memory()
         return annotated
+
+    def _is_own(self, step: int) -> bool:
+        """Whether the update of a step makes the old log-probs itself."""
+        return self.parts.is_own and step > self.config.trainer.critic_warmup
 
     def _is_recorded(self, step: int) -> bool:
         """Whether the log-probs of a step are there to record the experts that its updates' tokens meet, too."""
@@ -246,8 +253,9 @@ class Stages:
         faults.reach("loop.after_advantages")
         return train
 
-    def update(self, step: int, batch: TrainBatch) -> dict[str, float]:
-        """Epochs x mini-batches, one optimizer step each. Returns metrics averaged over them.
+    def update(self, step: int, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Epochs x mini-batches, one optimizer step each. Returns the batch, with the columns that the update told
+        where the old log-probs are its own, and metrics averaged over them.
 
         Trained on are samples of `batch`, drawn by their reward where `algorithm.pf_ppo` asks for it.
         A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers, ReplicasDiffer.
@@ -263,14 +271,18 @@ class Stages:
         elif drawn.values is not None:
             updates.append(critic_update(self.workers, self._settings, step, drawn))
         if self._is_policy_new:
-            updates.append(actor_update(self.workers, self._settings, step, drawn))
+            given = replace(drawn, old_log_probs=None) if self._is_own(step) else drawn
+            updates.append(actor_update(self.workers, self._settings, step, given))
         self.trained_version = self.version
         if columns := bad_columns(batch):
             self._is_policy_new = False
             self._step_metrics |= leave_out(self.workers, updates, step, self.skips, batch, columns)
         else:
             compare = partial(self._compare, step, batch)
-            self._step_metrics |= run_updates(updates, step, self.skips, compare)
+            own: list[LogProbs] = []
+            self._step_metrics |= run_updates(updates, step, self.skips, compare, own.append)
+            if own:
+                batch = self._told(step, with_own(batch, self._settings, step, *own))
         self._compare(step, batch)
         give_back_memory()
         self.route_files.trained(step, batch.routes)
@@ -281,7 +293,14 @@ class Stages:
         self._step_metrics["rollout/num_samples"] = float(len(batch))
         if self.data.stream is not None and len(batch):  # a group's id is its place in the stream
             self._step_metrics["training/epoch"] = (int(batch.group_ids.max()) + 1) / self.data.stream.num_prompts
-        return self._step_metrics
+        return batch, self._step_metrics
+
+    def _told(self, step: int, batch: TrainBatch) -> TrainBatch:
+        """The metrics of log-probs that the update told; a first step's are those of a resumed run, too."""
+        self._is_compared = False
+        self._compare(step, batch, is_first=step == self.mismatch.first_step)
+        self._step_metrics |= correction_columns(batch, valid_samples(batch), self.parts.correction, False)[1]
+        return batch
 
     def sync(self) -> dict[str, float]:
         """Trainer's weights to all engines, verified; the policy version goes up by one.

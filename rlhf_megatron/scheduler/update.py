@@ -11,17 +11,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+import torch
+
 from rlhf_megatron import faults
 from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, RunConfig
 from rlhf_megatron.data.batch import (
     AnnotatedBatch,
+    LogProbs,
     MiniBatch,
     ScoredBatch,
     TokenBatch,
     TrainBatch,
     gain,
     select,
+    token_index,
 )
 from rlhf_megatron.observe.metrics.batch import BadColumn
 from rlhf_megatron.recovery.skips import Skips
@@ -100,6 +104,16 @@ def actor_update(workers: Workers, settings: UpdateSettings, step: int, batch: T
         lambda: (mini_batch(number, samples) for number, samples in enumerate(of_epochs(*order))),
         lambda number: select(batch, next(islice(of_epochs(*order), number, None))),
     )
+
+
+def with_own(batch: TrainBatch, settings: UpdateSettings, step: int, own: LogProbs) -> TrainBatch:
+    """`batch` with what the update of its one mini-batch told, in the order of that one's samples."""
+    actor = settings.actor
+    order = (len(batch), 1, actor.mini_batch_size, actor.shuffle, settings.seed, step)
+    places = token_index(batch.offsets, next(of_epochs(*order)))
+    assert own.entropies is not None, "an update tells both"
+    columns = [torch.zeros(batch.num_tokens).index_copy_(0, places, c) for c in (own.log_probs, own.entropies)]
+    return replace(batch, old_log_probs=columns[0], entropies=columns[1])
 
 
 def critic_update(workers: Workers, settings: UpdateSettings, step: int, batch: TrainBatch) -> RoleUpdate:
@@ -187,9 +201,10 @@ def run_updates(
     step: int = 0,
     skips: Skips | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    on_own: Callable[[LogProbs], None] = lambda own: None,
 ) -> dict[str, float]:
     """Train each role. Returns metrics averaged over its optimizer steps. `meanwhile` is called once the ranks have
-    work.
+    work, `on_own` with each `UpdateResult.own`.
 
     Roles take turns, one mini-batch each, as long as they have any: that is the order in which one pool runs them.
     Pools of their own work at the same time. A role's next mini-batch goes out when its last but one is done.
@@ -209,6 +224,9 @@ def run_updates(
     for run in runs:
         run.finish()
     skips.settle(step, [(run.skips, run.update.samples_of, run.update.mini_batch) for run in runs])
+    for result in (result for run in runs for result in run.results):
+        if result.own is not None:
+            on_own(result.own)
     for run in runs:
         metrics |= update_metrics(run.update.worker.role, run.update.num_epochs, run.results)
     return metrics

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
@@ -17,7 +19,7 @@ from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
+from rlhf_megatron.workers.forward import RowLogProbs, columns_of_rows, forward_log_probs
 from rlhf_megatron.workers.losses import (
     CorrectedRowLoss,
     DistillationRowLoss,
@@ -78,14 +80,17 @@ class Actor(TrainedModel):
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
     ) -> UpdateResult | None:
         """One optimizer step, as `TrainWorker.update`. Raises ValueError: unknown loss, missing column."""
-        packed, row_loss = self._work(batch, plan, temperature, loss)
-        return self._step(self._pass(packed, row_loss), packed, capsule)
+        packed, row_loss, own = self._work(batch, plan, temperature, loss)
+        result = self._step(self._pass(packed, row_loss), packed, capsule)
+        columns = None if own is None else columns_of_rows(own, packed, self.world)
+        return result if result is None or columns is None else replace(result, own=LogProbs(*columns))
 
     def look_again(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
         """`update` without the optimizer step."""
-        return self._look(*self._work(batch, plan, temperature, loss))
+        packed, row_loss, _ = self._work(batch, plan, temperature, loss)
+        return self._look(packed, row_loss)
 
     def head_report(self) -> HeadReport | None:
         """How its log-probs are computed, and what was found out about that; None off the last stage."""
@@ -93,7 +98,10 @@ class Actor(TrainedModel):
 
     def _work(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str
-    ) -> tuple[Packed, RowLossFunction]:
+    ) -> tuple[Packed, RowLossFunction, list[Tensor] | None]:
+        """The third, where the old log-probs of a policy loss are those of its own pass: it gets them and entropies,
+        [2, R] of each micro-batch.
+        """
         if loss not in self.losses:
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
         row_loss = self.losses[loss]
@@ -102,7 +110,8 @@ class Actor(TrainedModel):
         packed = pack(batch, plan, *place, self.backend.has_router_terms, with_sources=routes is not None)
         if routes is not None:
             packed = routes.before_update(batch, packed)
-        rows = RowLogProbs(self.head, temperature, row_loss.needs_entropy)
+        own: list[Tensor] | None = [] if loss == "policy" and batch.old_log_probs is None else None
+        rows = RowLogProbs(self.head, temperature, row_loss.needs_entropy or own is not None)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             log_probs_R, entropies_R = rows(hidden_SH, micro)
@@ -110,9 +119,13 @@ class Actor(TrainedModel):
             if row_loss.needs_sequences:  # alike on all cp ranks of the stage, with rows or without
                 sequences = Sequences(micro.sequence_ids, micro.num_sequences, partial(sum_over_cp, world=world))
             columns = micro.columns
+            if own is not None and entropies_R is not None:
+                own.append(torch.stack([log_probs_R.detach(), entropies_R.detach()]))
+                columns = {**columns, "old_log_probs": own[-1][0]}
             if "teacher_ids" in columns:
                 found = self.head.log_probs_at(hidden_SH, micro, temperature, log_probs_R, columns["teacher_ids"])
                 columns = {**columns, "student_log_probs": found}
-            return *row_loss(log_probs_R, entropies_R, columns, sequences), log_probs_R
+            needed_R = entropies_R if row_loss.needs_entropy else None
+            return *row_loss(log_probs_R, needed_R, columns, sequences), log_probs_R
 
-        return packed, of_rows
+        return packed, of_rows, own

@@ -30,6 +30,7 @@ class UpdateResult:
     grad_norm: float  # global, before clipping
     lr: float
     is_skipped: bool  # a gradient, the norm or a loss is not finite on some rank: nothing was changed, on no rank
+    own: LogProbs | None = None  # of the policy before the step, where the mini-batch came without old_log_probs
 
 
 class Worker(Protocol):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from rlhf_megatron.data.batch import LogProbs, TokenBatch, TopLogProbs, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.kernels.log_prob import HeadOutputs
+from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.backend import Backend, Head, RowsResult
-from rlhf_megatron.workers.pack import MicroBatch, pack
+from rlhf_megatron.workers.pack import MicroBatch, Packed, pack
 from rlhf_megatron.workers.pipeline import sum_over_cp
 
 
@@ -103,6 +104,11 @@ def forward_columns(
         rows = backend.run(packed, on_rows, True)
     if routes is not None:
         routes.after_log_probs(batch, packed)
+    return columns_of_rows(rows, packed, world)
+
+
+def columns_of_rows(rows: Sequence[Tensor], packed: Packed, world: World) -> Tensor | None:
+    """The token columns [C, T] float32 on the CPU of `rows`, [C, R] of each micro-batch. As `forward_columns`."""
     if not world.is_last_stage or world.coordinates.tp != 0:
         return None
     columns = [packed.unpack(column) for column in zip(*rows, strict=True)]

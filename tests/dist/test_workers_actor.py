@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -145,3 +145,26 @@ def test_metrics_of_an_update_are_averages_over_all_response_tokens(
     assert sums["actor/entropy_loss"] == pytest.approx(float(case.entropies[mask].mean()), abs=2e-6)
     assert sums["actor/pg_clipfrac"] == pytest.approx(float(is_clipped.double().mean()), abs=1e-6)
     assert 0.1 < sums["actor/pg_clipfrac"] < 0.9, "the case must clip some tokens and spare some"
+
+
+@pytest.mark.parametrize("case", POLICIES[:1], ids="-".join, indirect=True)
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}], ids=label)
+def test_an_update_whose_old_log_probs_are_its_own_tells_them(
+    dist_pool: DistPool, case: Case, layout: dict[str, Any]
+) -> None:
+    """It tells what a pass of their own tells, and learns what it learns when they are given: bit for bit."""
+
+    def trained(batch: MiniBatch) -> list[RankResult]:
+        return dist_pool.run(train, **layout, name=case.name, state=case.state, batch=batch, loss="policy", num_steps=1)
+
+    results = trained(replace(case.batch, old_log_probs=None))
+    leaders = [r for r in results if r.updates[0] is not None]
+    told = restore([r.updates[0].own for r in leaders], [r.plan for r in leaders], case.batch.offsets)
+    log_probs, entropies, _ = gathered_log_probs(results, case.batch.offsets)
+    assert torch.allclose(told.log_probs, log_probs, rtol=0, atol=2e-6)
+    assert torch.allclose(told.entropies, entropies, rtol=0, atol=2e-6)
+    given = trained(replace(case.batch, old_log_probs=told.log_probs))
+    assert all(r.updates[0] is None or r.updates[0].own is None for r in given)
+    assert summed(given, 0) == replace(summed(results, 0), own=None)
+    for one, other in zip(results, given, strict=True):
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)

@@ -108,7 +108,8 @@ def _steps(config: RunConfig, group: InlineGroup, recorder: Recorder) -> list[di
     for step in range(1, NUM_STEPS + 1):
         scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))
         train = stages.advantages(step, stages.annotate(step, scored))
-        metrics = dict(stages.update(step, train))
+        train, metrics = stages.update(step, train)
+        metrics = dict(metrics)
         columns = ("old_log_probs", "entropies", "correction_weights", "is_kept")
         steps.append(
             {

@@ -68,7 +68,7 @@ def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int
     for step in range(1, num_steps + 1):
         scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))
         train = stages.advantages(step, stages.annotate(step, scored))
-        metrics.append(dict(stages.update(step, train)))
+        metrics.append(dict(stages.update(step, train)[1]))
     moved = {
         role: max((new - old).abs().max().item() for new, old in zip(copies(model), before[role], strict=True))
         for role, model in trained.items()

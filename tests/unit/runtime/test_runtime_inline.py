@@ -118,3 +118,12 @@ def test_updates_add_up_and_global_values_must_agree() -> None:
     other = UpdateResult({"loss": 2.5, "kl": 0.5}, grad_norm=1.0, lr=0.1, is_skipped=True)
     with pytest.raises(AssertionError, match="grad_norm differs"):
         sum_updates("actor.update", [one, other])
+
+
+def test_columns_that_updates_tell_come_back_in_the_order_of_the_batch() -> None:
+    offsets = torch.tensor([0, 2, 3, 5])
+    plans = [ReplicaPlan((2, 0), ((0, 1),), 4), ReplicaPlan((1,), ((0,),), 4)]
+    told = [LogProbs(torch.tensor([30.0, 31, 10, 11])), LogProbs(torch.tensor([20.0]))]
+    results = [UpdateResult({"loss": 1.0}, 2.0, 0.1, is_skipped=False, own=own) for own in told]
+    total = join("actor.update", results, plans, offsets)
+    assert total.sums == {"loss": 2.0} and total.own.log_probs.tolist() == [10, 11, 20, 30, 31]

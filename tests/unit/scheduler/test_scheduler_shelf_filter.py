@@ -164,7 +164,7 @@ def test_where_none_teaches_nothing_is_updated(caplog: pytest.LogCaptureFixture)
     assert prompts_of(scored) == [0, 1, 2, 3] and drawn(stages) == 8
     old = torch.zeros(scored.num_tokens)
     train = stages.advantages(1, gain(AnnotatedBatch, scored, old_log_probs=old))
-    metrics = stages.update(1, train)
+    _, metrics = stages.update(1, train)
     assert metrics["actor/num_optimizer_steps"] == 0.0 and metrics["filter_groups/num_groups"] == 0.0
     assert stages.sync()["policy/version"] == 1.0, "the policy is as it was: nothing is sent"
 

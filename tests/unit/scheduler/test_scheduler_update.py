@@ -18,14 +18,21 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.kl_in_reward import KLController
-from rlhf_megatron.config.schema import AlgorithmConfig, KLControlConfig, RunConfig
+from rlhf_megatron.config.schema import (
+    AlgorithmConfig,
+    KLControlConfig,
+    PFPPOConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+    RunConfig,
+)
 from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, TokenBatch, TrainBatch, Values, gain
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.model_rewards import ModelRewards
-from rlhf_megatron.scheduler.parts import Parts
+from rlhf_megatron.scheduler.parts import Parts, _is_own
 from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, actor_update, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import Sync
 from rlhf_megatron.workers.contract import UpdateResult
@@ -83,7 +90,10 @@ class FakeGroup:
     def answer(self, method: str, number: int, batch: TokenBatch) -> Any:
         role, verb = method.split(".")
         if verb == "update":
-            return UpdateResult({f"{role}/x": float(number)}, 10.0 * number, 0.1 * number, is_skipped=number == 2)
+            own = None
+            if getattr(batch, "old_log_probs", self) is None:
+                own = LogProbs(-batch.token_ids.float(), 2.0 * batch.token_ids)
+            return UpdateResult({f"{role}/x": float(number)}, 10.0 * number, 0.1 * number, number == 2, own)
         column = torch.full(
             (batch.num_tokens,), {"actor": -1.0, "critic": 0.5, "reference": -3.0, "reward_model": 2.0}[role]
         )
@@ -181,7 +191,7 @@ def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
         critic={**of_critic, "loss_agg_mode": "seq-mean-token-sum"},
     )
     group = FakeGroup()
-    metrics = stages_of(config, group).update(1, with_values(train_batch()))
+    _, metrics = stages_of(config, group).update(1, with_values(train_batch()))
     critic = [call for call in group.calls if call.method == "critic.update"]
     actor = [call for call in group.calls if call.method == "actor.update"]
     assert [len(call.batch) for call in critic] == [2] * 10 and [len(call.batch) for call in actor] == [5, 5]
@@ -207,6 +217,46 @@ def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
         **{f"training/off_policy/trajectory_staleness/{of}": 3.0 for of in ("min", "mean", "max")},
         **{f"training/off_policy/trajectory_spans/{of}": 1.0 for of in ("min", "mean", "max")},
     }
+
+
+def test_the_one_update_of_a_step_tells_the_old_log_probs() -> None:
+    """No pass of their own but at the first step, before which engine and trainer are compared. Samples are shuffled
+    in the mini-batch, and what it tells comes back to its tokens."""
+    config, group = config_of(actor={"mini_batch_size": 10}), FakeGroup()
+    stages = stages_of(config, group)
+    stages.parts, stages.weight_sync = replace(stages.parts, is_own=True, needs_values=False), Sync(version=1)
+    batch = replace(train_batch(), old_log_probs=None, entropies=None)
+    assert stages.annotated(2, scored()).old_log_probs is None and not group.calls
+    assert stages.annotated(1, scored()).old_log_probs is not None and group.sent == ["actor.log_probs"]
+    trained, metrics = stages.update(2, batch)
+    sent = group.calls[-1].batch
+    assert sent.old_log_probs is None and not torch.equal(sent.token_ids, batch.token_ids)
+    assert torch.equal(trained.old_log_probs, -batch.token_ids.float())
+    assert torch.equal(trained.entropies, 2.0 * batch.token_ids)
+    assert {"training/rollout_kl", "rollout_corr/kl"} <= metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_own"),
+    [
+        ({}, True),
+        ({"actor": {"mini_batch_size": 5}}, False),
+        ({"actor": {"mini_batch_size": 10, "ppo_epochs": 2}}, False),
+        ({"actor": {"mini_batch_size": 10, "router_replay": "r2"}}, False),
+        ({"actor": {"mini_batch_size": 10, "policy_loss": PolicyLossConfig("clip_cov")}}, False),
+        ({"algorithm": {"use_kl_in_reward": True}}, False),
+        ({"algorithm": {"pf_ppo": PFPPOConfig(enable=True)}}, False),
+        ({"algorithm": {"adv_estimator": "optimal_token_baseline"}}, False),
+        ({"algorithm": {"rollout_correction": RolloutCorrectionConfig(rollout_is="token")}}, False),
+    ],
+    ids=str,
+)
+def test_old_log_probs_are_the_updates_own_where_nothing_reads_them_before(
+    changes: dict[str, dict[str, Any]], is_own: bool
+) -> None:
+    config = config_of(**{"actor": {"mini_batch_size": 10}} | changes)
+    estimator = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
+    assert _is_own(config.actor, config.algorithm, 10, estimator) == is_own
 
 
 def test_what_the_critic_leaves_out_is_the_actors() -> None:
