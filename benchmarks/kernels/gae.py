@@ -6,7 +6,11 @@ explained variance). Their baselines have samples as the rows of a padded [B, T]
     columns     sums by a Python loop over columns, from the last to the first: two operations a column
     verl        verl's loop over columns, with its mask recurrence: thirteen operations a column
     chunks      slime's scheme: products with a triangle of 128 powers in float32, a loop over chunks for carries
+    compiled    `chunks` under torch.compile, where a C++ compiler is found
+    lfilter     scipy's recursive filter in C over each row, as in Spinning Up, where scipy is installed
     doubling    log2(T) rounds over the packed column, in float64
+
+`chunks`, `compiled` and `lfilter` know no masks: as whole estimators they make deltas, sums and returns of all tokens.
 
 `masked`: the first eighth of a sample is its prompt, and every fourth stretch of 32 tokens is a tool's.
 """
@@ -14,14 +18,16 @@ explained variance). Their baselines have samples as the rows of a padded [B, T]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
-from benchmarks.kernels.measure import Parts, Ratio, cpu_seconds, take_turns
+from benchmarks.kernels.measure import Parts, Ratio, compile_problem, cpu_seconds, take_turns
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
 from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
 from rlhf_megatron.algorithms.advantages.tokens import discounted_sums_
@@ -53,6 +59,29 @@ def sums_by_chunks(terms_BT: Tensor) -> Tensor:
     for chunk in range(sums_BKC.shape[1] - 2, -1, -1):
         sums_BKC[:, chunk] += fading_C * sums_BKC[:, chunk + 1, :1]
     return sums_BKC.view(terms_BT.shape)
+
+
+def sums_by_filter(terms_BT: Tensor) -> Tensor:
+    from scipy.signal import lfilter
+
+    return torch.from_numpy(lfilter([1.0], [1.0, -DECAY], terms_BT.flip(1).numpy(), axis=1)).flip(1)
+
+
+def gae_of(sums: Callable[[Tensor], Tensor], rewards_BT: Tensor, values_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of rows without masks."""
+    deltas_BT = rewards_BT - values_BT
+    deltas_BT[:, :-1] += PARAMS.gamma * values_BT[:, 1:]
+    advantages_BT = sums(deltas_BT)
+    return advantages_BT, advantages_BT + values_BT
+
+
+def others(is_quick: bool) -> Iterator[tuple[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | str]]:
+    """Whole estimators to compare with, or why one does not run here."""
+    yield "chunks", partial(gae_of, sums_by_chunks)
+    problem = "a quick run" if is_quick else compile_problem()
+    yield "compiled", problem or torch.compile(partial(gae_of, sums_by_chunks), dynamic=False)
+    has_scipy = find_spec("scipy") is not None
+    yield "lfilter", partial(gae_of, sums_by_filter) if has_scipy else "scipy is not installed"
 
 
 def sums_by_doubling(terms_N: Tensor, num_after_N: Tensor) -> Tensor:
@@ -110,6 +139,7 @@ class Report:
         self.is_quick = is_quick
         self.figures: list[Figure] = []
         self.cpu_s: dict[str, Any] = {}
+        self.absent: dict[str, str] = {}
 
     def faster(self, what: str, ratio: Ratio, baseline: str, bar: float | None) -> None:
         spread = "" if math.isinf(ratio.spread) else f"; spread {100 * ratio.spread:.1f} %"
@@ -170,10 +200,20 @@ def measure_whole(report: Report, num_samples: int, length: int, is_masked: bool
         "whitened": timed(lambda: gae(inputs, GAEParams(PARAMS.gamma, PARAMS.lam))),
         "verl": timed(lambda: gae_by_columns(*columns)),
     }
+    for other, run_other in () if is_masked else others(report.is_quick):
+        if isinstance(run_other, str):
+            report.absent[other] = run_other
+            continue
+        wrong = max(difference(*pair) for pair in zip(run_other(*columns[:2]), expected, strict=True))
+        report.agreement(f"{other}, {name}", wrong, "the same")
+        variants[other] = timed(partial(run_other, *columns[:2]))
     turns = take_turns(variants, [("ours", "verl")])
     report.rate(name, length * num_samples, turns.seconds("ours"), None)
     report.rate(f"{name}, whitened", length * num_samples, turns.seconds("whitened"), None)
     report.faster(name, turns.ratio("ours", "verl"), "verl's loop", bar)
+    for other in variants:
+        if other not in ("ours", "whitened", "verl"):
+            report.faster(name, turns.ratio("ours", other), other, 1.0)
     report.cpu_s[name] = turns.summary()
 
 
@@ -206,7 +246,7 @@ def run(is_quick: bool) -> CaseResult:
         for is_masked in (False, True):
             measure_whole(report, *shape, is_masked, SPEED_UP if shape == shapes[-1] else None)
     measure_short(report, QUICK_NUM_SHORT if is_quick else NUM_SHORT)
-    return CaseResult(tuple(report.figures), {"decay": DECAY, "cpu_s": report.cpu_s})
+    return CaseResult(tuple(report.figures), {"decay": DECAY, "cpu_s": report.cpu_s, "absent": report.absent})
 
 
 CASE = Case("C9", "advantages: discounted sums and the whole estimator", run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
 import time
@@ -97,6 +98,11 @@ def take_turns(
         if index + 1 >= min(least, most) and is_steady:
             break
     return turns
+
+
+def compile_problem() -> str:
+    """Why torch.compile does not run on this CPU; "" where it does."""
+    return "" if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler is found"
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
