@@ -1,6 +1,6 @@
 """A whole GRPO step against TRL's GRPOTrainer: same cores, model, prompts, lengths and group size.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--shape quickstart] [--rounds 3 --steps 8]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--shape quickstart] [--rounds 3 --steps 24]
 
 A step of the quickstart: 32 prompts x 16 samples of up to 4 tokens, log-probs of the old policy, group advantages, four
 optimizer steps of 128 samples, weights to the engine. `SHAPES` has two more: its model (random, since the warm one ends
@@ -15,9 +15,12 @@ Runs, each a process (group) of its own, in turns, `rounds` times:
     trl_dp2    two processes of one thread, data parallel over gloo
 
 A step's seconds are wall time from the start of one step to the start of the next, logging and data loading included;
-the first step of a run is a warm-up and left out. CPU seconds a step are those of all processes of a run. TRL computes
-the entropy in its update, ours with the old log-probs; ours also compares the engine's log-probs with the trainer's and
-verifies digests of the weights in each step.
+the first step of a run is a warm-up and left out. TRL computes the entropy in its update, ours with the old log-probs;
+ours also compares the engine's log-probs with the trainer's and verifies digests of the weights in each step. Where a
+step is one optimizer step (smollm2), neither side has a pass for the old log-probs, but ours in its first step.
+
+CPU seconds a step are those of all processes of a run, less what starting and the first steps cost; their ratio is to
+TRL's run of as many processes. The mean tokens of a response tell that both sides generated alike.
 
 Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json, or grpo_step_SHAPE.json; the
 ratio is the median of our better run over the median of TRL's better run. Results of processors of another name stay in
@@ -46,7 +49,7 @@ from benchmarks.common import RESULTS, ROOT, machine, significant, spread, write
 MODEL = ROOT / "examples/quickstart/model"
 WARM_MODEL = ROOT / "examples/quickstart/warm_model"
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
-TIMEOUT_S = 900
+TIMEOUT_S = 3600
 SHORT = 1  # measured steps of the run that tells what starting costs
 OURS = {
     "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1"],
@@ -54,6 +57,7 @@ OURS = {
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
+ALIKE = {"ours_1": ("trl_1", "trl_2"), "ours_dp2": ("trl_dp2",)}  # TRL's runs of as many processes
 STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
 
 
@@ -68,17 +72,19 @@ class Shape:
     response_tokens: int  # at most
     token_budget: int  # of a micro-batch of ours
     lr: float = 2e-4
+    num_rounds: int = 3
+    num_steps: int = 8  # measured in a round
 
 
 SHAPES = {
-    "quickstart": Shape(32, 16, 128, 0, 4, 1280),
+    "quickstart": Shape(32, 16, 128, 0, 4, 1280, num_steps=24),  # short steps beside a start of seconds
     "long": Shape(8, 8, 32, 512, 64, 1152),
-    "smollm2": Shape(2, 4, 8, 256, 512, 3072, lr=1e-5),
+    "smollm2": Shape(2, 4, 8, 256, 512, 3072, lr=1e-5, num_rounds=1, num_steps=4),
 }
 SMOLLM2 = ROOT / ".cache/smollm2-135m-instruct"
 TEXT = {"long": "07+45=", "smollm2": "One day a fox told a bear how to count fish in the river.\n"}
 Steps = list[dict[str, float]]
-"""One entry a step: stage -> seconds, and "step"."""
+"""One entry a step: stage -> seconds, "step", and "response_tokens", their mean."""
 
 
 def make_model(directory: Path, shape: str) -> str:
@@ -158,7 +164,8 @@ def our_step(before: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     """Seconds of a step from two successive lines of metrics.jsonl."""
     parts = {stage: sum(row[f"timing_s/{key}"] for key in keys) for stage, keys in STAGES.items()}
     seconds = row["seconds"] - before["seconds"]
-    return {"step": seconds, **parts, "other": seconds - sum(parts.values())}
+    other = {"other": seconds - sum(parts.values()), "response_tokens": row["response_length/mean"]}
+    return {"step": seconds, **parts, **other}
 
 
 def run_trl(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
@@ -196,6 +203,7 @@ def _run(command: list[str], log: Path, **env: str) -> None:
 
 def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
     """Per run and stage the spread of seconds; the ratios of our runs to TRL's better one."""
+    tokens = {name: statistics.fmean(step.pop("response_tokens") for step in rows) for name, rows in steps.items()}
     seconds = {
         name: {stage: spread([step[stage] for step in rows]) for stage in rows[0]} for name, rows in steps.items()
     }
@@ -212,6 +220,7 @@ def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
     }
     return {
         "seconds": seconds,
+        "response_tokens": {name: significant(mean) for name, mean in tokens.items()},
         "baseline": best_trl,
         "ratio_by_run": by_run,
         "ratio": min(value["median"] for value in by_run.values()),
@@ -220,6 +229,7 @@ def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
 
 def cpu_summary(cpu_s: dict[str, list[float]], more_steps: int) -> dict[str, Any]:
     """CPU seconds a step, all processes of a run together: what `more_steps` steps more cost than the first, short run.
+    Ratios to TRL's run of as many processes, where it was measured.
 
     Steadier than wall time on a busy machine, but blind to how well two cores are used.
     """
@@ -227,16 +237,18 @@ def cpu_summary(cpu_s: dict[str, list[float]], more_steps: int) -> dict[str, Any
         name: statistics.median((value - values[0]) / more_steps for value in values[1:])
         for name, values in cpu_s.items()
     }
-    best_trl = min(value for name, value in by_step.items() if name in TRL)
-    ratio = {name: significant(value / best_trl) for name, value in by_step.items() if name in OURS}
+    ratio = {}
+    for name, alike in ALIKE.items():
+        if name in by_step and (of_trl := [by_step[other] for other in alike if other in by_step]):
+            ratio[name] = significant(by_step[name] / min(of_trl))
     return {"cpu_s_per_step": {name: significant(value) for name, value in by_step.items()}, "cpu_ratio": ratio}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="quickstart")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run, 2 at least")
+    parser.add_argument("--rounds", type=int, help="the shape's, where it is left out")
+    parser.add_argument("--steps", type=int, help="measured steps of a run, 2 at least; the shape's")
     parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL], default=[*OURS, *TRL])
     args = parser.parse_args()
     if not TRL_PYTHON.is_file():
@@ -245,20 +257,22 @@ def main() -> int:
     steps: dict[str, Steps] = {name: [] for name in args.runs}
     cpu_s: dict[str, list[float]] = {name: [] for name in args.runs}
     shape = SHAPES[args.shape]
+    num_rounds, num_steps = args.rounds or shape.num_rounds, args.steps or shape.num_steps
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         weights = make_model(folder / "model", args.shape)
         write_prompts(folder / "prompts.json", folder / "model", args.shape)
-        for num_steps in [SHORT] + [args.steps] * args.rounds:
+        for count in [SHORT] + [num_steps] * num_rounds:
             for name in args.runs:
                 run: Callable[[str, Path, int, Shape], Steps] = run_ours if name in OURS else run_trl
                 before = children_cpu_s()
-                measured = run(name, folder, num_steps, shape)
+                measured = run(name, folder, count, shape)
                 cpu_s[name].append(children_cpu_s() - before)
-                steps[name] += measured if num_steps != SHORT else []
-    result = summarize(steps) | cpu_summary(cpu_s, args.steps - SHORT)
+                steps[name] += measured if count != SHORT else []
+    result = summarize(steps) | cpu_summary(cpu_s, num_steps - SHORT)
     print_table(result)
-    command = f"python -m benchmarks.bench_grpo_step --shape {args.shape} --rounds {args.rounds} --steps {args.steps}"
+    command = f"python -m benchmarks.bench_grpo_step --shape {args.shape} --rounds {num_rounds} --steps {num_steps}"
+    command += f" --runs {' '.join(args.runs)}" if len(args.runs) < len(OURS) + len(TRL) else ""
     trl_requirements = (ROOT / "benchmarks/requirements-trl.txt").read_text().split()
     pins = [word for word in trl_requirements if "==" in word]
     output = "grpo_step" if args.shape == "quickstart" else f"grpo_step_{args.shape}"
@@ -285,11 +299,10 @@ def print_table(result: dict[str, Any]) -> None:
         cells = [f"{values[stage]['median']:.3f}" if stage in values else "-" for stage in stages]
         print(name.ljust(16) + "".join(cell.rjust(11) for cell in cells))
     for name, ratio in result["ratio_by_run"].items():
-        cpu = result["cpu_ratio"][name]
-        print(
-            f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum);"
-            f" CPU time {cpu:.3f} of TRL's least"
-        )
+        cpu = result["cpu_ratio"].get(name)
+        text = f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum)"
+        print(text + (f"; CPU time {cpu:.3f} of TRL's with as many processes" if cpu is not None else ""))
+    print("mean response tokens: " + ", ".join(f"{name} {mean:g}" for name, mean in result["response_tokens"].items()))
 
 
 if __name__ == "__main__":

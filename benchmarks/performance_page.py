@@ -44,7 +44,11 @@ def page(directory: Path = RESULTS) -> str:
     sections = [
         kernels_on_cpu(directory),
         kernels_on_gpu(directory),
-        section("Trainer step", directory, {"actor_update": None, "grpo_step": None}),
+        section(
+            "Trainer step",
+            directory,
+            dict.fromkeys(("actor_update", "grpo_step", "grpo_step_long", "grpo_step_smollm2")),
+        ),
         section("Engines", directory, {"local_engine": None}) + engine_speeds(directory),
         section("Weight sync", directory, {"weight_sync": None, "receipt": _is_of_a_model}),
     ]
@@ -137,7 +141,8 @@ def section(title: str, directory: Path, wanted: Mapping[str, Callable[[Row], bo
         benchmark = BENCHMARKS[name]
         result = read(directory / f"{benchmark.result}.json")
         if result is None:
-            text += f"\nNot run yet: `python -m {benchmark.module}`.\n"
+            command = " ".join([benchmark.module, *benchmark.arguments])
+            text += f"\nNot run yet: `python -m {command}`.\n"
             continue
         rows = [row for row in benchmark.rows(result) if is_wanted is None or is_wanted(row)]
         cells = [_row_cells(row) for row in rows]

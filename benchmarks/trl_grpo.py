@@ -140,7 +140,8 @@ def main() -> None:
     )
     trainer.train()
     steps = []
-    for start, end, parts in zip(trainer.starts, trainer.starts[1:], trainer.parts, strict=False):
+    lengths = trainer._metrics["train"]["completions/mean_length"]
+    for start, end, parts, tokens in zip(trainer.starts, trainer.starts[1:], trainer.parts, lengths, strict=False):
         seconds = end - start
         other = parts["rollout"] - parts["generate"] - parts["log_probs"]
         steps.append(
@@ -150,6 +151,7 @@ def main() -> None:
                 "log_probs": parts["log_probs"],
                 "update": seconds - parts["rollout"],  # four optimizer steps, and fetching the next prompts
                 "other": other,  # tokenizing, decoding, rewards, advantages, padding
+                "response_tokens": tokens,
             }
         )
     if trainer.accelerator.is_main_process:

@@ -33,14 +33,26 @@ def test_a_result_says_where_it_was_made(tmp_path: Path) -> None:
 
 def test_a_step_lasts_until_the_next_one() -> None:
     names = ("generate", "annotate", "update", "sync")
-    row = {"seconds": 12.0, **{f"timing_s/{name}": 0.5 * (i + 1) for i, name in enumerate(names)}}
+    row = {
+        "seconds": 12.0,
+        "response_length/mean": 3.5,
+        **{f"timing_s/{name}": 0.5 * (i + 1) for i, name in enumerate(names)},
+    }
     step = bench_grpo_step.our_step({"seconds": 5.0}, row)
-    assert step == {"step": 7.0, "generate": 0.5, "log_probs": 1.0, "update": 1.5, "sync": 2.0, "other": 2.0}
+    assert step == {
+        "step": 7.0,
+        "generate": 0.5,
+        "log_probs": 1.0,
+        "update": 1.5,
+        "sync": 2.0,
+        "other": 2.0,
+        "response_tokens": 3.5,
+    }
 
 
 def test_the_step_ratio_is_the_better_of_ours_over_the_better_of_theirs() -> None:
     def steps(*seconds: float) -> list[dict[str, float]]:
-        return [{"step": value, "update": value / 2} for value in seconds]
+        return [{"step": value, "update": value / 2, "response_tokens": value + 1} for value in seconds]
 
     result = bench_grpo_step.summarize(
         {"ours_1": steps(3, 4, 5), "ours_dp2": steps(1, 2, 9), "trl_1": steps(6, 8, 9), "trl_2": steps(4, 5, 50)}
@@ -48,12 +60,15 @@ def test_the_step_ratio_is_the_better_of_ours_over_the_better_of_theirs() -> Non
     assert result["baseline"] == "trl_2" and result["ratio"] == 0.4
     assert result["ratio_by_run"]["ours_1"] == {"median": 0.8, "min": 0.75}
     assert result["seconds"]["trl_1"]["update"] == {"min": 3.0, "median": 4.0}
+    assert result["response_tokens"] == {"ours_1": 5.0, "ours_dp2": 5.0, "trl_1": 8.6667, "trl_2": 20.667}
 
 
 def test_cpu_time_of_a_step_leaves_out_what_starting_costs() -> None:
     found = bench_grpo_step.cpu_summary({"ours_1": [10, 14, 18], "trl_1": [20, 28, 32], "trl_2": [5, 17, 17]}, 4)
     assert found["cpu_s_per_step"] == {"ours_1": 1.5, "trl_1": 2.5, "trl_2": 3.0}
     assert found["cpu_ratio"] == {"ours_1": 0.6}
+    alone = bench_grpo_step.cpu_summary({"ours_dp2": [1, 9], "trl_1": [1, 2], "trl_dp2": [1, 17]}, 8)
+    assert alone["cpu_ratio"] == {"ours_dp2": 0.5}, "TRL's one process is no like of two"
 
 
 def test_engines_are_compared_by_the_median_of_tokens_per_second() -> None:
