@@ -15,7 +15,7 @@ Legend: P prompts, B samples (B = P x group size), T tokens of all samples toget
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -253,16 +253,18 @@ def columns_of(batch: TokenBatch | TokenColumns) -> Iterator[tuple[str, str, Any
             yield name, axis, value
 
 
-def select(batch: Batch, samples: Sequence[int]) -> Batch:
-    """The given samples of a batch, in the given order. Every column follows."""
+def select(
+    batch: Batch, samples: Sequence[int], of_runs: Callable[[Tensor, Sequence[slice]], Any] | None = None
+) -> Batch:
+    """The given samples of a batch, in the given order. Every column follows: a token column as `of_runs` makes it,
+    by default as a tensor, which is a view where the samples are neighbours."""
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
     starts, stops = batch.offsets[rows], batch.offsets[rows + 1]
     runs = _runs(starts, stops)
     new: dict[str, Any] = {"offsets": offsets_from_lengths(stops - starts)}
     for name, axis, value in columns_of(batch):
         if axis == "token":
-            column = value.numpy()
-            new[name] = torch.from_numpy(np.concatenate([column[:0], *(column[run] for run in runs)]))
+            new[name] = (of_runs or _joined)(value, runs)
         elif isinstance(value, Tensor):
             new[name] = value[rows]
         elif isinstance(value, dict):
@@ -270,6 +272,13 @@ def select(batch: Batch, samples: Sequence[int]) -> Batch:
         else:
             new[name] = tuple(value[i] for i in samples)
     return replace(batch, **new)
+
+
+def _joined(column: Tensor, runs: Sequence[slice]) -> Tensor:
+    if len(runs) == 1:
+        return column[runs[0]]
+    array = column.numpy()
+    return torch.from_numpy(np.concatenate([array[:0], *(array[run] for run in runs)]))
 
 
 def _runs(starts: Tensor, stops: Tensor) -> list[slice]:

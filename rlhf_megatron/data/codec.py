@@ -16,14 +16,16 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
+
+from rlhf_megatron.data.direct import write_parts
 
 MAGIC = b"RLM1"
 ALIGNMENT = 64  # bytes
@@ -48,6 +50,19 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 _READER = msgspec.json.Decoder(_Header)
 Class = TypeVar("Class", bound=type)
 Buffer = bytes | bytearray | memoryview
+SHORT_BYTES = 1 << 14  # of runs of a column; shorter ones are joined, since each piece costs the socket a call
+
+
+class Parts(list[Buffer]):
+    """The pieces of a message, to write one after the other. Inside another message it stands for its bytes."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Encoded as the tensor of some rows of `column`, which are not copied."""
+
+    column: Tensor
+    runs: Sequence[slice]
 
 
 def register(cls: Class) -> Class:
@@ -73,19 +88,21 @@ def encode(obj: Any) -> bytes:
     return b"".join(encode_parts(obj))
 
 
-def encode_parts(obj: Any) -> list[Buffer]:
-    """`encode` without the last copy: the pieces to write one after the other."""
-    buffers: list[Buffer] = []
+def encode_parts(obj: Any) -> Parts:
+    """`encode` without the last copy."""
+    buffers: list[Sequence[Buffer]] = []
     try:
-        header = _written(_Header(_pack(obj, buffers), list(map(len, buffers))))
+        tree = _pack(obj, buffers)
     except RecursionError:
         raise ValueError("cannot encode an object that is nested too deeply or contains itself.") from None
-    parts: list[Buffer] = [MAGIC + len(header).to_bytes(4, "little") + header]
+    sizes = [sum(map(len, pieces)) for pieces in buffers]
+    header = _written(_Header(tree, sizes))
+    parts = Parts([MAGIC + len(header).to_bytes(4, "little") + header])
     position = len(parts[0])
-    for buffer in buffers:
+    for pieces, size in zip(buffers, sizes, strict=True):
         padding = -position % ALIGNMENT
-        parts += [bytes(padding), buffer]
-        position += padding + len(buffer)
+        parts += [bytes(padding), *pieces]
+        position += padding + size
     return parts
 
 
@@ -124,9 +141,7 @@ def write_whole(path: Path, parts: Iterable[Buffer]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(aside, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
+            write_parts(file.fileno(), parts)
             os.fsync(file.fileno())
         os.replace(aside, path)
     finally:
@@ -167,7 +182,7 @@ def _read(header: memoryview) -> _Header:
         return msgspec.convert(json.loads(bytes(header)), _Header)
 
 
-def _pack(obj: Any, buffers: list[Buffer]) -> Any:
+def _pack(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
     """The tree node of `obj`: JSON's own types for plain values and lists, else an object of one key, the kind."""
     kind = type(obj)
     if kind in _PLAIN:
@@ -182,8 +197,13 @@ def _pack(obj: Any, buffers: list[Buffer]) -> Any:
             raise ValueError(f"cannot encode a dict with keys that are not str: {list(obj)[:3]!r}.")
         return {"dict": {key: _pack(value, buffers) for key, value in obj.items()}}
     if kind in (bytes, bytearray):
-        buffers.append(obj)
+        buffers.append([obj])
         return {"bytes": len(obj)}
+    if kind is Parts:
+        buffers.append(obj)
+        return {"bytes": sum(map(len, obj))}
+    if kind is Runs:
+        return {"tensor": _pack_runs(obj, buffers)}
     if isinstance(obj, Tensor):
         return {"tensor": _pack_tensor(obj, buffers)}
     if isinstance(obj, Path):
@@ -196,14 +216,26 @@ def _pack(obj: Any, buffers: list[Buffer]) -> Any:
     raise ValueError(f"cannot encode a {kind.__module__}.{kind.__qualname__}; {fix}.")
 
 
-def _pack_tensor(tensor: Tensor, buffers: list[Buffer]) -> list[Any]:
+def _pack_tensor(tensor: Tensor, buffers: list[Sequence[Buffer]]) -> list[Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}.")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # An array without entries can have no stride by which it would be seen as bytes.
-    buffers.append(flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b""))
+    buffers.append([flat.view(torch.uint8).numpy().data if flat.numel() else b""])
     return [dtype, list(tensor.shape)]
+
+
+def _pack_runs(cut: Runs, buffers: list[Sequence[Buffer]]) -> list[Any]:
+    whole: list[Sequence[Buffer]] = []
+    dtype, shape = _pack_tensor(cut.column, whole)
+    ((view,),) = whole
+    row_bytes = len(view) // max(1, shape[0])
+    pieces: Sequence[Buffer] = [view[run.start * row_bytes : run.stop * row_bytes] for run in cut.runs]
+    if sum(map(len, pieces)) < SHORT_BYTES * len(pieces):
+        pieces = [b"".join(pieces)]
+    buffers.append(pieces)
+    return [dtype, [sum(run.stop - run.start for run in cut.runs), *shape[1:]]]
 
 
 def _unpack(node: Any, buffers: Iterator[memoryview]) -> Any:

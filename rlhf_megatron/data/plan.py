@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import Batch, TokenColumns, columns_of, concat, select
+from rlhf_megatron.data.batch import Batch, TokenBatch, TokenColumns, columns_of, concat, select
 from rlhf_megatron.data.packing import Bin, pack
 
 Columns = TypeVar("Columns", bound=TokenColumns)
@@ -86,6 +86,12 @@ def take(batch: Batch, plan: ReplicaPlan) -> Batch:
     assert all(sample == NO_OP for sample in plan.samples[len(real) :]), "no-op samples must come last"
     shard = select(batch, real)
     return concat([shard, *[_no_op_sample(batch)] * num_no_ops]) if num_no_ops else shard
+
+
+def encoded(batch: TokenBatch, plan: ReplicaPlan) -> codec.Parts:
+    """`take` as the bytes of a message, without a copy of what is long."""
+    is_real = NO_OP not in plan.samples
+    return codec.encode_parts(select(batch, plan.samples, codec.Runs) if is_real else take(batch, plan))
 
 
 def restore(parts: Sequence[Columns], plans: Sequence[ReplicaPlan], offsets: Tensor) -> Columns:

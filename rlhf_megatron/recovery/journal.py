@@ -3,7 +3,7 @@
 journal/
     step_000007.groups    of the step that is generated: samples as they come, appended
     step_000007.scored    all of them with their rewards; the groups are gone
-    step_000007.train     the batch to train on; the scored one is gone
+    step_000007.train     what the models say of them; a column that the scored batch has stands there alone
     group_00000042.samples    of the prompt at position 42 of the stream, where groups are made in the background
 
 A record is a length, a SHA-256 and `data.codec` bytes. One that does not fit its digest counts as absent, with a
@@ -18,13 +18,15 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
+from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, columns_of
 from rlhf_megatron.data.routes import are_there
 from rlhf_megatron.observe.line_file import explained
 from rlhf_megatron.recovery.resume import RunState
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"RLJ1"
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 8
 _HEADER_BYTES = len(MAGIC) + _LENGTH_BYTES + _DIGEST_BYTES
+_DIGEST = slice(_HEADER_BYTES - _DIGEST_BYTES, _HEADER_BYTES)
 _GROUP = re.compile(r"group_(\d{8,})\.samples")
 _NAME = re.compile(r"\.?step_(\d{6,})\.(groups|scored|train)")
 GROUPS, SCORED, TRAIN = "groups", "scored", "train"
@@ -45,6 +48,8 @@ GROUPS, SCORED, TRAIN = "groups", "scored", "train"
 @dataclass(frozen=True, kw_only=True)
 class JournalledGroup(GroupColumns):
     """The samples of one prompt of a step."""
+
+    LOG_PROBS: ClassVar = np.float32  # which is what a batch makes of them
 
     settings: str  # see `Journal`
     index: int  # of the prompt in its step
@@ -56,11 +61,12 @@ class JournalledBatch:
     """A step as far as it had come, with what the stages had said and changed until then."""
 
     settings: str
-    batch: ScoredBatch  # a TrainBatch when only the update is left
+    batch: ScoredBatch  # an AnnotatedBatch when nothing is left to ask the models
     metrics: dict[str, float] = field(default_factory=dict)
-    kl: dict[str, float] = field(default_factory=dict)  # state of the controller of the KL term in the reward
     seconds: float = 0.0  # that the step had taken
     num_drawn: int | None = None  # prompts of the stream after this step; None: as its number says
+    base: bytes = b""  # digest of the record of the scored batch, which has the columns `shared`
+    shared: tuple[str, ...] = ()
 
 
 class Journal:
@@ -69,7 +75,7 @@ class Journal:
     A disk that is full costs the journal, never the run: what could not be written is done again after a kill.
 
     Batches are written by a thread, beside what the ranks do with them. What a batch replaces stays until it is on
-    disk, and every other call waits for it.
+    disk, and every other call waits for it. Nothing is written that is made of the rest in no time: no advantages.
     """
 
     def __init__(
@@ -82,6 +88,9 @@ class Journal:
         self._known_bytes = 0  # of the open file of groups that are good
         self._thread = ThreadPoolExecutor(1, "journal")
         self._pending: Future[None] | None = None
+        self._scored: tuple[int, ScoredBatch, bytes] | None = (
+            None  # step, batch and digest on disk, until it is annotated
+        )
 
     def settle(self) -> None:
         """Wait until the last batch is on disk."""
@@ -127,7 +136,7 @@ class Journal:
         guarded(path, write)
 
     def batch(self, step: int) -> JournalledBatch | None:
-        """The furthest that is known of a step: to train on, or with rewards only.
+        """The furthest that is known of a step: with what the models say, or with rewards only.
 
         What later steps have then counts only where this one has all: their samples came from the policy that this
         step's update made.
@@ -144,25 +153,33 @@ class Journal:
         step: int,
         batch: ScoredBatch,
         metrics: Mapping[str, float],
-        kl: Mapping[str, float],
         seconds: float,
         num_drawn: int | None = None,
     ) -> None:
-        """A batch that is scored, or ready to train on. It replaces what the step had before, when it is on disk, which
+        """A batch that is scored, or annotated. It replaces what the step had before, when it is on disk, which
         `settle` waits for."""
         self.settle()
-        entry = JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn)
+        entry = JournalledBatch(self.settings, batch, dict(metrics), seconds, num_drawn)
         self._pending = self._thread.submit(self._replace, step, entry)
 
     def _replace(self, step: int, entry: JournalledBatch) -> None:
-        kind, former = (TRAIN, SCORED) if isinstance(entry.batch, TrainBatch) else (SCORED, GROUPS)
+        batch, (scored, self._scored) = entry.batch, (self._scored, None)
+        kind, former = (TRAIN, SCORED) if isinstance(batch, AnnotatedBatch) else (SCORED, GROUPS)
+        if kind == TRAIN and scored is not None and scored[0] == step:
+            shared = [name for name, _, value in columns_of(batch) if value is getattr(scored[1], name, None)]
+            if shared:
+                left_out: dict[str, Any] = dict.fromkeys(shared)
+                entry = replace(entry, batch=replace(batch, **left_out), base=scored[2], shared=tuple(shared))
         path = self._path(step, kind)
         data = record(entry)
 
         def write() -> None:
             faults.reach("journal.before_write")
             codec.write_whole(path, data)
-            self._path(step, former).unlink(missing_ok=True)
+            if not entry.base:
+                self._path(step, former).unlink(missing_ok=True)
+            if kind == SCORED:
+                self._scored = (step, batch, bytes(data[0][_DIGEST]))
 
         guarded(path, write)
 
@@ -189,7 +206,17 @@ class Journal:
         if not are_there(records[0].batch.routes or ()):
             logger.warning("%s: files of routes of its samples are gone; step %d is done again", path, step)
             return None
-        return records[0]
+        return self._whole(step, records[0])
+
+    def _whole(self, step: int, entry: JournalledBatch) -> JournalledBatch | None:
+        """`entry` with the columns that stand in the record of its scored batch, where that is there as it was."""
+        if not entry.base:
+            return entry
+        scored = self._read_batch(step, SCORED)
+        if scored is None or _digest_of(self._path(step, SCORED)) != entry.base:
+            logger.warning("%s belongs to another %s; that part of step %d is done again", TRAIN, SCORED, step)
+            return None
+        return replace(entry, batch=replace(entry.batch, **{n: getattr(scored.batch, n) for n in entry.shared}))
 
     def _drop(self, is_gone: Callable[[int], bool]) -> None:
         for step, paths in self._files().items():
@@ -271,6 +298,12 @@ class GroupJournal:
 
     def _path(self, number: int) -> Path:
         return self.directory / f"group_{number:08d}.samples"
+
+
+def _digest_of(path: Path) -> bytes:
+    """Of the first record of a file, as it says itself."""
+    with open(path, "rb") as file:
+        return file.read(_HEADER_BYTES)[_DIGEST]
 
 
 def routes_in(directory: Path) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ Kind = TypeVar("Kind", bound="GroupColumns")
 class GroupColumns:
     """The samples of one prompt."""
 
+    LOG_PROBS: ClassVar[type[np.generic]] = np.float64  # which is what an engine's numbers are on the controller
+
     lengths: Tensor  # [samples] int64, tokens
     token_ids: Tensor  # int32, of all samples, one after the other
-    log_probs: Tensor  # float64, which is what an engine's numbers are on the controller
+    log_probs: Tensor  # of type LOG_PROBS
     finish_reasons: tuple[str, ...]
     policy_versions: tuple[int, ...]
     version_spans: tuple[Spans, ...] = ()  # this and the next two: () in a journal of an earlier version
@@ -38,7 +40,7 @@ class GroupColumns:
         return cls(
             lengths=torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
             token_ids=_joined([sample.token_ids for sample in samples], np.int32),
-            log_probs=_joined([sample.log_probs for sample in samples], np.float64),
+            log_probs=_joined([sample.log_probs for sample in samples], cls.LOG_PROBS),
             finish_reasons=tuple(sample.finish_reason for sample in samples),
             policy_versions=tuple(sample.policy_version for sample in samples),
             version_spans=tuple(spans_of(sample) for sample in samples),

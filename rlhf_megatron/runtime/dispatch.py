@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import TokenBatch, TokenColumns, columns_of
-from rlhf_megatron.data.plan import NO_OP_LENGTH, ReplicaPlan, plan_replicas, restore, take
+from rlhf_megatron.data.plan import NO_OP_LENGTH, ReplicaPlan, encoded, plan_replicas, restore
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.messages import Call
 from rlhf_megatron.workers.contract import UpdateResult
@@ -57,7 +57,7 @@ class Scattered:
         call = self._without_shard[dp]
         if rank != self.layout.leader(dp):
             return call
-        return replace(call, shard=codec.encode(take(self.batch, self.plans[dp])))
+        return replace(call, shard=encoded(self.batch, self.plans[dp]))
 
 
 def plan_call(batch: TokenBatch, layout: Layout, token_budget: int) -> tuple[ReplicaPlan, ...]:

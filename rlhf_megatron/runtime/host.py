@@ -73,6 +73,7 @@ class Host:
         if not call.is_scattered:
             with self.activity.doing(call.method, "running"):
                 return function(**call.arguments)
+        assert not isinstance(call.shard, codec.Parts), "pieces become bytes on the way"
         with self.activity.doing(call.method, "receiving the shard"):
             batch = codec.decode(self.pool.broadcast_in_replica(call.shard))
         with self.activity.doing(call.method, "running"):

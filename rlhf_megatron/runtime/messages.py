@@ -31,7 +31,7 @@ class Call:
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
     is_scattered: bool = False  # the shard is broadcast in the replica; only its leader answers with the result
-    shard: bytes | None = None  # an encoded TokenBatch; None: this rank gets it from its leader
+    shard: bytes | codec.Parts | None = None  # an encoded TokenBatch; None: this rank gets it from its leader
 
 
 @codec.register

@@ -100,6 +100,7 @@ class Stages:
         self._routes_of_step: set[str] = set()  # files of all that it generated, also of what is left out
         self._is_policy_new = True  # the engines have not got it
         self._is_compared = False  # the engine's log-probs of the step with the trainer's
+        self._is_annotated = False  # the step, by a former process whose journal has it
 
     @property
     def version(self) -> int:
@@ -116,7 +117,7 @@ class Stages:
         self._step_metrics = {}
         self._greedy_of_step = []
         self._routes_of_step = set()
-        self._is_compared = False
+        self._is_compared = self._is_annotated = False
         self._step_began = time.monotonic()
 
     def next_prompts(self, step: int) -> PromptBatch:
@@ -203,7 +204,7 @@ class Stages:
 
         Raises ValueError where engine and trainer disagree at the first step. Later ones are compared as they train.
         """
-        if isinstance(scored, TrainBatch):
+        if self._is_annotated:
             if self._is_recorded(step):  # by the process that annotated it, which is gone
                 self.turns.to_trainer()
                 record_routes(self.workers, self._settings, scored)
@@ -244,12 +245,11 @@ class Stages:
         return self.config.actor.router_replay == "r2" and step > self.config.trainer.critic_warmup
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
-        if isinstance(batch, TrainBatch):
-            return batch
+        if not self._is_annotated:
+            self._write_journal(step, batch)
         train, metrics = self.advantage_stage(batch)
         give_back_memory()
         self._step_metrics |= metrics
-        self._write_journal(step, train)
         faults.reach("loop.after_advantages")
         return train
 
@@ -373,19 +373,15 @@ class Stages:
         self._step_metrics |= found.metrics
         if found.num_drawn is not None and self.data.stream is not None:
             self.data.stream.go_to(found.num_drawn)
-        if isinstance(found.batch, TrainBatch) and self.advantage_stage.kl is not None:
-            self.advantage_stage.kl.restore(found.kl)
+        self._is_annotated = isinstance(found.batch, AnnotatedBatch)
         self.journal.on_regained(found.seconds)
         return found.batch
 
     def _write_journal(self, step: int, batch: ScoredBatch) -> None:
         if self.journal is not None:
-            kl = self.advantage_stage.kl
             seconds = time.monotonic() - self._step_began
             num_drawn = self.data.stream.num_drawn if self._is_filtered and self.data.stream is not None else None
-            self.journal.write(
-                step, batch, self._step_metrics, kl.state() if kl is not None else {}, seconds, num_drawn
-            )
+            self.journal.write(step, batch, self._step_metrics, seconds, num_drawn)
 
     def sampling(self, sampling: SamplingConfig) -> SamplingParams:
         return sampling_params(sampling, self.config.data.max_response_length, self.data.stop_token_ids)

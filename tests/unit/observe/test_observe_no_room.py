@@ -189,7 +189,7 @@ def test_journal_and_recorder_tell_once_and_the_run_goes_on(tmp_path: Path, capl
     journal, recorder = Journal(tmp_path / "journal", "settings"), Recorder(tmp_path / "record")
     with files_end_at(50):
         for step in (1, 2):
-            journal.write(step, train_batch(), {}, {}, 0.0)
+            journal.write(step, train_batch(), {}, 0.0)
             journal.settle()
             recorder.write(step, train_batch())
     said = [record.message for record in caplog.records]

@@ -16,7 +16,7 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
+from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, TrainBatch, columns_of, gain
 from rlhf_megatron.data.routes import write_routes
 from rlhf_megatron.recovery.journal import GroupJournal, Journal, routes_in
 from rlhf_megatron.recovery.recorder import Recorder
@@ -25,11 +25,11 @@ from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 
 
 def group(first_token: int, num_samples: int = 2) -> list[GeneratedSample]:
-    """Samples of unequal length, one of them empty; log-probs that no short decimal holds."""
+    """Samples of unequal length, one of them empty; log-probs that no short decimal holds, in a batch's precision."""
     return [
         GeneratedSample(
             tuple(range(first_token, first_token + 3 * i)),
-            tuple(-1.0 / (first_token + k + 3) for k in range(3 * i)),
+            tuple(float(np.float32(-1.0 / (first_token + k + 3))) for k in range(3 * i)),
             ("stop", "length")[i % 2],
             7 + i,
             (VersionSpan(7 + i, 0, 2), VersionSpan(8 + i, 2, 3 * i)) if i else (),
@@ -121,11 +121,11 @@ def test_every_flipped_byte_is_found(journal: Journal) -> None:
 
 @pytest.mark.parametrize("batch", [train_batch(), scored_batch(), scored()], ids=["train", "scored", "told"])
 def test_batches_come_back_with_what_belongs_to_them(journal: Journal, batch: ScoredBatch) -> None:
-    written(journal, 5, batch, {"a/b": 0.1, "c/d": float("nan")}, {"coef": 1 / 3}, 2.5)
+    written(journal, 5, batch, {"a/b": 0.1, "c/d": float("nan")}, 2.5)
     found = Journal(journal.directory, "these").batch(5)
     assert found is not None and equal(found.batch, batch)
     assert found.metrics["a/b"] == 0.1 and found.metrics["c/d"] != found.metrics["c/d"]
-    assert found.kl == {"coef": 1 / 3} and found.seconds == 2.5
+    assert found.seconds == 2.5
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -133,7 +133,7 @@ def test_samples_without_their_files_of_routes_are_made_again(journal: Journal, 
     names = [write_routes(str(journal.directory / "routes"), np.ones((3, 2), np.int64)) for _ in range(2)]
     routed = [[replace(group(10 * i)[0], routes=name)] for i, name in enumerate(names)]
     journal.append(3, 0, routed)
-    written(journal, 5, replace(scored_batch(), routes=(*names, *[""] * (len(scored_batch()) - 2))), {}, {}, 0.0)
+    written(journal, 5, replace(scored_batch(), routes=(*names, *[""] * (len(scored_batch()) - 2))), {}, 0.0)
     background = GroupJournal(journal.directory, "these")
     background.append(7, [routed[1]])
     assert set(journal.groups(3)) == {0, 1} and journal.batch(5) is not None and set(background.groups()) == {7}
@@ -159,7 +159,12 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     shutil.copy(OLD_FILES / "step_000001.groups", directory)
     found = Journal(directory, "these").groups(1)
     told = [[replace(s, version_spans=(), num_cached_tokens=0, num_retractions=0) for s in group(t)] for t in (10, 20)]
-    assert found == {0: told[0], 1: told[1]}
+    assert {
+        k: [replace(s, log_probs=tuple(map(float, np.float32(s.log_probs)))) for s in v] for k, v in found.items()
+    } == {
+        0: told[0],
+        1: told[1],
+    }
 
 
 def test_a_recorded_step_of_an_earlier_version_is_read() -> None:
@@ -172,10 +177,46 @@ def test_a_recorded_step_of_an_earlier_version_is_read() -> None:
 def test_the_later_record_takes_the_place_of_the_earlier(journal: Journal) -> None:
     journal.groups(5)
     journal.append(5, 0, [group(10)])
-    written(journal, 5, scored_batch(), {}, {}, 0.0)
+    written(journal, 5, scored_batch(), {}, 0.0)
     assert files(journal) == ["step_000005.scored"]
-    written(journal, 5, train_batch(), {}, {}, 0.0)
+    written(journal, 5, train_batch(), {}, 0.0)
     assert files(journal) == ["step_000005.train"]
+
+
+def annotated_after(scored: ScoredBatch) -> AnnotatedBatch:
+    return gain(AnnotatedBatch, scored, old_log_probs=-torch.arange(scored.num_tokens).float())
+
+
+def test_a_column_that_the_scored_batch_has_is_written_once(journal: Journal) -> None:
+    scored = scored_batch()
+    written(journal, 5, scored, {}, 0.0)
+    batch = annotated_after(scored)
+    written(journal, 5, batch, {"a": 1.0}, 2.0)
+    assert files(journal) == ["step_000005.scored", "step_000005.train"]
+    kept = codec.decode((journal.directory / "step_000005.train").read_bytes()[44:])
+    assert {name for name, _, _ in columns_of(kept.batch)} == {"old_log_probs", "reward_parts"} - {*kept.shared}
+    found = Journal(journal.directory, "these").batch(5)
+    assert found is not None and equal(found.batch, batch) and found.metrics == {"a": 1.0}
+    journal.drop_through(5)
+    assert files(journal) == []
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["other", "gone"])
+def test_an_annotated_batch_without_its_scored_one_is_absent(
+    journal: Journal, is_gone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scored = scored_batch()
+    written(journal, 5, scored, {}, 0.0)
+    written(journal, 5, annotated_after(scored), {}, 0.0)
+    if is_gone:
+        (journal.directory / "step_000005.scored").unlink()
+    else:  # of another history of the run, under the same settings
+        other = replace(scored, rewards=scored.rewards + 1)
+        written(Journal(journal.directory, "these"), 5, other, {}, 0.0)
+    with caplog.at_level(logging.WARNING):
+        found = Journal(journal.directory, "these").batch(5)
+    assert "belongs to another" in caplog.text
+    assert found is None if is_gone else found is not None and equal(found.batch, other)
 
 
 def test_a_batch_is_written_beside_and_what_it_replaces_stays_until_then(
@@ -190,7 +231,7 @@ def test_a_batch_is_written_beside_and_what_it_replaces_stays_until_then(
     monkeypatch.setattr(codec, "write_whole", held)
     journal.groups(5)
     journal.append(5, 0, [group(10)])
-    journal.write(5, scored_batch(), {}, {}, 0.0)
+    journal.write(5, scored_batch(), {}, 0.0)
     assert Journal(journal.directory, "these").groups(5) == {0: group(10)} and files(journal) == ["step_000005.groups"]
     threading.Timer(0.1, may_write.set).start()
     assert journal.batch(5) is not None, "who asks waits"
@@ -200,7 +241,7 @@ def test_a_batch_is_written_beside_and_what_it_replaces_stays_until_then(
 def test_what_goes_wrong_beside_is_raised_by_the_next_call(journal: Journal, tmp_path: Path) -> None:
     faults.install("fail@journal.before_write", "controller", tmp_path / "f")
     try:
-        journal.write(5, scored_batch(), {}, {}, 0.0)
+        journal.write(5, scored_batch(), {}, 0.0)
         with pytest.raises(RuntimeError, match="injected"):
             journal.append(6, 0, [group(10)])
     finally:
@@ -209,7 +250,7 @@ def test_what_goes_wrong_beside_is_raised_by_the_next_call(journal: Journal, tmp
 
 @pytest.mark.parametrize("position", [0, 5, 13, 50, 200, -1])
 def test_a_damaged_batch_is_absent(journal: Journal, position: int, caplog: pytest.LogCaptureFixture) -> None:
-    written(journal, 5, train_batch(), {}, {}, 0.0)
+    written(journal, 5, train_batch(), {}, 0.0)
     path = journal.directory / "step_000005.train"
     data = bytearray(path.read_bytes())
     data[position] ^= 1
@@ -222,16 +263,16 @@ def test_a_damaged_batch_is_absent(journal: Journal, position: int, caplog: pyte
 def test_other_settings_have_another_journal(journal: Journal) -> None:
     journal.groups(1)
     journal.append(1, 0, [group(10)])
-    written(journal, 2, train_batch(), {}, {}, 0.0)
+    written(journal, 2, train_batch(), {}, 0.0)
     other = Journal(journal.directory, "those")
     assert other.groups(1) == {} and other.batch(2) is None
 
 
 def test_a_step_counts_only_after_whole_steps(journal: Journal) -> None:
     """Step 6 is known to the end and step 7 has rewards: step 8 came from a policy that nobody has any more."""
-    written(journal, 6, train_batch(), {}, {}, 0.0)
-    written(journal, 7, scored_batch(), {}, {}, 0.0)
-    written(journal, 8, train_batch(), {}, {}, 0.0)
+    written(journal, 6, train_batch(), {}, 0.0)
+    written(journal, 7, scored_batch(), {}, 0.0)
+    written(journal, 8, train_batch(), {}, 0.0)
     again = Journal(journal.directory, "these")
     assert isinstance(again.batch(6).batch, TrainBatch) and sorted(again._files()) == [6, 7, 8]
     assert not isinstance(again.batch(7).batch, TrainBatch) and sorted(again._files()) == [6, 7]
@@ -240,7 +281,7 @@ def test_a_step_counts_only_after_whole_steps(journal: Journal) -> None:
 
 def test_a_checkpoint_ends_the_steps_that_it_has(journal: Journal) -> None:
     for step in (4, 5, 6):
-        written(journal, step, train_batch(), {}, {}, 0.0)
+        written(journal, step, train_batch(), {}, 0.0)
     journal.groups(7)
     journal.append(7, 0, [group(10)])
     journal.drop_through(5)
@@ -261,7 +302,7 @@ def test_a_full_disk_costs_the_journal_and_not_the_run(
             for index in range(3):
                 journal.append(1, index, [group(10 * index)])
             assert "No space left" in caplog.text
-            written(journal, 2, train_batch(), {}, {}, 0.0)
+            written(journal, 2, train_batch(), {}, 0.0)
     finally:
         faults.install("", "controller", tmp_path)
     assert journal.groups(1) == {0: group(0), 2: group(20)} and files(journal) == ["step_000001.groups"]

@@ -85,7 +85,7 @@ def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
     for rank, call in enumerate(calls):
         assert call.arguments["plan"] == scattered.plans[layout.coordinates(rank).dp]
     assert sorted(s for plan in scattered.plans for s in plan.samples if s != NO_OP) == [0, 1, 2]
-    shards = [codec.decode(calls[rank].shard) for rank in scattered.leaders]
+    shards = [codec.decode(b"".join(calls[rank].shard)) for rank in scattered.leaders]
     assert scattered.largest_bytes == max(shard.num_tokens for shard in shards) * (8 + 1)  # int64 ids and a mask
     results = [LogProbs(shard.token_ids / 2) for shard in shards]
     whole = join("actor.log_probs", results, scattered.plans, batch.offsets)
