@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlhf_megatron.data.direct import fsync
+
 
 def refuse_existing(directory: Path) -> None:
     """Raises ValueError when `directory` exists and is not an empty directory, or is a link, which no directory can
@@ -40,12 +42,3 @@ def written_aside(directory: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

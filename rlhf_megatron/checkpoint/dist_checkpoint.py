@@ -44,9 +44,9 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint import safe_pickle as safe_reads
-from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
 from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_metadata, read_plain
+from rlhf_megatron.data.direct import fsync
 
 METADATA, COMMON = ".metadata", "common.pt"
 SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.aside import fsync
+from rlhf_megatron.data.direct import fsync
 
 _TRACKER = "tracker."
 _PLAIN = "state"  # key of the metadata: what is no tensor, as JSON

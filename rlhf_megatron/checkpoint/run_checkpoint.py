@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_megatron import faults
-from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -26,6 +25,7 @@ from rlhf_megatron.checkpoint.manifest import (
     verify_directory,
     verify_sizes,
 )
+from rlhf_megatron.data.direct import fsync, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class CheckpointStore:
         """
         partial, final = self._hidden(step, "partial"), self.path_of(step)
         manifest = CheckpointManifest(step, policy_version, dict(layouts), dict(versions), tuple(files))
-        _write(partial / MANIFEST, manifest.to_text())
+        write_whole(partial / MANIFEST, [manifest.to_text().encode()])
         self._wait_for_files(partial)
         for directory in _directories(partial):
             fsync(directory)
@@ -103,7 +103,7 @@ class CheckpointStore:
         try:  # from here on it is a checkpoint, whatever happens
             fsync(self.directory)
             faults.reach("ckpt.after_rename")
-            _replace(self.directory / LATEST, final.name + "\n")
+            write_whole(self.directory / LATEST, [f"{final.name}\n".encode()])
         except OSError as error:
             logger.warning("%s is complete, but %s was not updated: %s", final, LATEST, error)
         faults.reach("ckpt.after_commit")
@@ -234,20 +234,6 @@ class CheckpointStore:
 def _directories(root: Path) -> list[Path]:
     """`root` and all below it, those inside before those around them."""
     return [Path(path) for path, _, _ in os.walk(root, topdown=False)]
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    _write(aside, text)
-    os.replace(aside, path)
-    fsync(path.parent)
 
 
 def _remove(path: Path) -> None:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron import __version__
-from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
+from rlhf_megatron.checkpoint.aside import refuse_existing
 from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES
 from rlhf_megatron.conversion.groups import run_groups
 from rlhf_megatron.conversion.model import Item, Model, units_of
 from rlhf_megatron.conversion.targets import HFTarget, Target
+from rlhf_megatron.data.direct import fsync
 from rlhf_megatron.models.families.base import HFConfig
 
 OnBytes = Callable[[int], None]

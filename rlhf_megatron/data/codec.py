@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.direct import write_parts
+from rlhf_megatron.data.direct import write_whole
 
 MAGIC = b"RLM1"
 ALIGNMENT = 64  # bytes
@@ -135,24 +135,6 @@ def write_file(path: Path, obj: Any) -> None:
     write_whole(path, encode_parts(obj))
 
 
-def write_whole(path: Path, parts: Iterable[Buffer]) -> None:
-    """`parts` one after the other; the file appears by rename when it is on disk. Makes parent directories."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(aside, "wb") as file:
-            write_parts(file.fileno(), parts)
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def read_file(path: Path) -> Any:
     """Undo `write_file`. Raises ValueError naming the file when it is missing or malformed."""
     if not path.is_file():
@@ -196,12 +178,9 @@ def _pack(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
         if any(type(key) is not str for key in obj):
             raise ValueError(f"cannot encode a dict with keys that are not str: {list(obj)[:3]!r}.")
         return {"dict": {key: _pack(value, buffers) for key, value in obj.items()}}
-    if kind in (bytes, bytearray):
-        buffers.append([obj])
-        return {"bytes": len(obj)}
-    if kind is Parts:
-        buffers.append(obj)
-        return {"bytes": sum(map(len, obj))}
+    if kind in (bytes, bytearray, Parts):
+        buffers.append(obj if kind is Parts else [obj])
+        return {"bytes": sum(map(len, buffers[-1]))}
     if kind is Runs:
         return {"tensor": _pack_runs(obj, buffers)}
     if isinstance(obj, Tensor):

@@ -6,47 +6,57 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
+Part = bytes | bytearray | memoryview
 PIECE_BYTES = 1 << 22  # of what goes to the disk at once; a multiple of any block of a disk
 
 
-def write_parts(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write `parts` one after the other, from the file's position, which must be a multiple of `PIECE_BYTES`.
-
-    Like any write it is on disk after an fsync. What is no whole piece goes through the cache, as all does on a file
-    system that knows no other way.
-    """
-    with mmap.mmap(-1, PIECE_BYTES) as piece, memoryview(piece) as room:
-        filled = 0
-        for part in parts:
-            left = memoryview(part).cast("B")
-            while len(left):
-                count = min(len(left), PIECE_BYTES - filled)
-                room[filled : filled + count] = left[:count]
-                left, filled = left[count:], filled + count
-                if filled == PIECE_BYTES:
-                    _write_around(descriptor, room)
-                    filled = 0
-        with room[:filled] as rest:
-            _write(descriptor, rest)
-
-
-def _write_around(descriptor: int, piece: memoryview) -> None:
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    done = 0
+def write_whole(path: Path, parts: Iterable[Part]) -> None:
+    """`parts` one after the other; the file appears by rename when it is on disk. Makes parent directories."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        done = os.write(descriptor, piece)
-    except OSError:  # it has no such way, or no room, which the next line tells
-        pass
+        with open(aside, "wb") as file:
+            write_parts(file.fileno(), parts)
+            os.fsync(file.fileno())
+        os.replace(aside, path)
     finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    with piece[done:] as rest:
-        _write(descriptor, rest)
+        aside.unlink(missing_ok=True)
+    fsync(path.parent)
 
 
-def _write(descriptor: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        with data[done:] as left:
-            done += os.write(descriptor, left)
+def write_parts(descriptor: int, parts: Iterable[Part]) -> None:
+    """Write `parts` one after the other to a file that is empty. What is no whole piece goes through the cache, as all
+    does on a file system that knows no other way."""
+    piece, filled = memoryview(mmap.mmap(-1, PIECE_BYTES)), 0  # which begins at a page
+    for part in parts:
+        left = memoryview(part).cast("B")
+        while len(left):
+            count = min(len(left), PIECE_BYTES - filled)
+            piece[filled : filled + count] = left[:count]
+            left, filled = left[count:], (filled + count) % PIECE_BYTES
+            if filled == 0:
+                _write(descriptor, piece, is_around=True)
+    _write(descriptor, piece[:filled], is_around=False)
+
+
+def _write(descriptor: int, data: memoryview, is_around: bool) -> None:
+    usual = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+    while len(data):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, usual | (os.O_DIRECT if is_around else 0))
+            data = data[os.write(descriptor, data) :]
+        except OSError:  # it has no such way; or no room, which is told next
+            if not is_around:
+                raise
+        is_around = False
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

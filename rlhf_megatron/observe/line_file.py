@@ -20,6 +20,7 @@ from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.data import direct
 from rlhf_megatron.stop import RunStopped
 
 logger = logging.getLogger(__name__)
@@ -42,15 +43,9 @@ def explained(path: Path, error: OSError) -> OSError:
 
 def write_whole(path: Path, data: bytes) -> None:
     """The file appears by rename when it is complete and on disk. Raises OSError (see `explained`)."""
-    aside = path.with_name(f"{path.name}.tmp")
     try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        direct.write_whole(path, [data])
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise explained(path, error) from error
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.data.codec import read_file, write_file
+from rlhf_megatron.data.direct import fsync
 from rlhf_megatron.observe.line_file import strict
 from rlhf_megatron.observe.run_dir import write_json, write_text
 from rlhf_megatron.workers.findings import WEIGHTS

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.data import codec
+from rlhf_megatron.data.direct import fsync, write_whole
 from rlhf_megatron.observe.run_facts import versions
 from rlhf_megatron.recovery.resume import CHECKPOINTS, CONFIG, RUN_STATE, RunState, read_state
 from rlhf_megatron.runtime.proxies import CriticProxy, HostProxy, TrainedProxy, Workers
@@ -167,10 +167,7 @@ class Checkpointer:
 
     def _own_files(self, directory: Path, state: RunState) -> list[FileRecord]:
         codec.write_file(directory / RUN_STATE, state)
-        with open(directory / CONFIG, "w") as file:
-            file.write(self._config_yaml)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(directory / CONFIG, [self._config_yaml.encode()])
         return [record_of(directory, directory / name) for name in (RUN_STATE, CONFIG)]
 
     def _host_files(self, directory: Path, state: RunState) -> list[FileRecord]:

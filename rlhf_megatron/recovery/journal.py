@@ -2,7 +2,7 @@
 
 journal/
     step_000007.groups    of the step that is generated: samples as they come, appended
-    step_000007.scored    all of them with their rewards; the groups are gone
+    step_000007.scored    all of them with their rewards; the groups are gone, but those whose routes may get lost
     step_000007.train     what the models say of them; a column that the scored batch has stands there alone
     group_00000042.samples    of the prompt at position 42 of the stream, where groups are made in the background
 
@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlhf_megatron import faults
-from rlhf_megatron.data import codec
+from rlhf_megatron.data import codec, direct
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, columns_of
-from rlhf_megatron.data.routes import are_there
+from rlhf_megatron.data.routes import are_there, place_of
 from rlhf_megatron.observe.line_file import explained
 from rlhf_megatron.recovery.resume import RunState
 from rlhf_megatron.rollout.columns import GroupColumns
@@ -103,15 +103,12 @@ class Journal:
         self.settle()
         path = self._path(step, GROUPS)
         records, self._known_bytes = read_records(path)
-        found = {
-            record.index: record.samples()
-            for record in records
-            if isinstance(record, JournalledGroup) and record.settings == self.settings and are_there(record.routes)
-        }
+        ours = [one for one in records if isinstance(one, JournalledGroup) and one.settings == self.settings]
+        found = _with_routes(path, {one.index: [one] for one in ours})
         if path.exists() and path.stat().st_size > self._known_bytes:
             logger.warning("%s: its last record is cut off or damaged and is left out", path)
             guarded(path, lambda: os.truncate(path, self._known_bytes))
-        return found
+        return {index: only.samples() for index, (only,) in found.items()}
 
     def append(self, step: int, first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
         """Neighbouring groups that have come. They are on disk when this returns."""
@@ -175,8 +172,8 @@ class Journal:
 
         def write() -> None:
             faults.reach("journal.before_write")
-            codec.write_whole(path, data)
-            if not entry.base:
+            direct.write_whole(path, data)
+            if not entry.base and not (kind == SCORED and batch.routes):
                 self._path(step, former).unlink(missing_ok=True)
             if kind == SCORED:
                 self._scored = (step, batch, bytes(data[0][_DIGEST]))
@@ -212,11 +209,13 @@ class Journal:
         """`entry` with the columns that stand in the record of its scored batch, where that is there as it was."""
         if not entry.base:
             return entry
-        scored = self._read_batch(step, SCORED)
-        if scored is None or _digest_of(self._path(step, SCORED)) != entry.base:
-            logger.warning("%s belongs to another %s; that part of step %d is done again", TRAIN, SCORED, step)
-            return None
-        return replace(entry, batch=replace(entry.batch, **{n: getattr(scored.batch, n) for n in entry.shared}))
+        if (scored := self._read_batch(step, SCORED)) is not None:
+            with open(self._path(step, SCORED), "rb") as file:
+                if file.read(_HEADER_BYTES)[_DIGEST] == entry.base:
+                    columns = {name: getattr(scored.batch, name) for name in entry.shared}
+                    return replace(entry, batch=replace(entry.batch, **columns))
+        logger.warning("%s belongs to another %s; that part of step %d is done again", TRAIN, SCORED, step)
+        return None
 
     def _drop(self, is_gone: Callable[[int], bool]) -> None:
         for step, paths in self._files().items():
@@ -257,7 +256,7 @@ class GroupJournal:
 
         def write() -> None:
             faults.reach("journal.before_write")
-            codec.write_whole(path, data)
+            direct.write_whole(path, data)
 
         guarded(path, write)
 
@@ -265,16 +264,15 @@ class GroupJournal:
         """Read the samples of each request, by position. Files that a killed process was writing are removed."""
         for path in self.directory.glob(".group_*.part"):
             path.unlink(missing_ok=True)
-        found = {}
+        found: dict[int, list[JournalledGroup]] = {}
         for number, path in self._files():
             records, num_good = read_records(path)
             is_whole = records and path.stat().st_size == num_good
-            if is_whole and all(
-                isinstance(one, JournalledGroup) and one.settings == self._settings and are_there(one.routes)
-                for one in records
-            ):
-                found[number] = [one.samples() for one in records]
-        return found
+            ours = [one for one in records if isinstance(one, JournalledGroup) and one.settings == self._settings]
+            if is_whole and len(ours) == len(records):
+                found[number] = ours
+        found = _with_routes(self.directory, found)
+        return {number: [one.samples() for one in ours] for number, ours in found.items()}
 
     def saved(self, state: RunState) -> None:
         """A checkpoint has what was trained or dropped before it."""
@@ -300,10 +298,17 @@ class GroupJournal:
         return self.directory / f"group_{number:08d}.samples"
 
 
-def _digest_of(path: Path) -> bytes:
-    """Of the first record of a file, as it says itself."""
-    with open(path, "rb") as file:
-        return file.read(_HEADER_BYTES)[_DIGEST]
+def _with_routes(where: Path, groups: dict[int, list[JournalledGroup]]) -> dict[int, list[JournalledGroup]]:
+    """Those whose files of routes are there; of the others a warning."""
+    names = {number: [name for one in records for name in one.routes] for number, records in groups.items()}
+    found = {number: records for number, records in groups.items() if are_there(names[number])}
+    if len(found) < len(groups):
+        lost = {place_of(name)[0] or "this machine" for number in groups.keys() - found for name in names[number]}
+        logger.warning(
+            "%s: %d of %d groups are generated again: their files of routes, at %s, are gone",
+            *(where, len(groups) - len(found), len(groups), ", ".join(sorted(lost))),
+        )
+    return found
 
 
 def routes_in(directory: Path) -> set[str]:

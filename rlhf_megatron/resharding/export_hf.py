@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
+from rlhf_megatron.checkpoint.aside import refuse_existing
 from rlhf_megatron.checkpoint.hf_writer import (
     SafetensorsWriter,
     TensorSpec,
@@ -23,6 +23,7 @@ from rlhf_megatron.checkpoint.hf_writer import (
     write_index,
 )
 from rlhf_megatron.checkpoint.kept import KEPT_FILE, kept_of
+from rlhf_megatron.data.direct import fsync
 from rlhf_megatron.models.table import Entry, Rule, stored_specs
 from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest

@@ -153,6 +153,7 @@ class EngineAddress:
     takes_parts: bool = True  # of tensors, where it has the loader: it keeps weights as they come
     quantization: str | None = None  # in which it holds what is sent; None: as it comes
     machine: int = 0  # its number among those of the run, where torchrun's agents start engines
+    drivers: str = ""  # HOST:PORT where its machine starts drivers (runtime.driver_gate); "": nowhere
 
 
 Groups = list[list[GeneratedSample]]  # of each request its samples, in order

@@ -146,9 +146,16 @@ class Connections(asyncio.Semaphore):
 
     def __init__(self, num_processes: int = 1) -> None:
         self._files = allow_open_files()
-        self._num_processes = num_processes
+        self._num_processes = 0
         self._has_told = False
-        super().__init__(num_processes * (self._files - min(_OTHER_FILES, self._files // 4)))
+        super().__init__(0)
+        self.grow(num_processes)
+
+    def grow(self, num_processes: int) -> None:
+        """So many more processes take part."""
+        self._num_processes += num_processes
+        for _ in range(num_processes * (self._files - min(_OTHER_FILES, self._files // 4))):
+            self.release()
 
     async def acquire(self) -> Any:
         if self.locked() and not self._has_told:

@@ -82,6 +82,7 @@ class BalancerKind:
     engine_setting: ClassVar[str] = ""  # full key that the engine must read as well; "": any engine will do
     min_engines: ClassVar[int] = 1
     no_turns: ClassVar[str] = ""  # why it cannot be had with rollout.colocated, after "would"; "": it can
+    asks_engines: ClassVar[bool] = True  # one by one, so that drivers on their machines can do it
 
     def check(self, rollout: RolloutConfig) -> None:
         """Raise ValueError, with the fix, where it could not be built. Starts nothing."""
@@ -276,6 +277,7 @@ class SGLangRouterKind(BalancerKind):
     engine_setting = "rollout.sglang"
     min_engines = 2
     no_turns = "take engines for dead that have lent their memory"
+    asks_engines = False
 
     def check(self, rollout: RolloutConfig) -> None:
         from rlhf_megatron.rollout.router.process import check_router

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf_megatron.runtime import registration
+from rlhf_megatron.runtime.driver_gate import reach_gates
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.remote import RemoteGroup
@@ -39,6 +40,7 @@ def control(
     """
     group: RoutedGroups | None = None
     reach_stores(secret)
+    reach_gates(secret)
     try:
         links = registration.gather_hosts(listener, secret, pools, deadlines.startup_s, find_lost)
         group = RoutedGroups(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from rlhf_megatron.data import codec
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
 from rlhf_megatron.rollout.fleet.process import TAIL_LINES, Launch, Process, Progress, Seat, keep_log
+from rlhf_megatron.runtime.driver_gate import DriverGate
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Report:
 class ServerKeeper:
     """Parent of one server. Every call returns soon."""
 
+    gate: DriverGate | None = None  # of its machine
+
     def __init__(self) -> None:
         self._launch: Launch | None = None
         self._report = Report()
@@ -132,7 +135,8 @@ class ServerKeeper:
 
     def _wait(self, launch: Launch, deadline: float) -> None:
         try:
-            self._report = Report(address=launch.wait(deadline, None))
+            drivers = "" if self.gate is None else self.gate.address
+            self._report = Report(address=replace(launch.wait(deadline, None), drivers=drivers))
         except Exception as error:  # told to the controller
             logger.exception("the server has not become healthy")
             self._report = Report(error=str(error), is_late=isinstance(error, EngineTimeoutError))

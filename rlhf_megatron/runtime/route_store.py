@@ -76,6 +76,7 @@ class Stores:
         self.secret = secret
         self._lock = threading.Lock()
         self._channels: dict[str, channel.Channel] = {}
+        self._silent: set[str] = set()  # whose files count as lost
 
     def select(self, address: str, name: str, positions: Ids, layers_of: Mapping[int, Ids], top_k: int) -> Selected:
         """Raises ValueError where the store does not answer, or has no such file."""
@@ -94,9 +95,12 @@ class Stores:
         return Selected(found.num_tokens, found.ids.numpy(), num_fetched=found.ids.nbytes)
 
     def are_there(self, address: str, names: Sequence[str]) -> bool:
+        if address in self._silent:
+            return False
         try:
             return bool(self._ask(address, FilesNamed(tuple(names), is_removal=False)))
         except OSError as error:
+            self._silent.add(address)
             logger.warning("the store at %s does not answer (%s): what it has counts as lost", address, error)
             return False
 
@@ -131,10 +135,15 @@ def reach_stores(secret: bytes) -> None:
     routes.elsewhere = Stores(secret)
 
 
+def run_secret() -> bytes:
+    """What `reach_stores` was given."""
+    assert isinstance(routes.elsewhere, Stores), "this process is of no run"
+    return routes.elsewhere.secret
+
+
 def serve_routes(run_dir: Path, host: str) -> RouteStore:
     """Start the store of this machine, after `reach_stores`."""
-    assert isinstance(routes.elsewhere, Stores), "this process is of no run"
-    return RouteStore((run_dir / "routes").absolute(), host, routes.elsewhere.secret)
+    return RouteStore((run_dir / "routes").absolute(), host, run_secret())
 
 
 # ---- on a machine with engines ----

@@ -11,7 +11,7 @@ from rlhf_megatron.algorithms.aggregate import loss_weights, metric_weights
 from rlhf_megatron.algorithms.losses import PICKS, POLICY_LOSSES, PickInputs
 from rlhf_megatron.config.schema import PolicyLossConfig
 from rlhf_megatron.config.typed import params_from_mapping
-from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, select, token_index
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, token_index
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.observe.metrics.batch import valid_tokens
 
@@ -23,30 +23,16 @@ def weigh(batch: TokenBatch, mode: str, scale_factor: float | None = None) -> tu
     return weights, metric_weights(batch.response_mask, num_tokens)
 
 
-def cut(
-    batch: TrainBatch, mini_batch_size: int, use_shuffle: bool, seed: int, step: int, epoch: int
-) -> Iterator[TrainBatch]:
-    """The step's B samples in parts of `mini_batch_size` samples, in an order of (seed, step, epoch)."""
-    return (select(batch, samples) for samples in _cut(len(batch), mini_batch_size, use_shuffle, seed, step, epoch))
-
-
-def _cut(
-    num_samples: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int, epoch: int
-) -> Iterator[list[int]]:
-    order = list(range(num_samples))
-    if use_shuffle:
-        generator = torch.Generator().manual_seed(derive_seed(seed, step, epoch, 7))
-        order = torch.randperm(num_samples, generator=generator).tolist()
-    for start in range(0, num_samples, mini_batch_size):
-        yield order[start : start + mini_batch_size]
-
-
 def of_epochs(
     num_samples: int, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The samples of each mini-batch of a step, over all epochs."""
+    """The samples of each mini-batch of a step, over all epochs: in an order of (seed, step, epoch)."""
     for epoch in range(num_epochs):
-        yield from _cut(num_samples, mini_batch_size, use_shuffle, seed, step, epoch)
+        order = list(range(num_samples))
+        if use_shuffle:
+            generator = torch.Generator().manual_seed(derive_seed(seed, step, epoch, 7))
+            order = torch.randperm(num_samples, generator=generator).tolist()
+        yield from (order[start : start + mini_batch_size] for start in range(0, num_samples, mini_batch_size))
 
 
 def picked(part: TrainBatch, loss: PolicyLossConfig, seed: int, step: int, number: int) -> Tensor | None:

@@ -145,6 +145,10 @@ def _tell(config: RunConfig, tracker: Tracker, sets: PromptSets) -> None:
     tracker.note(description(config.trainer.experiment_name, config.model, _where(config), engines, sets))
     if spread := told(config):
         tracker.note(f"engines by machine: {spread}")
+        tracker.note(
+            "a run that goes on on other machines needs its directory there: put trainer.default_local_dir on a file"
+            " system that all see"
+        )
         if config.actor.router_replay == "r3":
             tracker.note(
                 "routes stay on the machines of their engines: where the run directory is not shared, a run that"

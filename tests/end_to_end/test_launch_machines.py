@@ -16,6 +16,8 @@ from reward_model_tools import Scored
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, TWO_RANKS, needs_sglang, sglang_python
 from test_launch_nodes import QUICK, numbers
 
+from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV
+
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.long,
@@ -59,8 +61,9 @@ def finished(machines: Machines) -> Finished:
 
 
 def learned(run: Finished) -> list[dict[str, Any]]:
-    """All numbers but those of the processes' memory, which a colocated run tells."""
-    return [{key: value for key, value in row.items() if not key.startswith("memory/")} for row in numbers(run)]
+    """All numbers but those of the processes' memory, which a colocated run tells, and of drivers."""
+    left_out = ("memory/", "rollout/driver_restarts", "rollout/requests_reissued")
+    return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in numbers(run)]
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +130,17 @@ def server_of(machines: Machines, settings_file: str) -> int:
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
 def test_engines_on_two_machines_give_the_numbers_of_one(
-    start, tmp_path_factory: pytest.TempPathFactory, colocated: bool
+    start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, colocated: bool
 ) -> None:
+    """Each machine has a driver for its engine; the second one's dies before it tells what its engine has answered."""
     settings = SHORT | TWO | {"rollout.colocated": colocated}
     alone = train(write_config(tmp_path_factory.mktemp("alone")), DP2 | settings | {"trainer.n_gpus_per_node": 2})
     assert alone.exit_code == 0, alone.console
-    run = finished(start(settings | {"trainer.nnodes": 2}, 2))
+    plan = {PLAN_ENV: "kill@driver.before_reply:who=driver1,nth=2", DIRECTORY_ENV: str(tmp_path / "faults")}
+    run = finished(start(settings | {"trainer.nnodes": 2, "rollout.num_drivers": 1}, 2, **plan))
     assert "engines by machine: machine 0: engine0; machine 1: engine1" in run.console
+    assert (run.run_dir / "logs" / "engines1.log").read_text().count("driver1 is process") == 2
+    assert sum(row["rollout/driver_restarts"] for row in run.rows("step")) == 1
     assert learned(run) == learned(alone), "bit for bit"
 
 

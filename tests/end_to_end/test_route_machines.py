@@ -1,16 +1,23 @@
 """Router replay where the machines of engines and ranks see no files of each other: routes come over the network."""
 
+import contextlib
 import json
+import os
+import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from end_to_end_tools import Finished, train, write_config
+from launch_tools import MARKER, processes_with
 from namespaces import Machines, has_namespaces
 from places import MODEL
 from test_launch_nodes import numbers
+
+from rlhf_megatron.runtime.route_store import MODULE
 
 pytestmark = [
     pytest.mark.dist,
@@ -77,3 +84,50 @@ def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
         passes = fetched / (num_read * BYTES_A_TOKEN)
         assert 0.1 < passes < 2.0, passes
     assert not list((machines.directory / "runs" / "tiny" / "routes").glob("*")), "what was trained on is gone"
+
+
+def test_groups_of_a_store_that_is_lost_in_mid_run_are_generated_again_once(tmp_path: Path) -> None:
+    """Two machines with an engine each and no rank. The second one's store dies in mid-run, with all that it has: the
+    run ends, and goes on from its journal, where the groups of the first machine still are."""
+    runs, weights = tmp_path / "runs", tmp_path / "weights"
+    runs.mkdir()
+    weights.mkdir()
+    steps = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 2, "trainer.total_training_steps": 4}
+    apart = steps | {"trainer.save_freq": 1, "rollout.engine_machines": [1, 2], "rollout.transfer_dir": str(weights)}
+    machines = Machines(write_config(tmp_path), settings(tmp_path, **apart), 3, OWN_FILES=str(runs), MAX_RESTARTS="1")
+    try:
+        machines.wait_for(lambda: "committed step 1" in machines.console(0))
+        store, keeper = store_of(machines, "10.77.0.3")
+        files = os.open(f"/proc/{keeper}/root{runs}/tiny/routes", os.O_RDONLY)
+        os.kill(store, signal.SIGKILL)
+
+        def is_begun_again() -> bool:
+            for name in os.listdir(files):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=files)
+            return "the run is started again" in machines.console(0)
+
+        machines.wait_for(is_begun_again)
+        os.close(files)
+        assert machines.wait() == [0, 0, 0], machines.consoles()
+    finally:
+        machines.end()
+    run = Finished(tmp_path, runs / "tiny", 0, machines.console(0), "")
+    told = re.search(r"(\d) of (\d) groups are generated again: their files of routes, at 10\.77\.0\.3", run.console)
+    assert told and 0 < int(told[1]) < int(told[2]), run.console
+    assert [row["step"] for row in run.rows("step")] == [1, 2, 3, 4]
+    near = tmp_path / "near"
+    near.mkdir()
+    alone = train(write_config(near), settings(near, **steps))
+    assert alone.exit_code == 0, alone.console
+    assert learned(run) == learned(alone), "bit for bit"
+
+
+def store_of(machines: Machines, address: str) -> tuple[int, int]:
+    """Process ids of the store with that address and of its parent."""
+    for pid in processes_with(f"{MARKER}={machines.marker}"):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if MODULE in words and address in words:
+                return pid, int(words[words.index(address) + 1])
+    raise AssertionError(f"no store at {address}")

@@ -46,6 +46,7 @@ def main(model: Path, folder: Path, num_engines: int) -> None:
             0,
             lambda: [whereabouts()],
             {"OMP_NUM_THREADS": "1"},
+            b"",
         )
         transfer = folder / "transfer"
         transfer.mkdir()

@@ -43,7 +43,7 @@ def main(path: Path, folder: Path) -> None:
         bundles = server_bundles(config.reward_model.served.num_servers, config.ray, 0)
         cluster.reserve(bundles, is_spread=False, timeout_s=60)
         environment = {"OMP_NUM_THREADS": "1"}
-        place = RayEngines(cluster, config.rollout, 1, 0.5, 0, tuple, environment, first_bundle=0)
+        place = RayEngines(cluster, config.rollout, 1, 0.5, 0, tuple, environment, b"", first_bundle=0)
         rewards = RewardConfig(name="overlong", params={"max_len": 4, "buffer": 4}, num_workers=4)
         with ModelServers(EngineSetup.of(config), config.reward_model, folder, None, place) as servers:
 

@@ -114,8 +114,8 @@ class RolloutConfig:
         "registered balancer, which spreads requests: balancer, the run itself, or sglang, sglang-router", "balancer"
     )
     num_drivers: int | None = doc(
-        "processes that ask the engines and read their answers; 0: the controller does; null: one for 32 engines, at"
-        " most one for 4 cores",
+        "processes on each machine with engines, which ask these and read their answers; 0: the controller does; null:"
+        " one for 32 engines, at most one for 4 cores of the controller's machine, none in a run of fewer engines",
         None,
         Interval(0, 64, "a few keep up with thousands of engines"),
     )

@@ -17,6 +17,7 @@ from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rollout.columns import GroupColumns
 from rlhf_megatron.rollout.drivers.messages import BEAT, Answered
 from rlhf_megatron.rollout.drivers.port import Port
+from rlhf_megatron.rollout.drivers.stream import Stream
 from rlhf_megatron.rollout.local import client as _local  # noqa: F401  registers its questions
 from rlhf_megatron.rollout.router import balancer as _router  # noqa: F401
 from rlhf_megatron.rollout.sglang import client as _sglang  # noqa: F401
@@ -28,11 +29,17 @@ BEAT_S = 1.0
 class Driver:
     """The work of a driver: its questions are tasks of one loop, by number."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._port = Port(sock, self._take, lambda: os._exit(0))
+    def __init__(self) -> None:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def beat(self) -> None:
+    async def serve(self, sock: socket.socket) -> None:
+        """Answer the controller at the other end, until that is gone."""
+        self._port: Port | Stream
+        if sock.family == socket.AF_UNIX:
+            self._port = Port(sock, self._take, lambda: os._exit(0))
+        else:
+            self._port = Stream(self._take, lambda: os._exit(0))
+            await self._port.use(sock)
         while True:
             if self._port.is_free:
                 self._port.send(BEAT)
@@ -48,7 +55,8 @@ class Driver:
     async def _answer(self, number: int, data: bytearray) -> None:
         try:
             try:
-                groups = await codec.decode(data).answer()
+                question, data = codec.decode(data), bytearray()  # one of both is enough while the engine works
+                groups = await question.answer()
                 answered = Answered(tuple(map(GroupColumns.of, groups)))
             except Exception as error:  # told to who has asked
                 answered = Answered.failed(error)
@@ -58,16 +66,12 @@ class Driver:
             del self._tasks[number]
 
 
-async def _serve(sock: socket.socket) -> None:
-    await Driver(sock).beat()
-
-
 def main() -> None:
     descriptor, number, *plugins = sys.argv[1:]
     faults.install_planned(f"driver{number}")
     load_plugins(plugins)
     allow_open_files()
-    asyncio.run(_serve(socket.socket(fileno=int(descriptor))))
+    asyncio.run(Driver().serve(socket.socket(fileno=int(descriptor))))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rlhf_megatron.parallel.device import num_devices
 from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 from rlhf_megatron.resharding.shards import num_copies
-from rlhf_megatron.rollout.drivers.pool import Drivers, default_count
+from rlhf_megatron.rollout.drivers.pool import Drivers, counts
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, here
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
@@ -104,7 +104,9 @@ class EngineSetup:
         see EngineFleet. WeightSync sets its `resync`.
         """
         rollout = self.rollout
-        num_drivers = default_count(len(servers.addresses)) if rollout.num_drivers is None else rollout.num_drivers
+        balancer = balancer_kind(rollout.router)
+        gates = [address.drivers if balancer.asks_engines else "" for address in servers.addresses]
+        num_drivers = counts(gates, rollout.num_drivers)
         make_client = partial(engine_kind(rollout.engine).connect, transfer_dir=transfer_dir)
         own = None if isinstance(servers, AttachedEngines) else servers
         limits = (rollout.health_interval_s, rollout.health_timeout_s, rollout.max_engine_restarts)
@@ -113,10 +115,10 @@ class EngineSetup:
             rollout.request_timeout_s,
             rollout.request_retries,
             supervision=Supervision(own, make_client, *limits),
-            balancer=balancer_kind(rollout.router).build(self, run_dir),
+            balancer=balancer.build(self, run_dir),
             is_closed=self.trainer.deterministic,
             should_stop=should_stop,
-            drivers=Drivers(num_drivers) if num_drivers else None,
+            drivers=Drivers(*num_drivers) if any(num_drivers) else None,
         )
 
 

@@ -249,6 +249,7 @@ def _run_on(
         devices.of_engine,
         ranks,
         ray_environment.of_engines(os.environ),
+        b"" if job.config.actor.router_replay == "r3" else secret,  # ranks find files of routes where this process is
     )
     is_shared, num_cpus = job.rollout.colocated, job.ray.num_cpus_per_engine
     servers = RayEngines(
@@ -259,6 +260,7 @@ def _run_on(
         devices.of_server,
         ranks,
         ray_environment.of_engines(os.environ),
+        b"",
         first_bundle=len(_bundles(job, devices, "")) - len(_of_rewards(job, devices)),
     )
     return control(

@@ -16,6 +16,7 @@ from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.resharding.transfer_dir import TransferDir, make_transfer_dir_at
 from rlhf_megatron.rollout.fleet.process import Launch
 from rlhf_megatron.rollout.kinds import engine_kind
+from rlhf_megatron.runtime.driver_gate import DriverGate
 from rlhf_megatron.runtime.keepers import Answer, KeptLaunch, Remote, ServerKeeper
 from rlhf_megatron.runtime.processes import machine_id
 from rlhf_megatron.runtime.ray.cluster import Cluster, Whereabouts, whereabouts
@@ -33,9 +34,18 @@ class SeatedKeeper(ServerKeeper):
             os.chdir(directory)
 
     def begin_here(
-        self, launch: Launch, seating: Seating, is_again: bool, timeout_s: float, makes_transfer_dir: bool
+        self,
+        launch: Launch,
+        seating: Seating,
+        is_again: bool,
+        timeout_s: float,
+        makes_transfer_dir: bool,
+        secret: bytes,
     ) -> str:
-        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its memory alone."""
+        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its memory alone.
+        `secret`: of the run, where the machine starts drivers; b"": it starts none."""
+        if secret and whereabouts().machine != seating.driver_machine:
+            self.gate = DriverGate(whereabouts().address, secret)
         if makes_transfer_dir:
             self._transfer = make_transfer_dir_at(launch.transfer_dir)
         return self.begin(launch, partial(seat_of, whereabouts(), seating), is_again, timeout_s)
@@ -58,11 +68,13 @@ class RayEngines:
         num_gpus: int,
         ranks: Callable[[], Sequence[Whereabouts]],
         environment: Mapping[str, str],
+        secret: bytes,
         first_bundle: int | None = None,
     ) -> None:
         """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `ranks`: where those of the trainer
-        run, in order; it waits until they do. `environment`: of the actors, and so of the servers. `first_bundle`:
-        theirs, where they score and take no weights: others than the ranks and the driver ask them then."""
+        run, in order; it waits until they do. `environment`: of the actors, and so of the servers. `secret`: of the
+        run, where other machines than the driver's start drivers. `first_bundle`: theirs, where they score and take
+        no weights: others than the ranks and the driver ask them then."""
         self._cluster = cluster
         self._rollout = rollout
         self._num_machines = num_machines
@@ -71,6 +83,7 @@ class RayEngines:
         self._ranks = ranks
         self._environment = environment
         self._first_bundle = first_bundle
+        self._secret = secret if rollout.num_drivers != 0 else b""
         self._num_placed = 0
 
     def __call__(self, launch: Launch) -> Launch:
@@ -106,7 +119,8 @@ class RayEngines:
                 and rollout.weight_transport == "tensor"
                 and not engine_kind(rollout.engine).is_elsewhere
             )
-            return keeper, keeper.submit("begin_here", launch, seating, is_again, rollout.startup_timeout_s, makes)
+            known = (launch, seating, is_again, rollout.startup_timeout_s, makes, self._secret)
+            return keeper, keeper.submit("begin_here", *known)
 
         machine = index % self._num_machines if is_shared else 0
         return KeptLaunch(launch, begin, rollout.startup_timeout_s, machine)

@@ -29,6 +29,7 @@ from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.sglang.process import SGLangLaunch
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.controller import Deadlines
+from rlhf_megatron.runtime.driver_gate import DriverGate
 from rlhf_megatron.runtime.failures import describe
 from rlhf_megatron.runtime.host import Activity
 from rlhf_megatron.runtime.keepers import (
@@ -45,7 +46,7 @@ from rlhf_megatron.runtime.processes import (
     on_signals,
     redirect_output,
 )
-from rlhf_megatron.runtime.route_store import reach_stores, serve_routes
+from rlhf_megatron.runtime.route_store import reach_stores, run_secret, serve_routes
 from rlhf_megatron.runtime.service import Service
 from rlhf_megatron.runtime.stopping import SIGNALS, HostStop
 from rlhf_megatron.runtime.torchrun.engines import Servers, seat_of_server, seat_on
@@ -163,6 +164,7 @@ class MachineKeeper:
         self._transfer: TransferDir | None = None  # made here
         if servers.keeps_routes:
             self._store = serve_routes(run_dir, address)
+        self._gate = DriverGate(address, run_secret()) if self._setup.rollout.num_drivers != 0 else None
 
     def order(self, machine: int, name: str, verb: str, arguments: Sequence[Any]) -> Any:
         """Obey, where that is this machine."""
@@ -206,6 +208,7 @@ class MachineKeeper:
         if address is not None and isinstance(launch, SGLangLaunch) and not launch.is_engine:
             launch.port = urlsplit(address.url).port  # rewards know it
         keeper = self._keepers[launch.name] = ServerKeeper()
+        keeper.gate = self._gate
         launch = copy.copy(launch)
         launch.meeting = meeting
         return keeper.begin(launch, seat, is_again, self._setup.rollout.startup_timeout_s)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_megatron.data import direct
-from rlhf_megatron.data.codec import write_whole
+from rlhf_megatron.data.direct import write_whole
 
 PIECE = 1 << 16
 SIZES = [(0,), (1,), (PIECE,), (PIECE - 1, 2), (3 * PIECE + 5, 1, PIECE), (10,) * 20000]

@@ -15,7 +15,7 @@ from places import SUPPORT
 from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
-from rlhf_megatron.data import codec
+from rlhf_megatron.data import codec, direct
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, TrainBatch, columns_of, gain
 from rlhf_megatron.data.routes import write_routes
 from rlhf_megatron.recovery.journal import GroupJournal, Journal, routes_in
@@ -222,13 +222,13 @@ def test_an_annotated_batch_without_its_scored_one_is_absent(
 def test_a_batch_is_written_beside_and_what_it_replaces_stays_until_then(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, write = threading.Event(), codec.write_whole
+    may_write, write = threading.Event(), direct.write_whole
 
     def held(*arguments: Any) -> None:
         assert may_write.wait(60)
         write(*arguments)
 
-    monkeypatch.setattr(codec, "write_whole", held)
+    monkeypatch.setattr(direct, "write_whole", held)
     journal.groups(5)
     journal.append(5, 0, [group(10)])
     journal.write(5, scored_batch(), {}, 0.0)

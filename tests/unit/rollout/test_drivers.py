@@ -17,7 +17,7 @@ from rollout_tools import request
 
 from rlhf_megatron import faults
 from rlhf_megatron.rollout import http
-from rlhf_megatron.rollout.drivers.pool import Drivers, default_count
+from rlhf_megatron.rollout.drivers.pool import Drivers, counts
 from rlhf_megatron.rollout.engine import (
     DriverLostError,
     EngineAddress,
@@ -233,4 +233,4 @@ def test_a_driver_that_never_comes_up_is_given_up(server: Server, monkeypatch: p
 
 def test_small_runs_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    assert [default_count(number) for number in (1, 31, 32, 1024)] == [0, 0, 1, 16]
+    assert [counts([""] * number, None) for number in (1, 31, 32, 1024)] == [(0, 0), (0, 0), (1, 0), (16, 0)]

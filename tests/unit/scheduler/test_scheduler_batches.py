@@ -1,6 +1,7 @@
 """Seeds, requests, what engines return as a batch, mini-batches, metrics of a batch."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from rlhf_megatron.observe.metrics import names as metric_names
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams, VersionSpan
 from rlhf_megatron.rollout.requests import build_requests, collect
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.mini_batches import cut, picked, supervised_mini_batch, weighed, weighed_values
+from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, supervised_mini_batch, weighed, weighed_values
 from rlhf_megatron.scheduler.update import UpdateSettings, actor_update, critic_update
 
 WORKERS = Workers(None)  # type: ignore[arg-type]  # nothing is called
@@ -33,6 +34,12 @@ PROMPTS = PromptBatch(
     group_ids=(40, 41),
     extras=("", '{"level": 2}'),
 )
+
+
+def cut(batch: TrainBatch, size: int, use_shuffle: bool, seed: int, step: int, epoch: int) -> Iterator[TrainBatch]:
+    """The mini-batches of one epoch."""
+    of_all = list(of_epochs(len(batch), epoch + 1, size, use_shuffle, seed, step))
+    return (select(batch, samples) for samples in of_all[epoch * -(-len(batch) // size) :])
 
 
 def samples_of(batch: TokenBatch) -> list[int]:

@@ -32,7 +32,7 @@ from rlhf_megatron.scheduler.supply.make import find_groups
 def finished(number: int, *versions: int, routes: str = "") -> Finished:
     """Two samples of as many tokens as there are versions. `routes`: the file of both."""
     spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
-    sample = GeneratedSample((3,) * len(versions), (-1 / 3,) * len(versions), "stop", versions[0], spans, routes=routes)
+    sample = GeneratedSample((3,) * len(versions), (-0.375,) * len(versions), "stop", versions[0], spans, routes=routes)
     return Finished(number, stream_of().at([number]), [[sample] * NUM_SAMPLES])
 
 

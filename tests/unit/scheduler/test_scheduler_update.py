@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +30,12 @@ from rlhf_megatron.config.schema import (
 from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, TokenBatch, TrainBatch, Values, gain
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.replay import ReplayStages
+from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.model_rewards import ModelRewards
 from rlhf_megatron.scheduler.parts import Parts, _is_own
+from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, actor_update, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import Sync
 from rlhf_megatron.workers.contract import UpdateResult
@@ -380,13 +383,26 @@ def test_token_rewards_without_kl_are_the_scores() -> None:
     assert not [name for name in metrics if name.startswith("actor/reward_kl")] and stage.kl is None
 
 
-def test_a_batch_of_a_former_process_is_recorded_again() -> None:
-    """The ids that its ranks had are gone; while the critic learns alone nothing is recorded."""
+def test_a_batch_of_a_former_process_is_recorded_again(tmp_path: Path) -> None:
+    """The ids that its ranks had are gone; while the critic learns alone nothing is recorded. Its advantages are made
+    again, and the journal keeps what it has."""
     config = config_of(actor={"router_replay": "r2"}, trainer={"critic_warmup": 1})
     group = FakeGroup()
     stages, batch = stages_of(config, group), train_batch()
-    assert stages.annotate(1, batch) is batch and not group.calls
-    assert stages.annotate(2, batch) is batch
+    names = AnnotatedBatch.__dataclass_fields__
+    stages.journal = Journal(tmp_path / "journal", "these")
+    of_prompts: Any = None  # nobody is asked
+    stages.advantage_stage = lambda given: (batch, {"made": float(len(given))})  # type: ignore[assignment]
+    for step in (1, 2):
+        stages.journal.write(step, AnnotatedBatch(**{name: getattr(batch, name) for name in names}), {}, 0.0)
+        stages.journal.settle()
+        stages.begin()
+        annotated = stages.annotate(step, Stages.generate(stages, step, of_prompts))
+        assert type(annotated) is AnnotatedBatch and len(group.calls) == step - 1
+        written = {path: path.stat().st_mtime_ns for path in stages.journal.directory.iterdir()}
+        assert stages.advantages(step, annotated) is batch and stages._step_metrics["made"] == len(batch)
+        stages.journal.settle()
+        assert written == {path: path.stat().st_mtime_ns for path in stages.journal.directory.iterdir()}
     (call,) = group.calls
     assert call.method == "actor.log_probs" and torch.equal(call.batch.sample_ids, batch.sample_ids)
     assert group.events == ["send actor.log_probs 1", "wait actor.log_probs 1"]
