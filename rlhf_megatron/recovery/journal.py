@@ -88,9 +88,8 @@ class Journal:
         self._known_bytes = 0  # of the open file of groups that are good
         self._thread = ThreadPoolExecutor(1, "journal")
         self._pending: Future[None] | None = None
-        self._scored: tuple[int, ScoredBatch, bytes] | None = (
-            None  # step, batch and digest on disk, until it is annotated
-        )
+        # Step, batch and digest of what is on disk, until it is annotated.
+        self._scored: tuple[int, ScoredBatch, bytes] | None = None
 
     def settle(self) -> None:
         """Wait until the last batch is on disk."""
@@ -214,7 +213,7 @@ class Journal:
                 if file.read(_HEADER_BYTES)[_DIGEST] == entry.base:
                     columns = {name: getattr(scored.batch, name) for name in entry.shared}
                     return replace(entry, batch=replace(entry.batch, **columns))
-        logger.warning("%s belongs to another %s; that part of step %d is done again", TRAIN, SCORED, step)
+        logger.warning("the scored batch of %s is lost or another one; it is made again", self._path(step, TRAIN))
         return None
 
     def _drop(self, is_gone: Callable[[int], bool]) -> None:

@@ -215,7 +215,7 @@ def test_an_annotated_batch_without_its_scored_one_is_absent(
         written(Journal(journal.directory, "these"), 5, other, {}, 0.0)
     with caplog.at_level(logging.WARNING):
         found = Journal(journal.directory, "these").batch(5)
-    assert "belongs to another" in caplog.text
+    assert "is lost or another one" in caplog.text
     assert found is None if is_gone else found is not None and equal(found.batch, other)
 
 
