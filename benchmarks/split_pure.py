@@ -30,13 +30,13 @@ from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
-from rlhf_megatron.data.batch import MiniBatch, TrainBatch
+from rlhf_megatron.data.batch import MiniBatch, TrainBatch, select
 from rlhf_megatron.data.plan import take
 from rlhf_megatron.observe.metrics.batch import valid_samples
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
 from rlhf_megatron.scheduler.advantages import correction_columns
-from rlhf_megatron.scheduler.mini_batches import cut, picked, weighed
+from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, weighed
 from rlhf_megatron.workers.losses import (
     CorrectedRowLoss,
     RowLoss,
@@ -248,7 +248,8 @@ def _corrected(batch: TrainBatch, case: LossCase) -> TrainBatch:
 def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil | None = None) -> Outcome:
     """The gradients of all micro-batches of all replicas, added up: what ranks and stages add up between them."""
     model, row_loss = TinyModel(), make_row_loss(case)
-    (part,) = cut(_corrected(batch, case), len(batch), use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0)
+    (order,) = of_epochs(len(batch), 1, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0)
+    part = select(_corrected(batch, case), order)
     is_moving = case.correction is not None and is_bypass(case.correction)
     whole = weighed(part, case.config.loss_agg_mode, case.config.loss_scale_factor, picks(part, case), is_moving)
     layout = split.layout

@@ -297,6 +297,7 @@ class TrainJob:
             opened.path / "logs",
             self._deadlines(),
             has_engines=self.replay is None and config.job == "train",
+            keeps_routes=config.actor.router_replay == "r3",
         )
         return run_driver(run, job, stop)
 

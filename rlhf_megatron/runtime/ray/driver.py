@@ -78,6 +78,7 @@ class RayJob:
     log_dir: Path
     deadlines: Deadlines
     has_engines: bool  # the loop starts some
+    keeps_routes: bool = False  # of samples, in the run directory, which ranks and this process see
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def _run_on(
         devices.of_engine,
         ranks,
         ray_environment.of_engines(os.environ),
-        b"" if job.config.actor.router_replay == "r3" else secret,  # ranks find files of routes where this process is
+        b"" if job.keeps_routes else secret,
     )
     is_shared, num_cpus = job.rollout.colocated, job.ray.num_cpus_per_engine
     servers = RayEngines(

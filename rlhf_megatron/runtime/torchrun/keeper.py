@@ -164,7 +164,8 @@ class MachineKeeper:
         self._transfer: TransferDir | None = None  # made here
         if servers.keeps_routes:
             self._store = serve_routes(run_dir, address)
-        self._gate = DriverGate(address, run_secret()) if self._setup.rollout.num_drivers != 0 else None
+        has_drivers = machine in servers.of_parts and self._setup.rollout.num_drivers != 0
+        self._gate = DriverGate(address, run_secret()) if has_drivers else None
 
     def order(self, machine: int, name: str, verb: str, arguments: Sequence[Any]) -> Any:
         """Obey, where that is this machine."""
