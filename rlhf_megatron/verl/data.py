@@ -147,7 +147,8 @@ def _function(draft: Draft, path: str) -> None:
     name = g.get(f"{FUNCTION}.name") or "compute_score"
     note = "it gets solution_str, ground_truth, data_source and extra_info, one sample at a time"
     draft.put("reward.name", "function", (f"{FUNCTION}.path",), note)
-    draft.put("reward.params.path", f"{path.removeprefix('file://')}:{name}", (f"{FUNCTION}.path", f"{FUNCTION}.name"))
+    path = path.removeprefix("file://").removeprefix("pkg://")
+    draft.put("reward.params.path", f"{path}:{name}", (f"{FUNCTION}.path", f"{FUNCTION}.name"))
     for key, value in g.below(f"{FUNCTION}.reward_kwargs").items():
         draft.put(f"reward.params.kwargs.{key}", value, (f"{FUNCTION}.reward_kwargs.{key}",))
 

@@ -27,6 +27,7 @@ from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, BadResultEr
 
 OF_VERL = {"solution_str": "response", "ground_truth": "label", "data_source": "source", "extra_info": "extra"}
 GIVEN = (*(f.name for f in fields(RewardSample)), *OF_VERL)
+NO_METRIC = (str, list, tuple, dict, type(None))
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -142,13 +143,13 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def as_result(value: object) -> RewardResult:
-    """The result of what a user's function returned; text beside the score is left out. Raises BadResultError for what
-    is not a score."""
+    """The result of what a user's function returned. Beside the score, text, lists, objects and None are left out,
+    which verl's users return too. Raises BadResultError for what is not a score."""
     if not isinstance(value, Mapping):
         return RewardResult(_number("what the function returned", value))
     if "score" not in value:
         raise BadResultError(f"what the function returned has no 'score', only {sorted(map(str, value))}.")
-    others = {name: part for name, part in value.items() if name != "score" and not isinstance(part, str)}
+    others = {name: part for name, part in value.items() if name != "score" and not isinstance(part, NO_METRIC)}
     parts = {str(name): _number(str(name), part) for name, part in others.items()}
     return RewardResult(_number("score", value["score"]), parts=parts)
 

@@ -152,7 +152,7 @@ def test_a_masked_result_tells_why(scorer: Scorer) -> None:
 @pytest.mark.parametrize(
     "value",
     ["float('nan')", "float('inf')", "1e30", "10**5000", "None", "'1'", "[1]", "{}", "{'score': '1'}", "object()"]
-    + ["{'score': 1.0, 'depth': None}", "{'score': 1.0, 'depth': float('nan')}", "b'1'", "1j"],
+    + ["{'score': 1.0, 'depth': object()}", "{'score': 1.0, 'depth': float('nan')}", "b'1'", "1j"],
 )
 def test_garbage_is_masked(scorer: Scorer, value: str) -> None:
     assert statuses(scorer, sample("garbage", value=value), sample("7")) == ["masked:bad_result", "ok"]
@@ -167,6 +167,7 @@ def test_garbage_is_masked(scorer: Scorer, value: str) -> None:
         ("__import__('numpy').float32(0.5)", 0.5, {}),
         ("__import__('numpy').array([2])", 2.0, {}),
         ("__import__('decimal').Decimal(1) == 1", 1.0, {}),
+        ("{'score': 0.5, 'pred': None, 'steps': [1], 'told': {}, 'text': 'x'}", 0.5, {}),
         ("{'score': 2, 'depth': 3, 'is_short': True}", 2.0, {"function/depth": 3.0, "function/is_short": 1.0}),
     ],
 )

@@ -111,6 +111,8 @@ def test_where_a_reward_model_stands(written: list[str], wanted: dict[str, Any])
 
 
 def test_parts_of_a_functions_reward_have_its_name() -> None:
+    given = translated(BASE, "custom_reward_function.path=pkg://my.rewards", "custom_reward_function.name=f")
+    assert values(given)["reward.params.path"] == "my.rewards:f"
     given = translated(BASE, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score,acc]")
     assert values(given)["algorithm.params.gdpo_reward_keys"] == ["function", "function/acc"]
 
