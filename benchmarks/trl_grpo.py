@@ -90,6 +90,7 @@ class TimedTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         self._is_annotating = False
         self._add("rollout", start)
+        self.parts[-1]["response_tokens"] = self._metrics["train"]["completions/mean_length"][-1]
         return output
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +141,7 @@ def main() -> None:
     )
     trainer.train()
     steps = []
-    lengths = trainer._metrics["train"]["completions/mean_length"]
-    for start, end, parts, tokens in zip(trainer.starts, trainer.starts[1:], trainer.parts, lengths, strict=False):
+    for start, end, parts in zip(trainer.starts, trainer.starts[1:], trainer.parts, strict=False):
         seconds = end - start
         other = parts["rollout"] - parts["generate"] - parts["log_probs"]
         steps.append(
@@ -151,7 +151,7 @@ def main() -> None:
                 "log_probs": parts["log_probs"],
                 "update": seconds - parts["rollout"],  # four optimizer steps, and fetching the next prompts
                 "other": other,  # tokenizing, decoding, rewards, advantages, padding
-                "response_tokens": tokens,
+                "response_tokens": parts["response_tokens"],
             }
         )
     if trainer.accelerator.is_main_process:

@@ -77,7 +77,7 @@ def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int
 
 
 def copies(model: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for chunk in model.chunks for parameter in chunk.parameters()]
+    return [parameter.detach().clone() for chunk in model.backend.chunks for parameter in chunk.parameters()]
 
 
 def train_all(world: World, configs: dict[str, RunConfig], record: str, num_steps: int) -> dict[str, Trained]:
