@@ -32,7 +32,6 @@ TP2 = {"trainer.n_gpus_per_node": 2, "actor.megatron.tensor_model_parallel_size"
 FOUR_OF_TWO = TP2 | {"rollout.num_engines": 4, "trainer.nnodes": 4}
 ON_TWO_MACHINES = {
     "rollout.engine": "sglang",
-    "rollout.weight_transport": "process_group",
     "rollout.sglang.python": str(sglang_python()),
     "rollout.sglang.args": {**CPU_ARGUMENTS, "context_length": 64, "tp_size": 2, "nnodes": 2},
     "rollout.sglang.env": CPU_ENV | TWO_RANKS,
@@ -84,9 +83,10 @@ def test_four_machines_of_two_ranks_give_the_numbers_of_one(start, eight_ranks: 
 
 @needs_sglang
 @pytest.mark.sglang
-def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(start) -> None:
+@pytest.mark.parametrize("transport", ["process_group", "disk"])
+def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(start, transport: str) -> None:
     """Stock SGLang with nnodes 2. After the first step its part on machine 1 is killed."""
-    steps = {"trainer.total_training_steps": 3, "trainer.nnodes": 2}
+    steps = {"trainer.total_training_steps": 3, "trainer.nnodes": 2, "rollout.weight_transport": transport}
     machines = start(QUICK | RANK_EACH | ON_TWO_MACHINES | steps, 2)
     metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
     machines.wait_for(lambda: metrics.exists() and '"step"' in metrics.read_text())

@@ -14,12 +14,14 @@ from benchmarks.parity.layouts import (
     COVER_RANKS,
     CRITIC_VALUES,
     LAYOUTS,
+    TE,
     VALUES,
     Axes,
     cover,
     critic_cells,
     critic_cover,
     divides,
+    in_turns,
     is_possible,
 )
 from benchmarks.parity.pairwise import pairs_of, pairwise
@@ -170,3 +172,12 @@ def test_a_run_accepts_every_layout() -> None:
 def test_a_run_refuses_what_the_cover_leaves_out(axes: Axes) -> None:
     assert not is_possible(axes)
     assert validate(read_run_config(CONFIG, in_layout(axes)))
+
+
+def test_layouts_in_turns_meet_every_family() -> None:
+    """As the rehearsal takes them: of one and two ranks, without Transformer Engine's."""
+    small = [axes for axes in LAYOUTS.values() if axes.num_ranks <= 2 and axes.impl != TE]
+    cells = in_turns(small, FAMILIES)
+    assert [axes for _, axes in cells] == small
+    assert {family for family, _ in cells} == FAMILIES.keys()
+    assert all(divides(axes, FAMILIES[family]) for family, axes in cells)
