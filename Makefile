@@ -130,10 +130,10 @@ gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 	.venv-cuda/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints-cuda.txt --no-deps --target .venv-cuda/transformer_engine --upgrade transformer-engine
 	@touch $@
 
-.venv-sglang/.installed-cuda: requirements-sglang-cuda.txt
-	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
-	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements-sglang-cuda.txt
+.venv-sglang/.installed-cuda .venv-sglang-cuda/.installed: requirements-sglang-cuda.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements-sglang-cuda.txt
 	@touch $@
 
 install-cuda: .venv-cuda/.installed .venv-sglang/.installed-cuda  ## a machine with GPUs: trainer in .venv-cuda, SGLang in .venv-sglang

@@ -136,8 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     path = write_result(args.out.stem, command, result, args.out.parent)
     seconds = time.monotonic() - start
     cells = len({(row.family, row.layout, row.quantity) for row in rows if row.quantity in ("log_probs", "values")})
-    print(f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s")
     print(f"{path}; tensors in {args.dumps}")
+    print(f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s")
     return 1 if misses or failures or not rows else 0
 
 

@@ -111,4 +111,5 @@ PARITY = "benchmarks.parity --device cuda --max-ranks 2 --in-turns --out {folder
 PROGRAMS = (
     Program("parity", PARITY, 2),
     Program("triton", "tools.cuda_rehearsal.interpreted"),
+    Program("servers", "tools.cuda_rehearsal.servers", 2),
 )

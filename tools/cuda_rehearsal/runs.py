@@ -219,7 +219,7 @@ def _outcome_of(program: Program, folder: Path, built: Path) -> Outcome:
     except (RunFailedError, subprocess.TimeoutExpired) as error:
         problems = [str(error)]
     outcome = Outcome(program.name, False, round(time.monotonic() - start, 1), tuple(problems))
-    _tell(outcome, (folder / f"{program.name}.log").read_text(errors="replace").splitlines()[-2])
+    _tell(outcome, "".join((folder / f"{program.name}.log").read_text(errors="replace").splitlines()[-1:]))
     return outcome
 
 
