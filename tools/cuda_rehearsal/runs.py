@@ -219,7 +219,8 @@ def _outcome_of(program: Program, folder: Path, built: Path) -> Outcome:
     except (RunFailedError, subprocess.TimeoutExpired) as error:
         problems = [str(error)]
     outcome = Outcome(program.name, False, round(time.monotonic() - start, 1), tuple(problems))
-    _tell(outcome, "".join((folder / f"{program.name}.log").read_text(errors="replace").splitlines()[-1:]))
+    said = (folder / f"{program.name}.log").read_text(errors="replace").splitlines()
+    _tell(outcome, "".join([line for line in said if not line.startswith("[")][-1:]))  # not torch's warnings
     return outcome
 
 
