@@ -90,8 +90,7 @@ def take(batch: Batch, plan: ReplicaPlan) -> Batch:
 
 def encoded(batch: TokenBatch, plan: ReplicaPlan) -> codec.Parts:
     """`take` as the bytes of a message, without a copy of what is long."""
-    is_real = NO_OP not in plan.samples
-    return codec.encode_parts(select(batch, plan.samples, codec.Runs) if is_real else take(batch, plan))
+    return codec.encode_parts(take(batch, plan) if NO_OP in plan.samples else select(batch, plan.samples, codec.Runs))
 
 
 def restore(parts: Sequence[Columns], plans: Sequence[ReplicaPlan], offsets: Tensor) -> Columns:

@@ -96,7 +96,7 @@ def test_groups_of_a_store_that_is_lost_in_mid_run_are_generated_again_once(tmp_
     apart = steps | {"trainer.save_freq": 1, "rollout.engine_machines": [1, 2], "rollout.transfer_dir": str(weights)}
     machines = Machines(write_config(tmp_path), settings(tmp_path, **apart), 3, OWN_FILES=str(runs), MAX_RESTARTS="1")
     try:
-        machines.wait_for(lambda: "committed step 1" in machines.console(0))
+        machines.wait_for((runs / "tiny" / "checkpoints" / "step_000001").exists)
         store, keeper = store_of(machines, "10.77.0.3")
         files = os.open(f"/proc/{keeper}/root{runs}/tiny/routes", os.O_RDONLY)
         os.kill(store, signal.SIGKILL)

@@ -49,8 +49,7 @@ def counts(gates: Sequence[str], wanted: int | None) -> tuple[int, int]:
     if wanted is not None:
         return (wanted if near else 0), wanted
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    is_small = len(gates) < _ENGINES_EACH  # the controller's own loop keeps up
-    elsewhere = 0 if is_small else -(-max(hosts.values(), default=0) // _ENGINES_EACH)
+    elsewhere = -(-max(hosts.values(), default=0) // _ENGINES_EACH) if len(gates) >= _ENGINES_EACH else 0
     return min(near // _ENGINES_EACH, cores // _CORES_EACH), elsewhere
 
 

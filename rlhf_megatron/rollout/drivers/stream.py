@@ -16,7 +16,6 @@ class Stream:
     """One end, used as a `Port`. What is sent before it has a connection goes out with that."""
 
     def __init__(self, take: Callable[[int, bytearray], None], ended: Callable[[], None]) -> None:
-        """As a `Port`."""
         self._take, self._ended = take, ended
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: list[codec.Buffer] = []
