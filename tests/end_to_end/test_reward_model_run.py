@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +210,10 @@ def test_a_run_starts_servers_of_its_model(
         assert scored.assert_scored(tmp_path / "runs" / "tiny", row["step"]) >= (2 if is_judge else 8)
     if "trainer.runtime" not in settings:  # the record has what the servers said: a replay asks none
         words = ("--replay", "2", "--replay-from", str(tmp_path / "runs" / "tiny"))
-        again = server.train(tmp_path / "tiny.yaml", settings | {"trainer.experiment_name": "again"}, *words)
+        again = server.train(tmp_path / "tiny.yaml", settings, *words)
         assert again.code == 0, again.console
-        for before, after in zip(steps, (row for row in again.rows() if row["kind"] == "step"), strict=True):
+        rows_again = replace(again, run_dir=again.run_dir.with_name("tiny-replay")).rows()
+        for before, after in zip(steps, (row for row in rows_again if row["kind"] == "step"), strict=True):
             names = [name for name in before if name.startswith(("critic/rewards", "reward/part/", "reward/status/"))]
             assert "reward/part/reward_model" in names and {n: after[n] for n in names} == {n: before[n] for n in names}
     for row in (row for row in rows if row["kind"] == "evaluation" and not is_judge):
