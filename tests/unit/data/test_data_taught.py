@@ -104,6 +104,12 @@ def test_what_is_no_teacher(tmp_path: Path, change: dict[str, Any], problem: str
         load(tmp_path, "llama3", [{"messages": chat("4"), "teacher": told(count, 50) | change}])
 
 
+def test_a_teacher_may_be_sure(tmp_path: Path) -> None:
+    """The probabilities of its tokens may add up to 1."""
+    sure = {"ids": [[1, 2]] * 2, "log_probs": [[math.log(0.5)] * 2] * 2}
+    assert len(load(tmp_path, "llama3", [{"messages": chat("4"), "teacher": sure}]).items) == 1
+
+
 def test_a_document_that_would_be_cut(tmp_path: Path) -> None:
     count = num_trained(tmp_path, "llama3", chat("4"))
     long = [{"messages": [{"role": "user", "content": "x" * 5000}, *chat("4")[1:]], "teacher": told(count, 50)}]
