@@ -172,7 +172,7 @@ class Journal:
         def write() -> None:
             faults.reach("journal.before_write")
             direct.write_whole(path, data)
-            if not entry.base and not (kind == SCORED and batch.routes):
+            if not entry.base and not (kind == SCORED and any(batch.routes or ())):
                 self._path(step, former).unlink(missing_ok=True)
             if kind == SCORED:
                 self._scored = (step, batch, bytes(data[0][_DIGEST]))

@@ -76,7 +76,7 @@ class Stores:
         self.secret = secret
         self._lock = threading.Lock()
         self._channels: dict[str, channel.Channel] = {}
-        self._silent: set[str] = set()  # whose files count as lost
+        self._lost: dict[str, bool] = {}  # stores that did not answer: whether to ask again takes no time
 
     def select(self, address: str, name: str, positions: Ids, layers_of: Mapping[int, Ids], top_k: int) -> Selected:
         """Raises ValueError where the store does not answer, or has no such file."""
@@ -95,13 +95,14 @@ class Stores:
         return Selected(found.num_tokens, found.ids.numpy(), num_fetched=found.ids.nbytes)
 
     def are_there(self, address: str, names: Sequence[str]) -> bool:
-        if address in self._silent:
+        if not self._lost.get(address, True):
             return False
         try:
             return bool(self._ask(address, FilesNamed(tuple(names), is_removal=False)))
         except OSError as error:
-            self._silent.add(address)
-            logger.warning("the store at %s does not answer (%s): what it has counts as lost", address, error)
+            if address not in self._lost:
+                logger.warning("the store at %s does not answer (%s): what it has counts as lost", address, error)
+            self._lost[address] = isinstance(error, ConnectionRefusedError)
             return False
 
     def remove(self, address: str, names: Sequence[str], are_trained: bool) -> None:

@@ -196,8 +196,9 @@ class SleepingStages:
         time.sleep(self.plan.advantages_s)
         return batch
 
-    def update(self, step: int, batch: AnnotatedBatch) -> None:
+    def update(self, step: int, batch: AnnotatedBatch) -> tuple[AnnotatedBatch, dict[str, float]]:
         time.sleep(self.plan.update_s(batch.num_tokens))
+        return batch, {}
 
     def sync(self) -> dict[str, float]:
         self.fleet.begin_update(self.version + 1)
