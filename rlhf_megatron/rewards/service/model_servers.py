@@ -133,7 +133,8 @@ class ModelServers:
             if self._is_asleep:
                 return
             for address in self._live():
-                try:
+                try:  # a server ends itself when it is asked to before it has put its last batch away
+                    HttpClient(address).post(f"/flush_cache?timeout={MEMORY_S / 2:g}", {}, MEMORY_S)
                     HttpClient(address).post("/release_memory_occupation", {}, MEMORY_S)
                 except EngineError as error:
                     logger.warning("%s does not give its memory back, and is ended: %s", address.name, error)
