@@ -137,7 +137,7 @@ def reach_stores(secret: bytes) -> None:
 
 
 def run_secret() -> bytes:
-    """What `reach_stores` was given."""
+    """Return the secret that `reach_stores` was given."""
     assert isinstance(routes.elsewhere, Stores), "this process is of no run"
     return routes.elsewhere.secret
 

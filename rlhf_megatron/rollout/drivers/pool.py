@@ -135,7 +135,7 @@ class Drivers:
 
 
 class _Driver:
-    """What the controller knows of a driver. Used in the loop of `rollout.http` alone."""
+    """Asks one driver, and starts it again where it ends. Used in the loop of `rollout.http` alone."""
 
     _port: Port | Stream
 
