@@ -30,6 +30,18 @@ def in_children(function: Callable[..., Any], calls: Iterable[Arguments]) -> Ite
             yield arguments, json.loads(answer.read_text()) if code == 0 else f"the process ended with code {code}"
 
 
+def num_failed(function: Callable[..., list[str]], cells: Iterable[Arguments]) -> int:
+    """Print a line a cell, and the problems that `function` returns of it. Returns how many cells have some."""
+    total = 0
+    for cell, found in in_children(function, cells):
+        problems = [found] if isinstance(found, str) else found
+        total += bool(problems)
+        print(f"{'FAILED' if problems else 'ok':7}{', '.join(map(str, cell))}", flush=True)
+        for words in problems:
+            print(f"       {words}", flush=True)
+    return total
+
+
 def _answer(function: Callable[..., Any], arguments: Arguments, answer: Path) -> None:
     """In the child, which ends here."""
     try:

@@ -20,7 +20,7 @@ from rlhf_megatron.config.schema import ActorConfig, CriticConfig, KernelsConfig
 from rlhf_megatron.data.batch import MiniBatch, ValueMiniBatch, offsets_from_lengths
 from rlhf_megatron.data.plan import plan_replicas, take
 from rlhf_megatron.parallel.layout import Layout, layout_of
-from tools.cuda_rehearsal.alone.children import in_children
+from tools.cuda_rehearsal.alone.children import num_failed
 from tools.cuda_rehearsal.alone.world import NoWeights, alone
 
 BUDGET = 96  # tokens of a micro-batch: several of each replica
@@ -129,15 +129,8 @@ def _batches(layout: Layout, dp: int) -> tuple[MiniBatch, ValueMiniBatch, Any]:
 
 
 def main(only: list[str]) -> int:
-    """Prints a line a rank; the number of those with problems."""
-    num_failed = 0
-    for cell, found in in_children(pass_through, [cell for cell in cells() if not only or cell[0] in only]):
-        problems = [found] if isinstance(found, str) else found
-        num_failed += bool(problems)
-        print(f"{'FAILED' if problems else 'ok':7}{cell[0]}, {cell[1]}, rank {cell[2]}", flush=True)
-        for words in problems:
-            print(f"       {words}", flush=True)
-    return num_failed
+    """Print a line a rank; return the number of those with problems."""
+    return num_failed(pass_through, [cell for cell in cells() if not only or cell[0] in only])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rlhf_megatron.models.table import Head, shard_shape
 from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.parallel.world import World
 from tools.cuda_rehearsal.alone import stub
-from tools.cuda_rehearsal.alone.children import in_children
+from tools.cuda_rehearsal.alone.children import num_failed
 from tools.cuda_rehearsal.alone.world import alone
 
 LAYOUTS = {
@@ -107,16 +107,9 @@ def unlike(kind: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> lis
 
 
 def main(only: list[str]) -> int:
-    """Prints a line a cell; the number of those with problems."""
+    """Print a line a cell; return the number of those with problems."""
     stub.install()  # before megatron-core is imported, which looks for it
-    num_failed = 0
-    for cell, found in in_children(compare, [cell for cell in cells() if not only or cell[0] in only]):
-        problems = [found] if isinstance(found, str) else found
-        num_failed += bool(problems)
-        print(f"{'FAILED' if problems else 'ok':7}{', '.join(cell)}", flush=True)
-        for words in problems:
-            print(f"       {words}", flush=True)
-    return num_failed
+    return num_failed(compare, [cell for cell in cells() if not only or cell[0] in only])
 
 
 if __name__ == "__main__":
