@@ -200,8 +200,8 @@ def dp_attention_problem(hf_config: Mapping[str, Any], arguments: Mapping[str, o
         )
     if hf_config.get("tie_word_embeddings") and not given.get("enable-dp-lm-head"):
         return (
-            "enable-dp-attention cuts the embedding otherwise than the head, which are one in this model; add"
-            " enable-dp-lm-head"
+            "enable-dp-attention cuts the embedding over fewer ranks than the head, and in this model the two are one"
+            " tensor (tie_word_embeddings: true); add enable-dp-lm-head"
         )
     return None
 

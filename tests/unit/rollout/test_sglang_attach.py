@@ -126,7 +126,7 @@ def test_dp_attention_where_the_head_is_the_embedding(expected: Expected) -> Non
         assert look(at(url), expected).problems == ()
     with served(sglang(info, MODEL)) as url:
         (problem,) = look(at(url), expected).problems
-    assert "cuts the embedding otherwise than the head" in problem and problem.endswith("; add enable-dp-lm-head")
+    assert "over fewer ranks than the head" in problem and problem.endswith("; add enable-dp-lm-head")
 
 
 def test_everything_that_is_wrong_is_told_at_once(expected: Expected) -> None:
