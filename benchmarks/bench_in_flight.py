@@ -141,9 +141,8 @@ def resident(process: int | str = "self") -> int:
 
 
 def cpu_of(processes: Sequence[int]) -> float:
-    """Seconds of CPU that these have taken."""
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in processes]
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+    """Seconds of CPU that these have taken, by their own clocks (/proc counts in ticks of 10 ms)."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in processes)
 
 
 def requests_of(num_groups: int, num_samples: int, length: int) -> list[GenerateRequest]:
