@@ -8,9 +8,13 @@ see (`runtime.route_store`)."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import shutil
+import time
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +24,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_megatron.data import codec
+
 STORE_ENV = "RLHF_MEGATRON_ROUTE_STORE"  # HOST:PORT of this machine's store, in processes that write
 Ids = np.ndarray[Any, np.dtype[Any]]
 RESERVE = 1 << 30  # bytes of a disk that files of routes leave, or a twentieth of it where that is less
+_HEADER = 128  # bytes of a file before its ids
+_COUNTED_S = 1.0  # for which a writer trusts its count of what a folder has
+_counted: dict[str, tuple[float, int]] = {}  # by folder: when its bytes were counted, and they with what came since
 
 
 @dataclass(frozen=True)
@@ -34,29 +43,38 @@ class Selected:
     num_fetched: int = 0  # bytes that came from another machine
 
 
+@codec.register
+@dataclass(frozen=True)
+class Held:
+    """What stands in a folder, in bytes."""
+
+    num_bytes: int = 0
+    in_memory: int = 0  # of these the kernel has in memory; the others are on disk alone
+    most: int = 0  # that may stand there before its disk is full
+
+
 class Elsewhere(Protocol):
     """Stores of other machines. `address`: HOST:PORT. `names`: paths there."""
 
     def select(self, address: str, name: str, positions: Ids, layers_of: Mapping[int, Ids], top_k: int) -> Selected: ...
     def are_there(self, address: str, names: Sequence[str]) -> bool: ...
     def remove(self, address: str, names: Sequence[str], are_trained: bool) -> None: ...
+    def held(self, address: str) -> Held: ...
 
 
 elsewhere: Elsewhere | None = None  # set once in each process of a run that may see handles of other machines
 
 
-def write_routes(directory: str, ids: Ids) -> str:
-    """The handle of a new file with `ids` [tokens, ...], of whatever integers. It appears whole. Makes the directory.
-    Raises OSError with what to do about it."""
+def write_routes(directory: str, ids: Ids, most_bytes: int = 0) -> str:
+    """The handle of a new file with `ids` [tokens, ...], of whatever integers. It appears whole. Makes the directory,
+    whose files together keep to `most_bytes`; 0: to their disk alone. Raises OSError with what to do about it."""
     folder = Path(directory)
     compact = ids.reshape(len(ids), -1).astype(np.uint8 if ids.max(initial=0) < 256 else np.int16)
     path = folder / f"{uuid.uuid4().hex}-{zlib.crc32(compact.tobytes()):08x}.npy"
     aside = path.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        disk = shutil.disk_usage(folder)
-        if disk.free - compact.nbytes < min(RESERVE, disk.total // 20):
-            raise OSError(errno.ENOSPC, f"{disk.free >> 20} MiB are free, and the journal and checkpoints need some")
+        _check_room(folder, compact.nbytes, most_bytes)
         with open(aside, "wb") as file:
             np.save(file, compact, allow_pickle=False)
         os.replace(aside, path)
@@ -66,6 +84,58 @@ def write_routes(directory: str, ids: Ids) -> str:
             " actor.router_replay: r2, which writes no files."
         ) from error
     return os.environ.get(STORE_ENV, "") + str(path)
+
+
+def _check_room(folder: Path, num_bytes: int, most_bytes: int) -> None:
+    """Raises OSError where so many bytes are too many."""
+    if _free(folder) < num_bytes:
+        free = shutil.disk_usage(folder).free
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, and the journal and checkpoints need some")
+    if most_bytes:
+        num_bytes += _HEADER
+        counted_at, count = _counted.get(str(folder), (0.0, 0))
+        if count + num_bytes > most_bytes or time.monotonic() - counted_at > _COUNTED_S:
+            counted_at, count = time.monotonic(), sum(_sizes(folder).values())
+        if count + num_bytes > most_bytes:
+            words = f"{count / 1e9:.3g} GB stand there, of {most_bytes / 1e9:.3g} that may (actor.router_replay_gb)"
+            raise OSError(errno.ENOSPC, f"{words}; raise it, or save more often, since what was saved goes")
+        _counted[str(folder)] = counted_at, count + num_bytes
+
+
+def _free(folder: Path) -> int:
+    """Bytes that files of routes may still take of a disk."""
+    disk = shutil.disk_usage(folder)
+    return disk.free - min(RESERVE, disk.total // 20)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    sizes = {}
+    with os.scandir(folder) as found:
+        for entry in found:
+            with contextlib.suppress(FileNotFoundError):  # it goes meanwhile
+                sizes[entry.path] = entry.stat().st_size
+    return sizes
+
+
+def held(folder: Path) -> Held:
+    """What stands in a folder of this machine."""
+    sizes = _sizes(folder) if folder.is_dir() else {}
+    count = sum(sizes.values())
+    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    in_memory = sum(_in_memory(path, size) for path, size in sizes.items() if size)
+    return Held(count, in_memory, max(0, count + _free(there)))
+
+
+def _in_memory(path: str, size: int) -> int:
+    try:
+        with open(path, "rb") as file:
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError):  # it goes meanwhile
+        return 0
+    flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)  # the lowest bit of a page says whether it is there
+    start, pages = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_void_p(flags.ctypes.data)
+    ctypes.CDLL(None).mincore(start, ctypes.c_size_t(size), pages)
+    return min(size, int((flags & 1).sum()) * mmap.PAGESIZE)
 
 
 def place_of(handle: str) -> tuple[str, str]:
@@ -108,16 +178,16 @@ def check_ids(name: str, ids: Ids, num_experts: int) -> None:
 def are_there(handles: Iterable[str]) -> bool:
     """Whether all of these files can be read and hold what was written. One that a machine's end has cut off does not;
     a machine that does not answer has none."""
-    by_address = _by_address(handles)
-    return all(_is_whole(name) for name in by_address.pop("", [])) and all(
-        elsewhere is not None and elsewhere.are_there(address, names) for address, names in by_address.items()
+    names_at = by_address(handles)
+    return all(_is_whole(name) for name in names_at.pop("", [])) and all(
+        elsewhere is not None and elsewhere.are_there(address, names) for address, names in names_at.items()
     )
 
 
 def remove_routes(handles: Iterable[str], are_trained: bool = False) -> None:
     """Remove files, those that are there. `are_trained`: a step is over that trained on them, so that its journal was
     read: stores then remove what a former process has left and nobody has asked for."""
-    for address, names in _by_address(handles).items():
+    for address, names in by_address(handles).items():
         if address:
             if elsewhere is not None:
                 elsewhere.remove(address, names, are_trained)
@@ -126,7 +196,7 @@ def remove_routes(handles: Iterable[str], are_trained: bool = False) -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def _by_address(handles: Iterable[str]) -> dict[str, list[str]]:
+def by_address(handles: Iterable[str]) -> dict[str, list[str]]:
     """Files that this machine sees have the address ""."""
     found: dict[str, list[str]] = {}
     for handle in handles:

@@ -76,6 +76,7 @@ class GenerateRequest:
     params: SamplingParams
     num_given: int = 0  # the last tokens of `prompt_ids` are the response so far: seeds draw what would follow them
     routes_dir: str = ""  # where the engine writes which experts the samples' tokens met (data.routes); "": nowhere
+    routes_bytes: int = 0  # that all files there may have; 0: what its disk has room for
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ def sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_id
 
 
 def build_requests(
-    prompts: PromptBatch, num_samples: int, params: SamplingParams, seed: int, step: int, routes_dir: str = ""
+    prompts: PromptBatch,
+    num_samples: int,
+    params: SamplingParams,
+    seed: int,
+    step: int,
+    routes_dir: str = "",
+    routes_bytes: int = 0,
 ) -> list[GenerateRequest]:
     """One request a prompt; each sample's seed comes from (seed, step, group, sample)."""
 
@@ -36,7 +42,7 @@ def build_requests(
         return tuple(derive_seed(seed, step, group, i) for i in range(num_samples))
 
     return [
-        GenerateRequest(ids, seeds(group), params, routes_dir=routes_dir)
+        GenerateRequest(ids, seeds(group), params, routes_dir=routes_dir, routes_bytes=routes_bytes)
         for ids, group in zip(prompts.prompt_ids, prompts.group_ids, strict=True)
     ]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data import codec, routes
-from rlhf_megatron.data.routes import Ids, Selected
+from rlhf_megatron.data.routes import Held, Ids, Selected
 from rlhf_megatron.runtime import channel
 from rlhf_megatron.runtime.processes import die_with_parent
 from rlhf_megatron.runtime.registration import listen
@@ -64,6 +64,12 @@ class FilesNamed:
     names: tuple[str, ...]
     is_removal: bool
     are_trained: bool = False
+
+
+@codec.register
+@dataclass(frozen=True)
+class HeldAsked:
+    """The answer is a `routes.Held`."""
 
 
 # ---- in ranks, the controller and keepers ----
@@ -108,6 +114,14 @@ class Stores:
     def remove(self, address: str, names: Sequence[str], are_trained: bool) -> None:
         with contextlib.suppress(OSError):  # its machine is gone, and they with it
             self._ask(address, FilesNamed(tuple(names), is_removal=True, are_trained=are_trained))
+
+    def held(self, address: str) -> Held:
+        try:
+            found = self._ask(address, HeldAsked())
+        except OSError:  # its machine is gone, and what it had with it
+            return Held()
+        assert isinstance(found, Held)
+        return found
 
     def _ask(self, address: str, message: object) -> object:
         with self._lock:
@@ -185,6 +199,8 @@ class _Files:
     def answer(self, message: object) -> object:
         if isinstance(message, RoutesWanted):
             return self._selected(message)
+        if isinstance(message, HeldAsked):
+            return routes.held(self._directory)
         assert isinstance(message, FilesNamed), f"a store does not answer {type(message).__name__}"
         names = [self._own(name) for name in message.names]
         if not message.is_removal:

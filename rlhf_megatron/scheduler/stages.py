@@ -140,7 +140,7 @@ class Stages:
         rollout = self.config.rollout
         params = self.sampling(SamplingConfig(rollout.temperature))
         seed = self.config.trainer.seed
-        requests = build_requests(prompts, rollout.n, params, seed, step, self.route_files.directory)
+        requests = build_requests(prompts, rollout.n, params, seed, step, *self.route_files.place)
         if self.parts.needs_greedy_rewards:
             requests += build_requests(prompts, 1, self.sampling(SamplingConfig(temperature=0.0)), seed, step)
         begin = batch_number * len(requests)
@@ -285,6 +285,7 @@ class Stages:
                 batch = self._told(step, with_own(batch, self._settings, step, *own))
         self._compare(step, batch)
         give_back_memory()
+        self._step_metrics |= self.route_files.metrics(batch.routes)
         self.route_files.trained(step, batch.routes)
         self._step_metrics |= self._check_replicas(step)
         for metrics_of in self.watches:

@@ -59,7 +59,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def learned(run: Finished) -> list[dict[str, Any]]:
-    left_out = ("actor/router_fetched_mb", "checkpoint/")
+    left_out = ("actor/router_fetched_mb", "checkpoint/", "rollout/routes_")
     return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in numbers(run)]
 
 
@@ -80,6 +80,8 @@ def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
         assert row["actor/router_unrouted_share"] == same["actor/router_unrouted_share"]
         fetched = row["actor/router_fetched_mb"] * row["actor/num_optimizer_steps"] * 1e6
         num_read = 16 * (6 + row["response_length/mean"] - 1)  # the last token of a sample is not read
+        stood = [sum(each[f"rollout/routes_{kind}_gb"] for kind in ("memory", "spilled")) for each in (row, same)]
+        assert stood[0] == pytest.approx(stood[1]) and stood[0] >= num_read * BYTES_A_TOKEN / 1e9, "of both machines"
         # Log-probs and updates read each token once, all stages together all of its layers; half of the samples or so
         # train where they were generated.
         passes = fetched / (num_read * BYTES_A_TOKEN)

@@ -63,7 +63,7 @@ class Generator:
     def add(self, request: GenerateRequest) -> list[Member]:
         """Queue a group. Each member is handed out by `step` when it has finished."""
         self.check(request)
-        shared = (request.params, request.num_given, request.routes_dir)
+        shared = (request.params, request.num_given, request.routes_dir, request.routes_bytes)
         members = [Member(request.prompt_ids, seed, *shared) for seed in request.seeds]
         self._waiting.append(Group(list(request.prompt_ids), deque(members)))
         return members

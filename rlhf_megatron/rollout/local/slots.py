@@ -123,6 +123,7 @@ class Member:
     params: SamplingParams
     num_given: int = 0  # of `prompt_ids`: tokens of the response, for which seeds have drawn before
     routes_dir: str = ""  # "": nobody asks which experts its tokens met
+    routes_bytes: int = 0
     routes: list[Tensor] = field(default_factory=list)  # in order: [tokens, layers, experts], as each was first read
     token_ids: list[int] = field(default_factory=list)  # response; brought up to date when it leaves its row
     log_probs: list[float] = field(default_factory=list)
@@ -162,7 +163,7 @@ class Member:
             spans,
             self.num_cached_tokens,
             self.num_retractions,
-            "" if routes is None else write_routes(self.routes_dir, routes),
+            "" if routes is None else write_routes(self.routes_dir, routes, self.routes_bytes),
         )
 
     def met(self, routes: Tensor) -> None:

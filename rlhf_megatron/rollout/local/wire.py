@@ -51,10 +51,7 @@ class Generate(Body):
     def read(self) -> list[GenerateRequest]:
         """The requests as what they are."""
         as_dict, given = msgspec.structs.asdict, cast("list[Any]", self.requests)
-        return [
-            GenerateRequest(r.prompt_ids, r.seeds, SamplingParams(**as_dict(r.params)), r.num_given, r.routes_dir)
-            for r in given
-        ]
+        return [GenerateRequest(**as_dict(r) | {"params": SamplingParams(**as_dict(r.params))}) for r in given]
 
 
 class Abort(Body):

@@ -222,7 +222,8 @@ def _routes(meta: _Meta[Any], request: GenerateRequest, num_tokens: int) -> str:
     num_read = len(request.prompt_ids) + num_tokens - 1
     if num_read == 0 or ids.size % num_read:
         raise ValueError(f"meta_info.routed_experts has {ids.size} ids for {num_read} tokens.")
-    return write_routes(request.routes_dir, ids.reshape(num_read, -1)) if ids.size else ""
+    routes = ids.reshape(num_read, -1)
+    return write_routes(request.routes_dir, routes, request.routes_bytes) if ids.size else ""
 
 
 def version_name(version: int) -> str:

@@ -140,9 +140,9 @@ def test_samples_without_their_files_of_routes_are_made_again(journal: Journal, 
     stray = write_routes(str(journal.directory / "routes"), np.ones((3, 2), np.int64))
     (journal.directory / "routes" / "half.part").touch()
     files = RouteFiles(journal.directory / "routes", is_kept=True)
-    RouteFiles(journal.directory / "routes", is_recorded=True).sweep(())
+    RouteFiles(journal.directory / "routes", is_recorded=True).begin(())
     assert Path(stray).exists() and routes_in(journal.directory) == {*names}
-    files.sweep(routes_in(journal.directory))
+    files.begin(routes_in(journal.directory))
     assert sorted(map(str, (journal.directory / "routes").iterdir())) == sorted(names)
     Path(names[1]).unlink()
     if is_empty:

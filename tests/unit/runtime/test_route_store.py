@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_megatron.data import routes
+from rlhf_megatron.recovery.route_files import RouteFiles
 from rlhf_megatron.runtime.route_store import RouteStore, reach_stores
 
 SECRET = b"s" * 64
@@ -82,6 +83,32 @@ def test_a_file_that_a_machines_end_has_cut_off_or_changed_is_not_there(tmp_path
     for damaged in (b"", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
         assert not routes.are_there([handle])
+
+
+def test_a_machine_has_no_more_files_than_it_may_and_tells_what_it_has(
+    store: RouteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    each = ids_of(1000).nbytes + 128
+    folder, most = str(tmp_path / "routes"), 2 * each
+    files = RouteFiles(tmp_path / "routes", True, False, most, told.append)
+    files.begin(())
+    assert told == [f"files of routes: at most {most / 1e9:.3g} GB in {folder} (actor.router_replay_gb)"]
+    handles = [from_afar(routes.write_routes(folder, ids_of(1000, seed), most)) for seed in range(2)]
+    assert sum(path.stat().st_size for path in (tmp_path / "routes").iterdir()) == most
+    with pytest.raises(OSError, match=r"9\.63e-05 GB stand there, of 9\.63e-05 that may \(actor\.router_replay_gb\)"):
+        routes.write_routes(folder, ids_of(1), most)
+    assert len(list((tmp_path / "routes").iterdir())) == 2, "what could not be written left nothing"
+    near, far = RouteFiles(tmp_path / "routes", True), RouteFiles(tmp_path / "none", True, False, most, told.append)
+    for found in (near.metrics(()), far.metrics(handles), far.metrics(handles)):
+        assert found["rollout/routes_memory_gb"] + found["rollout/routes_spilled_gb"] == pytest.approx(most / 1e9)
+        assert found["rollout/routes_memory_gb"] > 0, "what was just written is in memory"
+    assert len(told) == 2 and f"files of routes at {store.address} have" in told[1], "once"
+    files.trained(1, handles[:1])
+    files.saved(1)
+    routes.write_routes(folder, ids_of(1000), most)
+    store.close()
+    assert sum(far.metrics(()).values()) == 0.0, "it is gone, with what it has"
 
 
 @pytest.mark.parametrize(("total", "least"), [(100 << 30, 1 << 30), (10 << 30, (10 << 30) // 20)])
