@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from rlhf_megatron.rollout.http import connections, run
+from rlhf_megatron.rollout.http import Places, connections, run
 
 _VERB_S = 60.0  # the loop is never busy for so long
 
@@ -17,7 +17,9 @@ class Gate:
     `passing` is of the loop; all other methods are for other threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None) -> None:
+        """`places`: where the calls need such beside connections of the process."""
+        self._places = places
         self.is_open = True  # only the loop changes it
         self._num_aborts = 0
         self._num_inside = 0
@@ -56,7 +58,7 @@ class Gate:
 
     async def enter(self, timeout_s: float, name: str) -> bool:
         """Wait for a place, for `Passing`."""
-        before, free = self._num_aborts, connections()
+        before, free = self._num_aborts, self._free()
 
         def is_over() -> bool:
             return self._num_aborts != before or bool(name and name not in self._waiting)
@@ -80,10 +82,15 @@ class Gate:
 
     def leave(self, has_run: bool) -> None:
         """Give the place back, for `Passing`."""
-        connections().release()
+        self._free().release()
         self._num_inside -= has_run
         if not self._num_inside:
             self._tell()
+
+    def _free(self) -> Places:
+        """Those of which there are fewer."""
+        found = connections()
+        return self._places if self._places is not None and self._places.count < found.count else found
 
     def _tell(self) -> None:
         self._next_change.set()

@@ -15,12 +15,13 @@ import os
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import aiohttp
+from aiohttp import hdrs
 
 from rlhf_megatron.rollout.engine import (
     EngineAddress,
@@ -29,7 +30,7 @@ from rlhf_megatron.rollout.engine import (
     EngineTimeoutError,
     EngineUnreachableError,
 )
-from rlhf_megatron.rollout.sockets import allow_open_files, notice_vanished
+from rlhf_megatron.rollout.sockets import allow_open_files, local_ports, notice_vanished
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,8 +52,8 @@ class HttpClient:
         """`key`: sent as bearer token; None: that of the admin verbs. Without one no header is sent."""
         self.address = address
         key = address.token if key is None else key
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers: dict[str, str] = {hdrs.CONTENT_TYPE: "application/json", hdrs.ACCEPT_ENCODING: "identity"}
+        self._headers |= {hdrs.AUTHORIZATION: f"Bearer {key}"} if key else {}
 
     def get(self, path: str, timeout_s: float) -> Any:
         return self._parsed("GET", path, None, timeout_s)
@@ -70,7 +71,7 @@ class HttpClient:
         path: str,
         body: str | bytes | None,
         timeout_s: float,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
         left_s: float | None = None,
     ) -> Answer:
         """One request, in the loop of `run`. Raises EngineError where no answer comes, whatever its status.
@@ -88,7 +89,7 @@ class HttpClient:
                 method,
                 self.address.url + path,
                 data=io.BytesIO(data) if data is not None and len(data) > _LARGE_BYTES else data,
-                headers=self._headers | (headers or {}),
+                headers=self._headers | dict(headers) if headers else self._headers,
                 timeout=limits,
                 allow_redirects=False,
             ) as response:
@@ -138,34 +139,65 @@ class Answer:
             raise EngineError(f"{self.who}: the answer is not JSON: {self.data[:200]!r}") from error
 
 
-class Connections(asyncio.Semaphore):
-    """The connections that generate calls may have at once, in this process or in each of its drivers; the rest of a
-    process's files is for everything else.
+class Places(asyncio.Semaphore):
+    """So many generate calls may be under way. One that finds no place waits for it, in the order in which they came,
+    which is told once."""
 
-    A call that finds none waits for one, in the order in which they came, which is told once."""
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._has_told = False
+        super().__init__(count)
+
+    async def acquire(self) -> Any:
+        if self.locked() and not self._has_told:
+            self._has_told = True
+            logger.warning("generate calls wait for a connection: %s", self._fix())
+        return await super().acquire()
+
+    def _fix(self) -> str:
+        """Why there are no more, and what to do."""
+        raise NotImplementedError
+
+
+class Ports(Places):
+    """Connections to one server of this machine: each has a port of its own, some of which stay for other work."""
+
+    def __init__(self) -> None:
+        ports = local_ports()
+        super().__init__(ports - min(_OTHER_FILES, ports // 4))
+
+    def _fix(self) -> str:
+        return (
+            f"sglang-router is asked sample by sample, over {self.count} connections at most, since this machine has no"
+            " more ports for them; widen net.ipv4.ip_local_port_range (sysctl -w net.ipv4.ip_local_port_range='1024"
+            " 65535'), or remove rollout.router: the run spreads requests itself, a group a connection."
+        )
+
+
+class Connections(Places):
+    """The connections that generate calls may have at once, in this process or in each of its drivers; the rest of a
+    process's files is for everything else."""
 
     def __init__(self, num_processes: int = 1) -> None:
         self._files = allow_open_files()
         self._num_processes = 0
-        self._has_told = False
         super().__init__(0)
         self.grow(num_processes)
 
     def grow(self, num_processes: int) -> None:
         """So many more processes take part."""
         self._num_processes += num_processes
-        for _ in range(num_processes * (self._files - min(_OTHER_FILES, self._files // 4))):
+        more = num_processes * (self._files - min(_OTHER_FILES, self._files // 4))
+        self.count += more
+        for _ in range(more):
             self.release()
 
-    async def acquire(self) -> Any:
-        if self.locked() and not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "generate calls wait for a connection: %s may not open more than %d files; raise the hard limit"
-                " (ulimit -Hn) to %d more than the groups wanted in flight there, or rollout.num_drivers.",
-                *("this process" if self._num_processes == 1 else "each driver", self._files, _OTHER_FILES),
-            )
-        return await super().acquire()
+    def _fix(self) -> str:
+        who = "this process" if self._num_processes == 1 else "each driver"
+        return (
+            f"{who} may not open more than {self._files} files; raise the hard limit (ulimit -Hn) to {_OTHER_FILES} more"
+            " than the groups wanted in flight there, or rollout.num_drivers."
+        )
 
 
 async def aside(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

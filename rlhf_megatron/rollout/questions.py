@@ -6,12 +6,25 @@ A question goes out when the engine's client has let it pass (gate, limits, STAL
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, TypeVar
 
-from rlhf_megatron.rollout.engine import EngineAddress, EngineError, GenerateRequest, Groups
+import numpy as np
+
+from rlhf_megatron.rollout.engine import Column, EngineAddress, EngineError, GenerateRequest, Groups
 from rlhf_megatron.rollout.http import HttpClient, aside
+
+T = TypeVar("T")
+_KEPT = 4096  # values that many questions have: servers, sampling parameters
+_client = functools.lru_cache(_KEPT)(HttpClient)
+
+
+@functools.lru_cache(_KEPT)
+def _one(value: T) -> T:
+    """The first value that equals this one."""
+    return value
 
 
 @dataclass(frozen=True)
@@ -41,11 +54,19 @@ class Question:
         """The samples that an answer has. Raises ValueError or KeyError where it has others than were asked for."""
         raise NotImplementedError
 
-    async def answer(self) -> Groups:
-        """Ask the server. Raises EngineError."""
-        http = HttpClient(self.server, self.key)
-        body, left_s = self.body(), self.left_s
-        found = await http.send("POST", "/generate", body, self.timeout_s, dict(self.headers), left_s)
+    def small(self) -> Question:
+        """The same question in little memory, for one of thousands that wait: prompts are columns. `body` takes tuples
+        alone: it must be made before."""
+        requests = (
+            replace(each, prompt_ids=Column(np.array(each.prompt_ids, np.int32)), params=_one(each.params))  # type: ignore[arg-type]
+            for each in self.requests
+        )
+        return replace(self, server=_one(self.server), requests=tuple(requests))
+
+    async def answer(self, body: bytes | None = None) -> Groups:
+        """Ask the server. Raises EngineError. `body`: of this question, where it is made already."""
+        http, left_s = _client(self.server, self.key), self.left_s
+        found = await http.send("POST", "/generate", body or self.body(), self.timeout_s, self.headers, left_s)
         data = found.good_data(refused=self.refused)
         try:
             groups = await aside(len(data), self.read, data)

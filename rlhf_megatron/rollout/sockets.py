@@ -9,6 +9,7 @@ import fcntl
 import resource
 import socket
 import struct
+from pathlib import Path
 
 OPEN_FILES = 65536  # wanted: a connection a group in flight, and one a rank
 VANISHED_S = 15  # without a sign from the peer's kernel; then its machine counts as lost
@@ -32,6 +33,15 @@ def allow_open_files() -> int:
         return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def local_ports() -> int:
+    """Return how many connections to one address this machine may have."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except OSError:  # not Linux: what IANA gives to such ports
+        first, last = 49152, 65535
+    return last - first + 1
 
 
 def notice_vanished(sock: socket.socket) -> None:

@@ -56,7 +56,9 @@ class Driver:
         try:
             try:
                 question, data = codec.decode(data), bytearray()  # one of both is enough while the engine works
-                groups = await question.answer()
+                body = question.body()
+                question = question.small()
+                groups = await question.answer(body)
                 answered = Answered(tuple(map(GroupColumns.of, groups)))
             except Exception as error:  # told to who has asked
                 answered = Answered.failed(error)

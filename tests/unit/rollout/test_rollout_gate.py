@@ -20,7 +20,7 @@ from rlhf_megatron.rollout.fleet.balancer import Chunk, LeastOutstanding, Load, 
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.supervisor import Member
 from rlhf_megatron.rollout.gate import Gate
-from rlhf_megatron.rollout.http import Connections, run, start
+from rlhf_megatron.rollout.http import Connections, Places, Ports, run, start
 from rlhf_megatron.rollout.router.balancer import RouterClient
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 
@@ -33,7 +33,7 @@ async def call(gate: Gate, name: str = "", hold: asyncio.Event | None = None, ti
         return is_running
 
 
-async def made(function: Callable[[], asyncio.Event | Connections]) -> asyncio.Event | Connections:
+async def made(function: Callable[[], asyncio.Event | Places]) -> asyncio.Event | Places:
     return function()
 
 
@@ -88,6 +88,25 @@ def test_calls_beyond_the_files_of_a_process_wait_and_it_says_so_once(
     assert first.result(30) and not waiting["second"].result(30) and waiting["third"].result(30)
     (told,) = caplog.messages
     assert "may not open more than 8 files; raise the hard limit" in told
+
+
+def test_a_router_is_asked_over_no_more_connections_than_there_are_ports_and_it_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ports, and four calls: two of them wait. A process that may have fewer files than ports waits for these."""
+    monkeypatch.setattr(http, "local_ports", lambda: 2)
+    gate = RouterClient(EngineAddress("router", "sglang", "http://127.0.0.1:9", "key"))._gate
+    hold = run(made(asyncio.Event), 30.0)
+    assert isinstance(hold, asyncio.Event)
+    calls = [start(call(gate, hold=hold)) for _ in range(4)]
+    assert gate._places is not None
+    until(lambda: len(gate._places._waiters or ()) == 2 and gate._num_inside == 2)  # type: ignore[union-attr]
+    http._loop(http.os.getpid()).call_soon_threadsafe(hold.set)  # type: ignore[attr-defined]
+    assert all(each.result(30) for each in calls) and not gate._places.locked()
+    (told,) = caplog.messages
+    assert "over 2 connections at most" in told and "widen net.ipv4.ip_local_port_range" in told
+    monkeypatch.setattr(http, "local_ports", lambda: 1 << 20)
+    assert run(made(Gate(Ports())._free), 30.0) is run(made(http.connections), 30.0)
 
 
 def test_a_pause_that_begins_as_a_call_waits_for_its_connection_holds_it(one_connection: None) -> None:
