@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.algorithms.advantages.base import AdvantageEstimator
-from rlhf_megatron.algorithms.losses import PICKS
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts
 from rlhf_megatron.config.rules.run import has_kl, has_teacher, needs_reference, teaching
-from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig, DataConfig, ModelConfig, RunConfig
+from rlhf_megatron.config.schema import DataConfig, ModelConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.data.items import prompt_batch
 from rlhf_megatron.data.prompts import PromptSets, load_prompts
@@ -23,7 +21,7 @@ from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationSet
 from rlhf_megatron.plugins import load_plugins
-from rlhf_megatron.registry import Entry
+from rlhf_megatron.scheduler.passes import is_own, needs_log_probs
 from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.workers.losses import correction_params, distillation_params
@@ -56,14 +54,15 @@ def load_parts(config: RunConfig) -> Parts:
     if problems:
         raise ConfigError(problems)
     estimator = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
+    num_samples = config.data.train_batch_size * config.rollout.n
     return Parts(
         estimator.build,
         params_of("advantage estimator", estimator.name, config.algorithm.params),
         needs_reference(config),
         needs_values="values" in estimator.needs,
         needs_token_rewards="token_rewards" in estimator.needs,
-        needs_log_probs=_needs_log_probs(config.algorithm, estimator),
-        is_own=_is_own(config.actor, config.algorithm, config.data.train_batch_size * config.rollout.n, estimator),
+        needs_log_probs=needs_log_probs(config.algorithm, estimator.needs),
+        is_own=is_own(config.actor, config.algorithm, num_samples, estimator.needs),
         correction=correction_params(config.algorithm.rollout_correction),
         is_bypass=is_bypass(config.algorithm.rollout_correction),
         needs_sum_squares="sum_squares" in estimator.needs,
@@ -72,31 +71,6 @@ def load_parts(config: RunConfig) -> Parts:
         needs_ref_log_probs=has_kl(config),
         teacher_top_k=distillation_params(*teaching(config)).top_k if has_teacher(config) else 0,
     )
-
-
-def _needs_log_probs(algorithm: AlgorithmConfig, estimator: Entry[AdvantageEstimator]) -> bool:
-    """Whether the trainer's log-probs are needed. The loss needs them unless a correction puts the engine's in their
-    place; a KL in the reward, an estimator or a mean of weights over the step may need them even then.
-    """
-    section = algorithm.rollout_correction
-    others = algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
-    return not is_bypass(section) or others or bool({"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs})
-
-
-def _is_own(
-    actor: ActorConfig, algorithm: AlgorithmConfig, num_samples: int, estimator: Entry[AdvantageEstimator]
-) -> bool:
-    """Whether a step is one optimizer step of all its `num_samples`, and nothing reads the trainer's log-probs before
-    it: no pass of their own is needed, and the importance ratio is 1 to the bit.
-    """
-    correction = correction_params(algorithm.rollout_correction)
-    is_one = actor.ppo_epochs == 1 and actor.mini_batch_size == num_samples
-    is_read = (
-        *(algorithm.use_kl_in_reward, algorithm.pf_ppo.enable, actor.router_replay == "r2"),
-        *(correction.importance is not None, correction.rejects, actor.policy_loss.loss_mode in PICKS),
-        *(is_bypass(algorithm.rollout_correction), {"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs}),
-    )
-    return is_one and not any(is_read)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.parts import num_ranks, reads
 from rlhf_megatron.config.rules.run import actor_ranks, has_critic, model_parallel_size, needs_reference
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig
+from rlhf_megatron.scheduler.passes import is_own, needs_log_probs
 from rlhf_megatron.simulator.durations import ARGUMENTS, Durations, Workload
 
 BEYOND = 1000
@@ -119,6 +121,14 @@ class Setting:
         """GPUs that the trainer's durations are measured on."""
         return self.durations.trainer.gpus or actor_ranks(self.config)
 
+    @property
+    def has_log_prob_pass(self) -> bool:
+        """Whether steps have one of the actor, as the run decides."""
+        actor, algorithm = self.config.actor, self.config.algorithm
+        num_samples = self.config.data.train_batch_size * self.config.rollout.n
+        needs = ADV_ESTIMATORS.get(algorithm.adv_estimator).needs
+        return needs_log_probs(algorithm, needs) and not is_own(actor, algorithm, num_samples, needs)
+
     def workload(self, seed: int) -> Workload:
         data, durations = self.config.data, self.durations
         return Workload(
@@ -141,7 +151,7 @@ class Setting:
         filters = config.algorithm.filter_groups
         factor = slowdown(split.trainer_gpus, self.measured_gpus, trainer.doubling_efficiency)
         update = config.actor.ppo_epochs / trainer.update_tokens_per_s
-        annotate = 1 / trainer.annotate_tokens_per_s
+        annotate = 1 / trainer.annotate_tokens_per_s if self.has_log_prob_pass else 0.0
         if needs_reference(config):
             annotate += 1 / trainer.reference_tokens_per_s
         if has_critic(config):
@@ -165,7 +175,7 @@ class Setting:
             score_per_sample_s=score.per_sample_s,
             score_workers=score.workers or config.reward.num_workers,
             annotate_s_a_token=annotate * factor,
-            annotate_fixed_s=trainer.annotate_fixed_s,
+            annotate_fixed_s=trainer.annotate_fixed_s if annotate else 0.0,
             advantages_s=trainer.advantages_s,
             update_s_a_token=update * factor,
             update_fixed_s=trainer.update_fixed_s,

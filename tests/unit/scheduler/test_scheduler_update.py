@@ -34,7 +34,8 @@ from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.model_rewards import ModelRewards
-from rlhf_megatron.scheduler.parts import Parts, _is_own
+from rlhf_megatron.scheduler.parts import Parts
+from rlhf_megatron.scheduler.passes import is_own as makes_own
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, actor_update, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import Sync
@@ -259,7 +260,7 @@ def test_old_log_probs_are_the_updates_own_where_nothing_reads_them_before(
 ) -> None:
     config = config_of(**{"actor": {"mini_batch_size": 10}} | changes)
     estimator = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
-    assert _is_own(config.actor, config.algorithm, 10, estimator) == is_own
+    assert makes_own(config.actor, config.algorithm, 10, estimator.needs) == is_own
 
 
 def test_what_the_critic_leaves_out_is_the_actors() -> None:

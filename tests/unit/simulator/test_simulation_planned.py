@@ -13,6 +13,7 @@ from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.simulator.durations import Durations, read_durations
+from rlhf_megatron.simulator.plan import Setting
 from rlhf_megatron.simulator.planned import planned_durations
 
 RUN = ROOT / "configs" / "recipes" / "qwen3_8b_dapo.yaml"
@@ -57,6 +58,20 @@ def test_what_follows_from_a_setting() -> None:
     of_experts = load_run_config(ROOT / "configs/recipes/qwen3_30b_a3b_gspo.yaml", [], with_files=False).config
     points = dict(planned_durations(of_experts, "h100-80g", 1000).engine.decode.points)
     assert points[64] / points[1] > 5 and points[64] < 64 * points[1] / 5
+
+
+def test_a_pass_that_the_update_makes_itself_takes_no_time() -> None:
+    """A reference's pass stays where the actor's log-probs are told by the one optimizer step of a step."""
+    one, beside = (
+        ["data.train_batch_size=8", "actor.mini_batch_size=128"],
+        ["actor.use_kl_loss=true", "reference.param_offload=true"],
+    )
+    for given, actor, reference in (([], 1, 0), (one, 0, 0), ([*one, *beside], 0, 1)):
+        config = load_run_config(RUN, ["algorithm.rollout_correction.preset=disabled", *given], with_files=False).config
+        setting = Setting(config, durations())
+        plan, trainer = setting.plan(setting.split, 1), setting.durations.trainer
+        seconds = actor / trainer.annotate_tokens_per_s + reference / trainer.reference_tokens_per_s
+        assert plan.annotate_s(1000) == pytest.approx(1000 * seconds), given
 
 
 def test_written_durations_give_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
