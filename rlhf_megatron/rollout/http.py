@@ -140,38 +140,27 @@ class Answer:
 
 
 class Places(asyncio.Semaphore):
-    """So many generate calls may be under way. One that finds no place waits for it, in the order in which they came,
-    which is told once."""
+    """So many generate calls may be under way. One that finds no place waits, in the order in which they came, which is
+    told once. `why`: what binds, and what to do."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, why: str) -> None:
+        self.count, self.why = count, why
         self._has_told = False
         super().__init__(count)
 
     async def acquire(self) -> Any:
         if self.locked() and not self._has_told:
             self._has_told = True
-            logger.warning("generate calls wait for a connection: %s", self._fix())
+            logger.warning("generate calls wait for a connection: %s", self.why)
         return await super().acquire()
 
-    def _fix(self) -> str:
-        """Why there are no more, and what to do."""
-        raise NotImplementedError
 
-
-class Ports(Places):
-    """Connections to one server of this machine: each has a port of its own, some of which stay for other work."""
-
-    def __init__(self) -> None:
-        ports = local_ports()
-        super().__init__(ports - min(_OTHER_FILES, ports // 4))
-
-    def _fix(self) -> str:
-        return (
-            f"sglang-router is asked sample by sample, over {self.count} connections at most, since this machine has no"
-            " more ports for them; widen net.ipv4.ip_local_port_range (sysctl -w net.ipv4.ip_local_port_range='1024"
-            " 65535'), or remove rollout.router: the run spreads requests itself, a group a connection."
-        )
+def ports() -> Places:
+    """Return places for connections to one server of this machine, each of which has a port of its own."""
+    count = local_ports() - min(_OTHER_FILES, local_ports() // 4)
+    why = f"sglang-router is asked sample by sample, for which this machine has {count} ports; widen"
+    why += " net.ipv4.ip_local_port_range, or remove rollout.router: the run spreads requests itself, group by group."
+    return Places(count, why)
 
 
 class Connections(Places):
@@ -181,7 +170,7 @@ class Connections(Places):
     def __init__(self, num_processes: int = 1) -> None:
         self._files = allow_open_files()
         self._num_processes = 0
-        super().__init__(0)
+        super().__init__(0, "")
         self.grow(num_processes)
 
     def grow(self, num_processes: int) -> None:
@@ -191,13 +180,9 @@ class Connections(Places):
         self.count += more
         for _ in range(more):
             self.release()
-
-    def _fix(self) -> str:
-        who = "this process" if self._num_processes == 1 else "each driver"
-        return (
-            f"{who} may not open more than {self._files} files; raise the hard limit (ulimit -Hn) to {_OTHER_FILES} more"
-            " than the groups wanted in flight there, or rollout.num_drivers."
-        )
+        self.why = "this process" if self._num_processes == 1 else "each driver"
+        self.why += f" may not open more than {self._files} files; raise the hard limit (ulimit -Hn) to {_OTHER_FILES}"
+        self.why += " more than the groups wanted in flight there, or rollout.num_drivers."
 
 
 async def aside(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -36,7 +36,7 @@ from rlhf_megatron.rollout.fleet.calls import EngineCalls, sample_names
 from rlhf_megatron.rollout.fleet.supervisor import Member
 from rlhf_megatron.rollout.fleet.watch import ServerWatch
 from rlhf_megatron.rollout.gate import Gate
-from rlhf_megatron.rollout.http import HttpClient, Ports, run
+from rlhf_megatron.rollout.http import HttpClient, ports, run
 from rlhf_megatron.rollout.questions import ask
 from rlhf_megatron.rollout.router.process import WORKER_STARTUP_S, RouterProcess
 from rlhf_megatron.rollout.sglang.client import SGLangQuestion
@@ -93,7 +93,7 @@ class RouterClient:
     def __init__(self, address: EngineAddress) -> None:
         self.address = address
         self._admin = HttpClient(address)
-        self._gate = Gate(Ports())
+        self._gate = Gate(ports())
         self._running: set[asyncio.Task[Groups]] = set()  # of the loop
         self._is_closed = False
 

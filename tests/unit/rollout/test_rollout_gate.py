@@ -20,7 +20,7 @@ from rlhf_megatron.rollout.fleet.balancer import Chunk, LeastOutstanding, Load, 
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.supervisor import Member
 from rlhf_megatron.rollout.gate import Gate
-from rlhf_megatron.rollout.http import Connections, Places, Ports, run, start
+from rlhf_megatron.rollout.http import Connections, Places, ports, run, start
 from rlhf_megatron.rollout.router.balancer import RouterClient
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 
@@ -104,9 +104,9 @@ def test_a_router_is_asked_over_no_more_connections_than_there_are_ports_and_it_
     http._loop(http.os.getpid()).call_soon_threadsafe(hold.set)  # type: ignore[attr-defined]
     assert all(each.result(30) for each in calls) and not gate._places.locked()
     (told,) = caplog.messages
-    assert "over 2 connections at most" in told and "widen net.ipv4.ip_local_port_range" in told
+    assert "this machine has 2 ports; widen" in told and "net.ipv4.ip_local_port_range" in told
     monkeypatch.setattr(http, "local_ports", lambda: 1 << 20)
-    assert run(made(Gate(Ports())._free), 30.0) is run(made(http.connections), 30.0)
+    assert run(made(Gate(ports())._free), 30.0) is run(made(http.connections), 30.0)
 
 
 def test_a_pause_that_begins_as_a_call_waits_for_its_connection_holds_it(one_connection: None) -> None:
