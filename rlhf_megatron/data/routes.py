@@ -14,7 +14,6 @@ import errno
 import mmap
 import os
 import shutil
-import time
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +29,8 @@ STORE_ENV = "RLHF_MEGATRON_ROUTE_STORE"  # HOST:PORT of this machine's store, in
 Ids = np.ndarray[Any, np.dtype[Any]]
 RESERVE = 1 << 30  # bytes of a disk that files of routes leave, or a twentieth of it where that is less
 _HEADER = 128  # bytes of a file before its ids
-_COUNTED_S = 1.0  # for which a writer trusts its count of what a folder has
-_counted: dict[str, tuple[float, int]] = {}  # by folder: when its bytes were counted, and they with what came since
+_WRITERS = 16  # a process counts a folder again when it has written this part of what was left
+_free_of_count: dict[str, int] = {}  # by folder: bytes until then
 
 
 @dataclass(frozen=True)
@@ -91,15 +90,15 @@ def _check_room(folder: Path, num_bytes: int, most_bytes: int) -> None:
     if _free(folder) < num_bytes:
         free = shutil.disk_usage(folder).free
         raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, and the journal and checkpoints need some")
-    if most_bytes:
-        num_bytes += _HEADER
-        counted_at, count = _counted.get(str(folder), (0.0, 0))
-        if count + num_bytes > most_bytes or time.monotonic() - counted_at > _COUNTED_S:
-            counted_at, count = time.monotonic(), sum(_sizes(folder).values())
+    num_bytes += _HEADER
+    if most_bytes and num_bytes > _free_of_count.get(str(folder), 0):
+        count = sum(_sizes(folder).values())
         if count + num_bytes > most_bytes:
             words = f"{count / 1e9:.3g} GB stand there, of {most_bytes / 1e9:.3g} that may (actor.router_replay_gb)"
             raise OSError(errno.ENOSPC, f"{words}; raise it, or save more often, since what was saved goes")
-        _counted[str(folder)] = counted_at, count + num_bytes
+        _free_of_count[str(folder)] = (most_bytes - count) // _WRITERS
+    if most_bytes:
+        _free_of_count[str(folder)] -= num_bytes
 
 
 def _free(folder: Path) -> int:
@@ -155,14 +154,20 @@ def select_routes(handle: str, positions: Ids, layers_of: Mapping[int, Ids], top
 
 
 def read_routes(name: str, num_layers: Sequence[int], top_k: int) -> Ids:
-    """[tokens, one of `num_layers`, top_k], mapped, not read. Raises ValueError for a file that is missing or of
-    another model."""
+    """[tokens, one of `num_layers`, top_k], mapped, not read. Raises ValueError for a file that is missing, cut
+    off or of another model."""
     if not Path(name).is_file():
         raise ValueError(
             f"{name}, where an engine wrote which experts a sample met, is not there: engines and ranks must see one"
             " file system, and nothing but the run may remove it. Or use actor.router_replay: r2."
         )
-    ids: Ids = np.load(name, mmap_mode="r", allow_pickle=False)
+    try:
+        ids: Ids = np.load(name, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{name} does not hold any more which experts a sample met ({error}). The same command goes on from the"
+            " last checkpoint, and generates again what is lost."
+        ) from error
     if ids.ndim != 2 or ids.shape[1] not in [number * top_k for number in num_layers]:
         layers = " or ".join(map(str, num_layers))
         raise ValueError(f"{name} has ids of shape {ids.shape}, not [tokens, {layers} layers x {top_k}].")

@@ -29,7 +29,7 @@ class RouteFiles:
         note: Callable[[str], None] = print,
     ) -> None:
         self.directory = "" if directory is None else str(directory.absolute())
-        self.place = self.directory, most_bytes  # for requests
+        self.place = self.directory, most_bytes  # where engines write, and how much may stand there
         self._note = note
         self._stores = {""}  # HOST:PORT of other machines; "": this one
         self._told: set[str] = set()

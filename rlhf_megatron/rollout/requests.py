@@ -33,16 +33,15 @@ def build_requests(
     params: SamplingParams,
     seed: int,
     step: int,
-    routes_dir: str = "",
-    routes_bytes: int = 0,
+    routes: tuple[str, int] = ("", 0),
 ) -> list[GenerateRequest]:
-    """One request a prompt; each sample's seed comes from (seed, step, group, sample)."""
+    """One request a prompt; each sample's seed comes from (seed, step, group, sample). `routes`: `RouteFiles.place`."""
 
     def seeds(group: int) -> tuple[int, ...]:
         return tuple(derive_seed(seed, step, group, i) for i in range(num_samples))
 
     return [
-        GenerateRequest(ids, seeds(group), params, routes_dir=routes_dir, routes_bytes=routes_bytes)
+        GenerateRequest(ids, seeds(group), params, routes_dir=routes[0], routes_bytes=routes[1])
         for ids, group in zip(prompts.prompt_ids, prompts.group_ids, strict=True)
     ]
 

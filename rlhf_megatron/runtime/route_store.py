@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "rlhf_megatron.runtime.route_store"
 CONNECT_S = 30.0
+HELD = "held"  # a message; the answer is a `routes.Held`
 
 
 @codec.register
@@ -64,12 +65,6 @@ class FilesNamed:
     names: tuple[str, ...]
     is_removal: bool
     are_trained: bool = False
-
-
-@codec.register
-@dataclass(frozen=True)
-class HeldAsked:
-    """The answer is a `routes.Held`."""
 
 
 # ---- in ranks, the controller and keepers ----
@@ -117,7 +112,7 @@ class Stores:
 
     def held(self, address: str) -> Held:
         try:
-            found = self._ask(address, HeldAsked())
+            found = self._ask(address, HELD)
         except OSError:  # its machine is gone, and what it had with it
             return Held()
         assert isinstance(found, Held)
@@ -199,7 +194,7 @@ class _Files:
     def answer(self, message: object) -> object:
         if isinstance(message, RoutesWanted):
             return self._selected(message)
-        if isinstance(message, HeldAsked):
+        if message == HELD:
             return routes.held(self._directory)
         assert isinstance(message, FilesNamed), f"a store does not answer {type(message).__name__}"
         names = [self._own(name) for name in message.names]

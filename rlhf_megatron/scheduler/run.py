@@ -113,7 +113,7 @@ def train(
         watchdog.look_at(reached.group, reached.fleet.calls)
         recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = _journal(config, run_dir, tracker)
-        route_files = _route_files(config, run_dir, journal, is_recorded, tracker.note)
+        route_files = _route_files(config, run_dir, journal, is_recorded, tracker)
         stages = _stages(config, reached, data, parts, sets, run_dir, tracker, recorder, journal, route_files)
         checkpointer = _checkpointer(config, reached.workers, parts, run_dir, tracker, reached.turns)
         if start is not None:
@@ -279,16 +279,12 @@ def _journal(config: RunConfig, run_dir: Path, tracker: Tracker) -> Journal | Gr
 
 
 def _route_files(
-    config: RunConfig,
-    run_dir: Path,
-    journal: Journal | GroupJournal | None,
-    is_recorded: bool,
-    note: Callable[[str], None],
+    config: RunConfig, run_dir: Path, journal: Journal | GroupJournal | None, is_recorded: bool, tracker: Tracker
 ) -> RouteFiles:
     """Open the files of routes, and remove those of a former attempt that the journal does not name."""
     directory = run_dir / "routes" if config.actor.router_replay == "r3" else None
     most_bytes = round(config.actor.router_replay_gb * 1e9)
-    files = RouteFiles(directory, journal is not None, is_recorded, most_bytes, note)
+    files = RouteFiles(directory, journal is not None, is_recorded, most_bytes, tracker.note)
     files.begin(routes_in(journal.directory) if directory and journal else ())
     return files
 

@@ -140,7 +140,7 @@ class Stages:
         rollout = self.config.rollout
         params = self.sampling(SamplingConfig(rollout.temperature))
         seed = self.config.trainer.seed
-        requests = build_requests(prompts, rollout.n, params, seed, step, *self.route_files.place)
+        requests = build_requests(prompts, rollout.n, params, seed, step, self.route_files.place)
         if self.parts.needs_greedy_rewards:
             requests += build_requests(prompts, 1, self.sampling(SamplingConfig(temperature=0.0)), seed, step)
         begin = batch_number * len(requests)

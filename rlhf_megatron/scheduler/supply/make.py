@@ -77,7 +77,7 @@ def make_requests(stages: Stages, prompts: PromptBatch, version: int) -> list[li
     """
     rollout, seed = stages.config.rollout, stages.config.trainer.seed
     sampled, place = stages.sampling(SamplingConfig(rollout.temperature)), stages.route_files.place
-    requests = [[request] for request in build_requests(prompts, rollout.n, sampled, seed, version, *place)]
+    requests = [[request] for request in build_requests(prompts, rollout.n, sampled, seed, version, place)]
     if stages.parts.needs_greedy_rewards:
         greedy = build_requests(prompts, 1, stages.sampling(SamplingConfig(temperature=0.0)), seed, version)
         for of_prompt, one in zip(requests, greedy, strict=True):

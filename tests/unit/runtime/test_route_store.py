@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,20 @@ def test_a_file_that_a_machines_end_has_cut_off_or_changed_is_not_there(tmp_path
     for damaged in (b"", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
         assert not routes.are_there([handle])
+    path.write_bytes(whole)
+    other = path.with_name(path.name[:-5] + f"{int(path.name[-5], 16) ^ 1:x}.npy")  # a digit of its digest
+    path.rename(other)
+    assert not routes.are_there([handle]) and not routes.are_there([str(other)])
+
+
+def test_a_file_that_is_cut_off_in_mid_run_is_named(store: RouteStore, tmp_path: Path) -> None:
+    handle = routes.write_routes(str(tmp_path / "routes"), ids_of(20))
+    path = Path(routes.place_of(handle)[1])
+    for length, each in product((200, 60, 0), (handle, from_afar(handle))):
+        path.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(ValueError, match=rf"{path.name} does not hold any more .* generates again what is lost"):
+            routes.select_routes(each, np.array([0]), WANTED, TOP_K)
+    assert routes.are_there([routes.write_routes(str(tmp_path / "routes"), ids_of(2))]), "the store goes on"
 
 
 def test_a_machine_has_no_more_files_than_it_may_and_tells_what_it_has(
