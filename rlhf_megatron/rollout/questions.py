@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -54,19 +54,17 @@ class Question:
         """The samples that an answer has. Raises ValueError or KeyError where it has others than were asked for."""
         raise NotImplementedError
 
-    def small(self) -> Question:
-        """The same question in little memory, for one of thousands that wait: prompts are columns. `body` takes tuples
-        alone: it must be made before."""
+    def answer(self) -> Coroutine[Any, Any, Groups]:
+        """Ask the server. Raises EngineError. Thousands wait for answers: of the prompts that has columns."""
         requests = (
             replace(each, prompt_ids=Column(np.array(each.prompt_ids, np.int32)), params=_one(each.params))  # type: ignore[arg-type]
             for each in self.requests
         )
-        return replace(self, server=_one(self.server), requests=tuple(requests))
+        return replace(self, server=_one(self.server), requests=tuple(requests))._answer(self.body())
 
-    async def answer(self, body: bytes | None = None) -> Groups:
-        """Ask the server. Raises EngineError. `body`: of this question, where it is made already."""
+    async def _answer(self, body: bytes) -> Groups:
         http, left_s = _client(self.server, self.key), self.left_s
-        found = await http.send("POST", "/generate", body or self.body(), self.timeout_s, self.headers, left_s)
+        found = await http.send("POST", "/generate", body, self.timeout_s, self.headers, left_s)
         data = found.good_data(refused=self.refused)
         try:
             groups = await aside(len(data), self.read, data)

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
+from places import ROOT, SUPPORT
 
 pytest.importorskip("ray")
 
-from end_to_end_tools import DP2, MARKER, overrides, processes_with, train, write_config
+from end_to_end_tools import DP2, MARKER, Finished, overrides, processes_with, train, write_config
 from listening import is_loopback, listening
+from namespaces import Machines, has_namespaces
 from ray_tools import running_cluster
 from test_launch_nodes import numbers
 
 from benchmarks import launchers
+from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV
 from rlhf_megatron.runtime.processes import Child, children_of, state_of
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
@@ -215,6 +217,32 @@ def test_engines_take_turns_with_the_ranks_of_their_machine(tmp_path_factory: py
         for run in (two, alone)
     )
     assert found == expected
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces")
+def test_drivers_ask_the_engines_of_their_machines(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two machines with a rank and an engine each. The second one's driver dies before it tells what was answered."""
+    settings = DP2 | SHORT | {"trainer.deterministic": True, "rollout.num_engines": 2, "rollout.colocated": True}
+    alone = train(write_config(tmp_path_factory.mktemp("alone")), settings)
+    assert alone.exit_code == 0, alone.console
+    spread = {"trainer.runtime": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1, "ray.placement": "spread"}
+    plan = {PLAN_ENV: "kill@driver.before_reply:who=driver1,nth=2", DIRECTORY_ENV: str(tmp_path / "faults")}
+    drivers = {"rollout.num_drivers": 1}
+    config, program = write_config(tmp_path), SUPPORT / "ray_machine.sh"
+    machines = Machines(config, settings | spread | drivers, 2, program=program, PYTHON=sys.executable, **plan)
+    try:
+        assert machines.wait() == [0, 0], machines.consoles()
+    finally:
+        machines.end()
+    run = Finished(tmp_path, tmp_path / "runs" / "tiny", 0, machines.console(0), "")
+    assert "driver1 at 10.77.0.2:" in run.console, run.console
+    assert sum(row["rollout/driver_restarts"] for row in run.rows("step")) == 1
+    left_out = ("memory/", "rollout/driver_restarts", "rollout/requests_reissued")
+    found, expected = (
+        [{key: row[key] for key in row if not key.startswith(left_out)} for row in numbers(each)]
+        for each in (run, alone)
+    )
+    assert found == expected, "bit for bit"
 
 
 def test_a_record_trains_to_the_same_bits_under_every_launcher(tmp_path: Path) -> None:

@@ -68,15 +68,21 @@ def has_namespaces() -> bool:
 
 
 class Machines(Nodes):
-    """launch/torchrun.sh on each."""
+    """launch/torchrun.sh, or another program, on each."""
 
     def __init__(
-        self, config: Path, settings: dict[str, Any], num_machines: int, num_spares: int = 0, **variables: str
+        self,
+        config: Path,
+        settings: dict[str, Any],
+        num_machines: int,
+        num_spares: int = 0,
+        program: Path = TORCHRUN,
+        **variables: str,
     ) -> None:
         """`settings` has trainer.nnodes; later machines have engines alone, and the last ones begin with `join`.
         `variables`: of launch/torchrun.sh, or OWN_FILES: a directory in whose place later machines have one of their
         own."""
-        words: Sequence[str] = [str(TORCHRUN), str(config), *overrides(settings)]
+        words: Sequence[str] = [str(program), str(config), *overrides(settings)]
         marker = os.urandom(16).hex()
         nnodes, each = settings["trainer.nnodes"], settings["trainer.n_gpus_per_node"]
         alone = num_machines - num_spares - nnodes

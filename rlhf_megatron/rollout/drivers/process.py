@@ -55,10 +55,8 @@ class Driver:
     async def _answer(self, number: int, data: bytearray) -> None:
         try:
             try:
-                question, data = codec.decode(data), bytearray()  # one of both is enough while the engine works
-                body = question.body()
-                question = question.small()
-                groups = await question.answer(body)
+                answer, data = codec.decode(data).answer(), bytearray()  # one of both is enough while the engine works
+                groups = await answer
                 answered = Answered(tuple(map(GroupColumns.of, groups)))
             except Exception as error:  # told to who has asked
                 answered = Answered.failed(error)
