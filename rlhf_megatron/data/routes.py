@@ -94,7 +94,7 @@ def _check_room(folder: Path, num_bytes: int, most_bytes: int) -> None:
     if most_bytes and num_bytes > _free_of_count.get(str(folder), 0):
         count = sum(_sizes(folder).values())
         if count + num_bytes > most_bytes:
-            words = f"{count / 1e9:.3g} GB stand there, of {most_bytes / 1e9:.3g} that may (actor.router_replay_gb)"
+            words = f"{count / 1e9:.3g} GB stand there, of {most_bytes / 1e9:.3g} that may (rollout.routes_gb)"
             raise OSError(errno.ENOSPC, f"{words}; raise it, or save more often, since what was saved goes")
         _free_of_count[str(folder)] = (most_bytes - count) // _WRITERS
     if most_bytes:

@@ -53,7 +53,7 @@ class RouteFiles:
             if str(path) not in paths:
                 path.unlink(missing_ok=True)
         most = self._most(self._held(""))
-        self._note(f"files of routes: at most {most / 1e9:.3g} GB in {self.directory} (actor.router_replay_gb)")
+        self._note(f"files of routes: at most {most / 1e9:.3g} GB in {self.directory} (rollout.routes_gb)")
 
     def metrics(self, names: Iterable[str] | None) -> dict[str, float]:
         """What stands when a step has trained on these, and before they may go."""
@@ -68,7 +68,7 @@ class RouteFiles:
                 self._note(
                     f"files of routes{store and ' at '}{store} have {held.num_bytes / 1e9:.3g} GB of the"
                     f" {most / 1e9:.3g} that may stand there, and beyond these the run ends: save more often"
-                    " (trainer.save_freq), since what was saved goes, raise actor.router_replay_gb, or make room"
+                    " (trainer.save_freq), since what was saved goes, raise rollout.routes_gb, or make room"
                 )
         in_memory = sum(held.in_memory for held in found.values())
         spilled = sum(held.num_bytes for held in found.values()) - in_memory

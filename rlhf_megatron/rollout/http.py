@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -78,7 +79,8 @@ class HttpClient:
 
         `left_s`: of `timeout_s`, where the call has waited before.
         """
-        who = f"{self.address.name} ({self.address.url}{path})"
+        url = sys.intern(self.address.url + path)  # of thousands of calls that wait
+        who = sys.intern(f"{self.address.name} ({url})")
         left_s = max(timeout_s if left_s is None else left_s, 1e-3)  # 0 would be no limit
         limits = aiohttp.ClientTimeout(
             left_s, sock_connect=min(_CONNECT_TIMEOUT_S, left_s), ceil_threshold=float("inf")
@@ -87,7 +89,7 @@ class HttpClient:
         try:
             async with _session().request(
                 method,
-                self.address.url + path,
+                url,
                 data=io.BytesIO(data) if data is not None and len(data) > _LARGE_BYTES else data,
                 headers=self._headers | dict(headers) if headers else self._headers,
                 timeout=limits,

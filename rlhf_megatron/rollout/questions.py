@@ -77,7 +77,7 @@ class Question:
 
 
 class Asker(Protocol):
-    async def ask(self, question: Question) -> Groups: ...
+    def ask(self, question: Question) -> Coroutine[Any, Any, Groups]: ...
 
 
 _askers: dict[asyncio.AbstractEventLoop, Asker] = {}
@@ -91,7 +91,7 @@ def use(asker: Asker | None) -> None:
         _askers[loop] = asker
 
 
-async def ask(question: Question) -> Groups:
+def ask(question: Question) -> Coroutine[Any, Any, Groups]:
     """Per request its samples, in order. Raises EngineError. To be called in the loop of `rollout.http`."""
     asker = _askers.get(asyncio.get_running_loop())
-    return await (question.answer() if asker is None else asker.ask(question))
+    return question.answer() if asker is None else asker.ask(question)

@@ -283,7 +283,7 @@ def _route_files(
 ) -> RouteFiles:
     """Open the files of routes, and remove those of a former attempt that the journal does not name."""
     directory = run_dir / "routes" if config.actor.router_replay == "r3" else None
-    most_bytes = round(config.actor.router_replay_gb * 1e9)
+    most_bytes = round(config.rollout.routes_gb * 1e9)
     files = RouteFiles(directory, journal is not None, is_recorded, most_bytes, tracker.note)
     files.begin(routes_in(journal.directory) if directory and journal else ())
     return files

@@ -97,9 +97,9 @@ def of_shared(m: MegatronConfig, has_shared: bool) -> Iterator[Found]:
 def of_replay(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what keeps `actor.router_replay` from being what it is."""
     mode, engine = config.actor.router_replay, config.rollout.engine
-    if mode != "r3" and config.actor.router_replay_gb:
-        most = config.actor.router_replay_gb
-        yield f"actor.router_replay_gb ({most:g}) is of files that {REPLAY} r3 alone writes, not {mode}; remove it."
+    if mode != "r3" and config.rollout.routes_gb:
+        most = config.rollout.routes_gb
+        yield f"rollout.routes_gb ({most:g}) is of files that {REPLAY} r3 alone writes, not {mode}; remove it."
     if mode == "none":
         return
     if not num_experts(hf_config):

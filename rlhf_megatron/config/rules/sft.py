@@ -29,8 +29,7 @@ ROWS = ("data.prompt_key", "data.label_key", "data.prompt_template", "data.few_s
 OF_RL = (
     *("rollout", "reward", "reward_model", "algorithm", "critic", "warmup", "checks", "schedule", *LENGTHS),
     *(f"actor.{name}" for name in ("policy_loss", "mini_batch_size", "ppo_epochs", "entropy_coeff", "use_kl_loss")),
-    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle", "distillation")),
-    *("actor.router_replay", "actor.router_replay_gb"),
+    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle", "router_replay", "distillation")),
     *(f"trainer.{name}" for name in ("critic_warmup", "samples_kept", "record", "capsules_kept")),
     *("actor.kernels.fused_loss", "ray.num_cpus_per_engine", "ray.reward_actors", "ray.num_cpus_per_reward_actor"),
 )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rlhf_megatron.config.schema.fields import (
     COUNT,
+    FACTOR,
     FRACTION,
     MEBIBYTES,
     PROCESSES,
@@ -158,6 +159,11 @@ class RolloutConfig:
     )
     transfer_dir: str | None = doc(
         "directory of weight buckets; null: /dev/shm where it is large enough, under disk: the run directory", None
+    )
+    routes_gb: float = doc(
+        "GB of files of routes (actor.router_replay: r3) that may stand on a machine; 0: what its disk has room for",
+        0.0,
+        FACTOR,
     )
     sglang: SGLangConfig = doc("used when engine is sglang", factory=SGLangConfig)
 

@@ -240,9 +240,6 @@ class ActorConfig:
         " engine's did, for old_log_probs too",
         "none",
     )
-    router_replay_gb: float = doc(
-        "GB of files of routes (r3) that may stand on a machine; 0: what its disk has room for", 0.0, FACTOR
-    )
     log_prob_chunk_size: int = doc("vocabulary columns that the head handles at a time", 8192, COUNT)
     kernels: KernelsConfig = doc("how head and loss are computed", factory=KernelsConfig)
 

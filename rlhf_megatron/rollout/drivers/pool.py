@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.routes import remove_routes
@@ -74,17 +75,17 @@ class Drivers:
         """All have said that they are there."""
         return all(driver.is_ready for driver in self._all())
 
-    async def ask(self, question: Question) -> Groups:
+    def ask(self, question: Question) -> Coroutine[Any, Any, Groups]:
         """Ask a driver, as `questions.ask` asks an engine: one on the engine's machine where there is one. Raises
         DriverLostError where the driver ends before it answers.
         """
         able = [driver for driver in self._of(question.server.drivers) if not driver.is_given_up]
         able = able or [driver for driver in self._drivers if not driver.is_given_up]
         if not able and not self._drivers:
-            return await question.answer()
+            return question.answer()
         if not able:
             raise DriverLostError(f"no driver is left: {self._drivers[0].ending}; set rollout.num_drivers to 0.")
-        return await min(able, key=lambda driver: (not driver.is_ready, driver.num_asked)).ask(question)
+        return min(able, key=lambda driver: (not driver.is_ready, driver.num_asked)).ask(question)
 
     def _of(self, gate: str) -> Sequence[_Driver]:
         """The drivers of a machine, which start when they are asked for the first time."""

@@ -232,7 +232,7 @@ SGLANG = ["rollout.engine=sglang"]
         ("r2", [], HF_CONFIG, "actor.router_replay (r2) is of experts, and the model has none; remove it."),
         ("r3", [], {**EXPERTS, "num_experts_per_tok": 1}, "actor.router_replay (r3) needs tokens that meet two experts or more"),
         ("r3", SGLANG, EXPERTS, "actor.router_replay (r3) needs servers that tell which experts tokens met; set rollout.sglang.args"),
-        ("r2", ["actor.router_replay_gb=2"], EXPERTS, "actor.router_replay_gb (2) is of files that actor.router_replay r3 alone writes"),
+        ("r2", ["rollout.routes_gb=2"], EXPERTS, "rollout.routes_gb (2) is of files that actor.router_replay r3 alone writes"),
         ("r3", SGLANG, MIXTRAL, "actor.router_replay (r3) ends the server of a Mixtral"),
     ],
 )  # fmt: skip

@@ -108,10 +108,10 @@ def test_a_machine_has_no_more_files_than_it_may_and_tells_what_it_has(
     folder, most = str(tmp_path / "routes"), 2 * each
     files = RouteFiles(tmp_path / "routes", True, False, most, told.append)
     files.begin(())
-    assert told == [f"files of routes: at most {most / 1e9:.3g} GB in {folder} (actor.router_replay_gb)"]
+    assert told == [f"files of routes: at most {most / 1e9:.3g} GB in {folder} (rollout.routes_gb)"]
     handles = [from_afar(routes.write_routes(folder, ids_of(1000, seed), most)) for seed in range(2)]
     assert sum(path.stat().st_size for path in (tmp_path / "routes").iterdir()) == most
-    with pytest.raises(OSError, match=r"9\.63e-05 GB stand there, of 9\.63e-05 that may \(actor\.router_replay_gb\)"):
+    with pytest.raises(OSError, match=r"9\.63e-05 GB stand there, of 9\.63e-05 that may \(rollout\.routes_gb\)"):
         routes.write_routes(folder, ids_of(1), most)
     assert len(list((tmp_path / "routes").iterdir())) == 2, "what could not be written left nothing"
     near, far = RouteFiles(tmp_path / "routes", True), RouteFiles(tmp_path / "none", True, False, most, told.append)
