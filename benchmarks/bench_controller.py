@@ -259,10 +259,10 @@ def measure(shape: Shape, directory: Path) -> Meter:
     journal = Journal(directory / "journal", "benchmark")
     stages = Stages(config, Workers(group), engines, data, parts, Sync(-1), scores, journal=journal)
     thresholds: Any = lambda found: None  # noqa: E731
-    stages.mismatch._stop_past_thresholds = thresholds  # type: ignore[method-assign]
+    stages.mismatch._stop_past_thresholds = thresholds
     for name in ("append", "write"):
         setattr(journal, name, meter.wrapped("journal of groups", getattr(journal, name)))
-    journal._replace = meter.aside("journal of batches", journal._replace)  # type: ignore[method-assign]
+    journal._replace = meter.aside("journal of batches", journal._replace)
     prompts = prompts_of(shape)
     stages.begin()
     with meter.of("samples to a batch"):
@@ -272,8 +272,8 @@ def measure(shape: Shape, directory: Path) -> Meter:
     with meter.of("rewards"):
         scored = stages.score(1, rollout)
     del rollout
-    stages.mismatch = meter.wrapped("mismatch metrics", stages.mismatch)  # type: ignore[assignment]
-    stages.mismatch.first_step = 0  # type: ignore[attr-defined]
+    stages.mismatch = meter.wrapped("mismatch metrics", stages.mismatch)
+    stages.mismatch.first_step = 0
     with meter.of("annotation"):
         annotated = stages.annotate(1, scored)
     del scored

@@ -95,7 +95,7 @@ def serve(num_engines: int, length: int, is_sglang: bool, parent: Connection) ->
         sites = [web.TCPSite(runner, "127.0.0.1", 0, backlog=4096) for _ in range(num_engines)]
         for site in sites:
             await site.start()
-        parent.send([site._server.sockets[0].getsockname()[1] for site in sites])  # type: ignore[union-attr]
+        parent.send([site._server.sockets[0].getsockname()[1] for site in sites])
         while (word := await asyncio.to_thread(parent.recv)) != "end":
             if word == "go":
                 go.set()

@@ -114,9 +114,9 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     parts = [(sender, name) for name in ("pack_shards", "gather_packed", "digest_part", "write_bucket")]
     for module, name in [*parts, (shard_sender, "write_bucket")]:
         setattr(module, name, clock.wrap(name, getattr(module, name)))
-    LocalEngine.update_weights = clock.wrap("deliver", LocalEngine.update_weights)  # type: ignore[method-assign]
-    LocalEngine.take_weights = clock.wrap("deliver", LocalEngine.take_weights)  # type: ignore[method-assign]
-    LocalEngine.weight_digests = clock.wrap("weight_digests", LocalEngine.weight_digests)  # type: ignore[method-assign]
+    LocalEngine.update_weights = clock.wrap("deliver", LocalEngine.update_weights)
+    LocalEngine.take_weights = clock.wrap("deliver", LocalEngine.take_weights)
+    LocalEngine.weight_digests = clock.wrap("weight_digests", LocalEngine.weight_digests)
 
     groups = Groups()
 
@@ -133,7 +133,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
             transfer_dir=transfer_dir,
             bucket_bytes=bucket_bytes,
             dtype="float32",
-            transport=WAYS[way][0],  # type: ignore[arg-type]
+            transport=WAYS[way][0],
         )
 
     def reports_of(report: sender.SendReport) -> list[sender.SendReport]:

@@ -69,7 +69,7 @@ def modes() -> Iterator[Mode]:
     for name, settings in (rejections | weights).items():
         yield Mode(f"decoupled, {name}", RolloutCorrectionConfig(mode="decoupled", **settings), None)
         for loss in ("ppo_clip", "reinforce") if name in rejections else ("reinforce",):
-            section = RolloutCorrectionConfig(mode="bypass", loss_type=loss, **settings)  # type: ignore[arg-type]
+            section = RolloutCorrectionConfig(mode="bypass", loss_type=loss, **settings)
             yield Mode(f"bypass, {name}", section, (loss,))
 
 

@@ -122,7 +122,7 @@ def main() -> int:
         for kind, smoothing in LOSSES:
             theirs, ours = policy.clone().requires_grad_(), policy.clone().requires_grad_()
             found = loss_of_trl(theirs, reference, mask, 0.3, kind, smoothing)
-            params = DPOParams(0.3, kind, smoothing)  # type: ignore[arg-type]
+            params = DPOParams(0.3, kind, smoothing)
             compare(worst, f"dpo {kind}", found, loss_of_ours(ours, reference, mask, params), (theirs, ours))
         rows, tokens, vocabulary, count = 1 + number % 3, 4 + number % 7, 11, 2 + number % 4
         logits, of_teacher = torch.randn(2, rows, tokens, vocabulary, generator=generator, dtype=torch.float64) * 2

@@ -50,14 +50,14 @@ def draw_faults(seed: int, pace: Pace, can_end: bool) -> tuple[ProxyFault, ...]:
     faults = []
     for _ in range(draw.randint(1, 3)):
         if draw.random() < 0.4:
-            faults.append(ProxyFault(draw.choice(BUCKET_KINDS), nth=draw.randint(1, 4), is_hidden=draw.random() < 0.5))  # type: ignore[arg-type]
+            faults.append(ProxyFault(draw.choice(BUCKET_KINDS), nth=draw.randint(1, 4), is_hidden=draw.random() < 0.5))
             continue
         path = draw.choice(pace.paths)
         kind = draw.choice(GENERATE_KINDS if path == "/generate" else KINDS)
-        faults.append(ProxyFault(kind, path, nth=draw.randint(1, 2), seconds=DELAY_S))  # type: ignore[arg-type]
+        faults.append(ProxyFault(kind, path, nth=draw.randint(1, 2), seconds=DELAY_S))
     if can_end:
         kind = draw.choice(("kill_engine", "hang_engine"))
-        faults.append(ProxyFault(kind, draw.choice(pace.paths[:3]), nth=1))  # type: ignore[arg-type]
+        faults.append(ProxyFault(kind, draw.choice(pace.paths[:3]), nth=1))
     return tuple(faults)
 
 

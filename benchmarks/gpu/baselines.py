@@ -116,7 +116,7 @@ def add_baselines(recorder: Recorder, label: str, inputs: HeadInputs, with_backw
     for name, make in BASELINES.items():
         recorder.attempt(
             f"{label}, {name}",
-            lambda name=name, make=make: _measure(recorder, f"{label}, {name}", make(inputs), with_backward),  # type: ignore[misc]
+            lambda name=name, make=make: _measure(recorder, f"{label}, {name}", make(inputs), with_backward),
         )
         inputs.forget_gradients()
 

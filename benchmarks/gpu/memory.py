@@ -27,11 +27,11 @@ def run(is_quick: bool) -> CaseResult:
     shape = QUICK if is_quick else FULL
     for num_tokens in (48, 96) if is_quick else NUM_TOKENS:
         tall = HeadShape(num_tokens, shape.hidden, shape.vocab)
-        recorder.attempt(f"T={num_tokens}", lambda tall=tall: _ours(recorder, tall))  # type: ignore[misc]
+        recorder.attempt(f"T={num_tokens}", lambda tall=tall: _ours(recorder, tall))
     for num_tokens in (48,) if is_quick else NUM_TOKENS:
         tall = HeadShape(num_tokens, shape.hidden, shape.vocab)
         for name in BASELINES:
-            recorder.attempt(f"T={num_tokens}, {name}", lambda name=name, tall=tall: _baseline(recorder, tall, name))  # type: ignore[misc]
+            recorder.attempt(f"T={num_tokens}, {name}", lambda name=name, tall=tall: _baseline(recorder, tall, name))
     return recorder.result()
 
 

@@ -29,7 +29,7 @@ BAR_PERCENT = 80
 def run(is_quick: bool) -> CaseResult:
     recorder = Recorder(is_quick)
     for shape in QUICK_SHAPES if is_quick else SHAPES:
-        recorder.attempt(str(shape), lambda shape=shape: _one(recorder, shape))  # type: ignore[misc]
+        recorder.attempt(str(shape), lambda shape=shape: _one(recorder, shape))
     return recorder.result()
 
 

@@ -44,7 +44,7 @@ def _loss(recorder: Recorder) -> None:
         recorder.add(f"{name} loss, {num_rows} rows, as called", times.median * 1e6, "us", "forward and backward")
         bar = LOSS_BAR_US if name == "fused" else None
         what = f"{name} loss, {num_rows} rows, on the device"
-        recorder.attempt(what, lambda what=what, call=call, bar=bar: _on_device(recorder, what, call, bar))  # type: ignore[misc]
+        recorder.attempt(what, lambda what=what, call=call, bar=bar: _on_device(recorder, what, call, bar))
     recorder.attempt("compiled loss", lambda: _compiled(recorder, calls["eager"], num_rows))
 
 

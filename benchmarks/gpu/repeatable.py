@@ -47,13 +47,13 @@ def run(is_quick: bool) -> CaseResult:
             what = f"{NUM_RUNS} runs, {name}, {backend}"
             recorder.attempt(
                 what,
-                lambda what=what, backend=backend, stash_bytes=stash_bytes: _repeat(  # type: ignore[misc]
+                lambda what=what, backend=backend, stash_bytes=stash_bytes: _repeat(
                     recorder, what, inputs, backend, chunk_size, stash_bytes
                 ),
             )
         recorder.attempt(
             f"tp {NUM_RANKS}, {backend}",
-            lambda backend=backend: _shards(recorder, inputs, backend, chunk_size),  # type: ignore[misc]
+            lambda backend=backend: _shards(recorder, inputs, backend, chunk_size),
         )
     return recorder.result()
 
@@ -123,7 +123,7 @@ def simulate_ranks(inputs: HeadInputs, num_ranks: int, backend: Backend, chunk_s
                     temperature=1.0,
                     vocab_start=rank * shards[0].shape[0],
                     vocab_size=shape.vocab,
-                    tp_group=group,  # type: ignore[arg-type]
+                    tp_group=group,
                     chunk_size=chunk_size,
                     with_entropy=True,
                     backend=backend,

@@ -38,11 +38,11 @@ def run(is_quick: bool) -> CaseResult:
             what = f"statistics, {name}, {backend}"
             recorder.attempt(
                 what,
-                lambda what=what, ops=ops, size=(num_rows, num_columns), dtype=dtype, bar_ms=bar_ms: _statistics(  # type: ignore[misc]
+                lambda what=what, ops=ops, size=(num_rows, num_columns), dtype=dtype, bar_ms=bar_ms: _statistics(
                     recorder, what, ops, size, dtype, bar_ms
                 ),
             )
-        recorder.attempt(f"gradient, {backend}", lambda ops=ops: _gradient(recorder, backend, ops, num_rows, narrow))  # type: ignore[misc]  # noqa: B023
+        recorder.attempt(f"gradient, {backend}", lambda ops=ops: _gradient(recorder, backend, ops, num_rows, narrow))  # noqa: B023
     return recorder.result()
 
 

@@ -66,7 +66,7 @@ def sweep(
         for chunk_size in sorted(sizes, key=lambda size: size != default_size):  # the default first
             head = OurHead(inputs, backend, chunk_size, main_grad, stash_bytes)
             name = f"{label}, {name_of(backend, chunk_size)}"
-            times = recorder.attempt(name, lambda head=head: measure(head))  # type: ignore[misc]
+            times = recorder.attempt(name, lambda head=head: measure(head))
             if times is None:
                 continue
             found.append(Timed(backend, chunk_size, times))

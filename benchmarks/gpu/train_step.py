@@ -82,7 +82,7 @@ def run(is_quick: bool) -> CaseResult:
     try:
         for name, hf_config in {"tiny": QUICK_CONFIG}.items() if is_quick else CONFIGS.items():
             work = make_work(hf_config, is_quick)
-            recorder.attempt(name, lambda name=name, work=work: _model(recorder, name, work, world, bare))  # type: ignore[misc]
+            recorder.attempt(name, lambda name=name, work=work: _model(recorder, name, work, world, bare))
     finally:
         destroy_world()
     return recorder.result()
@@ -104,7 +104,7 @@ def _model(recorder: Recorder, name: str, work: Work, world: World, bare_flops: 
     for precision in ("bfloat16", "autocast"):
         found = recorder.attempt(
             f"{name}, transformers {precision}",
-            lambda precision=precision: _plain_steps(recorder, name, work, weights, precision),  # type: ignore[misc]
+            lambda precision=precision: _plain_steps(recorder, name, work, weights, precision),
         )
         plain += found or []
     if plain:
@@ -122,7 +122,7 @@ def our_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeights,
         setting = f"{name}, ours, micro-batches of {budget}"
         found = recorder.attempt(
             setting,
-            lambda setting=setting, shard=shard, plan=plan: time_steps(  # type: ignore[misc]
+            lambda setting=setting, shard=shard, plan=plan: time_steps(
                 recorder, setting, work, lambda: our_step(actor, shard, plan), before
             ),
         )
@@ -222,7 +222,7 @@ def _plain_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeigh
         setting = f"{name}, transformers {precision}, {rows} padded samples"
         found = recorder.attempt(
             setting,
-            lambda setting=setting: time_steps(recorder, setting, work, loop, before),  # type: ignore[misc]
+            lambda setting=setting: time_steps(recorder, setting, work, loop, before),
         )
         steps += [found] if found else []
     return steps

@@ -174,7 +174,7 @@ def figures_of(kind: str, dp: int, num_samples: int, is_quick: bool, details: di
     """The worst of all budgets and multiples."""
     calls = list(calls_of(kind, dp, num_samples))
     found = [quality_of(call, ours(call)) for call in calls]
-    seconds = [best_seconds(lambda call=call: ours(call)) for call in calls]  # type: ignore[misc]
+    seconds = [best_seconds(lambda call=call: ours(call)) for call in calls]
     for call, quality, time_s in zip(calls, found, seconds, strict=True):
         assert quality.over_budget <= 0, f"{call.budget} tokens are exceeded"
         name = f"{kind}, dp {dp}, {call.budget} tokens, multiples {call.document_multiple} and {call.packed_multiple}"
@@ -204,7 +204,7 @@ def baselines_of(kind: str, num_samples: int, details: dict[str, Any]) -> Iterat
     time_s = best_seconds(lambda: ours(call))
     mine = quality_of(call, ours(call))
     for run in (ffd, kk):
-        theirs_s = cpu_seconds(lambda run=run: run(call))  # type: ignore[misc]
+        theirs_s = cpu_seconds(lambda run=run: run(call))
         quality = quality_of(call, run(call))
         name = f"{run.__name__}, {kind}, dp {call.dp}"
         details[name] = {key: significant(x) for key, x in vars(quality).items()} | {"cpu_s": significant(theirs_s)}

@@ -130,7 +130,7 @@ def run(is_quick: bool) -> CaseResult:
         work = Workload(16, NUM_REPLICAS, NUM_REPLICAS, layout, 4 * length, length // 8, 1, policy=TINY, critic=TINY)
         columns = [getattr(batch, name).numpy() for name in COLUMNS]
 
-        def sums(columns: list[np.ndarray] = columns) -> Parts:  # type: ignore[type-arg]
+        def sums(columns: list[np.ndarray] = columns) -> Parts:
             return {"total": cpu_seconds(lambda: [column.sum() for column in columns])}
 
         parts = parts_of(batch, work)

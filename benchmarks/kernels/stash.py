@@ -24,7 +24,7 @@ def run(is_quick: bool) -> CaseResult:
     heads = {STASH: fused(stash_bytes=stash_bytes), AGAIN: fused()}
     with_stash, without = (run_head(head, problem) for head in heads.values())
     turns = take_turns(
-        {name: lambda head=head: run_head(head, problem).seconds for name, head in heads.items()},  # type: ignore[misc]
+        {name: lambda head=head: run_head(head, problem).seconds for name, head in heads.items()},
         [(STASH, AGAIN)],
         "backward",
     )

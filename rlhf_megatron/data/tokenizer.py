@@ -163,8 +163,8 @@ def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> No
     names += [f"<unused{i}>" for i in range(len(names), vocab_size)]
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}))
     every_character = tokenizers.Regex(r"[\s\S]")
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(every_character, behavior="isolated")  # type: ignore[assignment]
-    backend.decoder = tokenizers.decoders.Fuse()  # type: ignore[assignment]
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(every_character, behavior="isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names[:2]])
 
     directory = Path(directory)

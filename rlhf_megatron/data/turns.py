@@ -227,7 +227,7 @@ def _leaves(function: Mapping[str, Any]) -> Iterator[str]:
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            yield arguments  # type: ignore[misc]
+            yield arguments
             return
     pending = [arguments]
     while pending:

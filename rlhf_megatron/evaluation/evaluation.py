@@ -214,7 +214,7 @@ def _examples(answered: Answered, count: int) -> list[tuple[str, str, str, float
     ][:count]
 
 
-def _cut(values: Sequence, counts: Sequence[int]) -> tuple:  # type: ignore[type-arg]
+def _cut(values: Sequence, counts: Sequence[int]) -> tuple:
     """`values` in pieces of `counts`."""
     rest = iter(values)
     return tuple(tuple(next(rest) for _ in range(count)) for count in counts)

@@ -74,7 +74,7 @@ def chunked_linear_log_prob(
     """
     out: tuple[Tensor, Tensor | None, Tensor | None] = _LinearLogProb.apply(
         hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, call
-    )  # type: ignore[no-untyped-call]
+    )
     return out
 
 

@@ -68,7 +68,7 @@ def reference_linear_log_prob(
 
 def _whole_sequence(hidden_SH: Tensor, tp_group: ProcessGroup, is_split: bool) -> Tensor:
     """The hidden states of all tokens; their gradient is summed over the group, and split again where they were."""
-    out: Tensor = _WholeSequence.apply(hidden_SH, tp_group, is_split)  # type: ignore[no-untyped-call]
+    out: Tensor = _WholeSequence.apply(hidden_SH, tp_group, is_split)
     return out
 
 
@@ -89,7 +89,7 @@ class _WholeSequence(torch.autograd.Function):
 
 def _whole_vocabulary(logits_RC: Tensor, vocab_start: int, tp_group: ProcessGroup) -> Tensor:
     """The logits of all shards side by side. Every rank has their whole gradient: it takes its own part."""
-    out: Tensor = _WholeVocabulary.apply(logits_RC, vocab_start, tp_group)  # type: ignore[no-untyped-call]
+    out: Tensor = _WholeVocabulary.apply(logits_RC, vocab_start, tp_group)
     return out
 
 
@@ -110,7 +110,7 @@ class _WholeVocabulary(torch.autograd.Function):
 
 
 def _into_sink(weight_VH: Tensor, sink: WeightGradSink) -> Tensor:
-    out: Tensor = _IntoSink.apply(weight_VH, sink)  # type: ignore[no-untyped-call]
+    out: Tensor = _IntoSink.apply(weight_VH, sink)
     return out
 
 

@@ -55,7 +55,7 @@ def chosen_logits(hidden_SH: Tensor, weight_VH: Tensor, ids_RN: Tensor, rows_R: 
     of the weight goes to the sink, where there is one, and autograd then gets none: `linear_log_prob` of the same
     rows, which must be in the same graph, tells it that there is one.
     """
-    out: Tensor = _ChosenLogits.apply(hidden_SH, weight_VH, ids_RN, rows_R, shard)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChosenLogits.apply(hidden_SH, weight_VH, ids_RN, rows_R, shard)
     return out
 
 

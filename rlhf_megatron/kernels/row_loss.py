@@ -109,7 +109,7 @@ def value_sums(values_R: Tensor, columns: Columns, cliprange_value: float) -> Su
 def with_gradients(value: Tensor, *known: tuple[Tensor, Tensor, float]) -> Tensor:
     """A copy of the scalar `value`. `known`: (tensor, gradient, factor), whose product is the tensor's gradient."""
     tensors = [tensor for of, grad_R, _ in known for tensor in (of, grad_R)]
-    return _WithGradients.apply(value, [factor for _, _, factor in known], *tensors)  # type: ignore[no-any-return]
+    return _WithGradients.apply(value, [factor for _, _, factor in known], *tensors)
 
 
 class _WithGradients(torch.autograd.Function):

@@ -133,7 +133,7 @@ def _experts_under_its_names(device: torch.device) -> Any:
 def _without_bias(linear: Any) -> Any:
     """`linear`, one of megatron's classes, that has no bias where it is asked for one."""
 
-    class WithoutBias(linear):  # type: ignore[misc]
+    class WithoutBias(linear):
         def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
             super().__init__(*sizes, bias=False, **options)
 

@@ -168,7 +168,7 @@ def _uncompile(owner: Any) -> None:
 
 
 def _tensor_cuda() -> None:
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _tensor_type() -> None:
@@ -179,7 +179,7 @@ def _tensor_type() -> None:
             return real(self, *args, **kwargs)
         return real(self).replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign]
 
 
 def _rng_state() -> None:

@@ -68,7 +68,7 @@ class GroupColumns:
             GeneratedSample(
                 Column(ids.to(torch.int32).numpy()),
                 Column(log_probs.numpy()),
-                reason,  # type: ignore[arg-type]
+                reason,
                 version,
                 tuple(VersionSpan(*span) for span in spans),
                 num_cached,

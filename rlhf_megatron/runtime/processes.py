@@ -60,7 +60,7 @@ def redirect_output(path: Path) -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(_LogFile(number, "w", closefd=False), errors="backslashreplace", write_through=True)  # type: ignore[arg-type]
+        io.TextIOWrapper(_LogFile(number, "w", closefd=False), errors="backslashreplace", write_through=True)
         for number in (1, 2)
     )
     return console

@@ -199,7 +199,7 @@ def _is_used(draft: Draft, source: str) -> bool:
 
 
 def _parameters(kind: type | None) -> list[str]:
-    return [field.name for field in fields(kind)] if kind is not None else []  # type: ignore[arg-type]
+    return [field.name for field in fields(kind)] if kind is not None else []
 
 
 def _other_parameters() -> set[str]:

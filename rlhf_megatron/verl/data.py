@@ -241,5 +241,5 @@ def _overlong(draft: Draft) -> None:
         draft.leave(f"{BUFFER}.len", "tokens over which the penalty grows: give it a number", learns=True)
         return
     term = {"name": "overlong", "weight": 1.0 if factor is None else factor}
-    term["params"] = {"max_len": length, "buffer": buffer}  # type: ignore[assignment]
+    term["params"] = {"max_len": length, "buffer": buffer}
     draft.put("reward.terms", [term], sources)

@@ -137,7 +137,7 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[World]:
 def _modules_stay() -> Iterator[None]:
     """Module.to swaps tensors, which fake ones refuse; everything is made on its device already."""
     to = torch.nn.Module.to
-    torch.nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign, assignment, misc]
+    torch.nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

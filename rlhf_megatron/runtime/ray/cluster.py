@@ -253,7 +253,7 @@ class Cluster:
             logger.error("the Ray cluster does not answer; left without giving the room back")
             atexit.unregister(ray.shutdown)  # it would wait again
             if self.is_own and (node := worker._global_node) is not None:
-                node.kill_all_processes(check_alive=False, allow_graceful=False)  # type: ignore[attr-defined]
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def _leave(self) -> None:
         for made in self._objects:
