@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import yaml
 from end_to_end_tools import MARKER, overrides, write_config
-from launch_tools import TIMEOUT_S, environment
+from launch_tools import TIMEOUT_S, Started, environment
 from places import ROOT
 from ray_leftovers import end, left_over, processes_of, short_directory
-from test_launch_slurm import FAKES, JOB, Job, steps_of
+from test_launch_slurm import JOB, Job, slurm_variables
 
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
@@ -118,7 +118,7 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert steps_of(tmp_path / "runs" / "tiny") == [1, 2]
+    assert Started(tmp_path, None, "").steps() == [1, 2]
 
     status = [str(RAY), "status", "--address", f"127.0.0.1:{PORTS}"]
     wrong = tmp_path / "wrong"
@@ -214,44 +214,23 @@ def test_scripts_parse_and_stop_at_errors(name: str) -> None:
 
 
 @pytest.fixture
-def submit(tmp_path: Path) -> Iterator[Any]:
+def submit(launch: Any, tmp_path: Path) -> Iterator[Any]:
     """Start an attempt: submit(settings, variable=value). On one node unless SLURM_JOB_NUM_NODES says otherwise."""
     jobs: list[Job] = []
-    config = write_config(tmp_path)
+    one = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "PORTS": str(PORTS), "NUM_CPUS": "4"}
 
     def start(settings: dict[str, Any], **more: str) -> Job:
-        marker = uuid.uuid4().hex
-        slurm = {
-            "SLURM_JOB_ID": JOB,
-            "SLURM_JOB_NODELIST": "localhost",
-            "SLURM_JOB_NUM_NODES": "1",
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "FAKE_SLURM_LOG": str(tmp_path / "slurm.log"),
-            "PATH": f"{FAKES}:{os.environ['PATH']}",
-            "HOME": str(tmp_path),
-            "PORTS": str(PORTS),
-            "NUM_CPUS": "4",
-        }
-        with open(tmp_path / "slurm.out", "ab") as out:
-            process = subprocess.Popen(
-                ["bash", str(SBATCH), str(config), *overrides(settings)],
-                cwd=tmp_path,
-                env=environment(marker, **(slurm | more)),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        jobs.append(Job(tmp_path, process, marker))
+        variables = slurm_variables(tmp_path) | one | more
+        jobs.append(launch(Job, ["bash", str(SBATCH)], settings, **variables))
         return jobs[-1]
 
     yield start
     for job in jobs:
         state = state_directory()
         try:
-            assert left_over(f"{MARKER}={job.marker}", state, 40) == []
+            assert left_over(job.marker, state, 40) == []
         finally:
-            end(f"{MARKER}={job.marker}", state)
+            end(job.marker, state)
 
 
 def state_directory() -> Path:
@@ -264,18 +243,18 @@ def state_directory() -> Path:
 @pytest.mark.dist
 def test_a_job_whose_time_is_up_is_requeued_and_goes_on(submit, tmp_path: Path) -> None:
     first = submit({**ENDLESS, "trainer.save_freq": 1000})
-    first.wait_for_a_step()
-    first.script.send_signal(signal.SIGUSR1)
-    assert first.wait() == STOPPED_EXIT_CODE, first.output()
+    first.wait_for_steps(1)
+    first.process.send_signal(signal.SIGUSR1)
+    assert first.wait() == STOPPED_EXIT_CODE, first.console()
     assert first.slurm("requeue") == [JOB]
-    num_steps = len(steps_of(tmp_path / "runs" / "tiny"))
+    num_steps = len(first.steps())
     assert not state_directory().exists()
 
     total = {"trainer.total_training_steps": num_steps + 1}
     second = submit({**ONE_RANK, "trainer.save_freq": 1000, **total}, SLURM_RESTART_COUNT="1")
-    assert second.wait() == 0, second.output()
+    assert second.wait() == 0, second.console()
     assert second.slurm("requeue") == [JOB], "no further one"
-    assert steps_of(tmp_path / "runs" / "tiny") == list(range(1, num_steps + 2)), "each step once"
+    assert second.steps() == list(range(1, num_steps + 2)), "each step once"
     attempts = second.slurm("srun")
     assert [seen["address"] for seen in attempts] == [f"127.0.0.1:{PORTS}"] * 2
     assert attempts[0]["secret"] != attempts[1]["secret"]
@@ -301,9 +280,9 @@ exec {CLUSTER} "$@"
     nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.2,127.0.0.3", "NUM_CPUS": "2"}
     # Three CPUs: more than either node has.
     job = submit({**ONE_RANK, "trainer.nnodes": 2, "trainer.save_hf": False}, CLUSTER=str(cluster), **nodes)
-    assert job.wait() == 0, job.output()
-    assert steps_of(tmp_path / "runs" / "tiny") == [1, 2]
-    assert "attempt 1 on 2 node(s)" in job.output() and "the run has ended with exit code 0" in job.output()
+    assert job.wait() == 0, job.console()
+    assert job.steps() == [1, 2]
+    assert "attempt 1 on 2 node(s)" in job.console() and "the run has ended with exit code 0" in job.console()
 
 
 @needs_ray
@@ -312,7 +291,7 @@ exec {CLUSTER} "$@"
 def test_a_job_that_fails_keeps_its_exit_code(submit) -> None:
     job = submit({**ONE_RANK, "actor.mini_batch_size": 15})
     assert job.wait() == 2
-    assert "actor.mini_batch_size (15 samples) must divide" in job.output()
+    assert "actor.mini_batch_size (15 samples) must divide" in job.console()
     assert not (job.directory / "slurm.log").exists() or job.slurm("requeue") == []
 
 

@@ -4,19 +4,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import MARKER, greedy_score, overrides, processes_with, write_config
-from launch_tools import TIMEOUT_S, TORCHRUN
-from places import ROOT
+from end_to_end_tools import greedy_score, processes_with
+from launch_tools import TORCHRUN, Started
 
 from rlhf_megatron import api
 from rlhf_megatron.recovery.watchdog import HANG_REPORT
@@ -28,24 +21,7 @@ ENDLESS = {"trainer.total_training_steps": 100_000, "trainer.save_freq": 2}
 GONE_WITHIN_S = 15.0  # on a machine that is busy; 3 to 7 on a quiet one
 
 
-@dataclass
-class Run:
-    run_dir: Path
-    process: subprocess.Popen[bytes]
-    marker: str
-
-    def steps(self) -> list[int]:
-        with contextlib.suppress(FileNotFoundError):
-            rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
-            return [row["step"] for row in rows if row["kind"] == "step"]
-        return []
-
-    def wait_for_steps(self, number: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(self.steps()) < number:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.console()
-            time.sleep(0.1)
-
+class Run(Started):
     def pid(self, who: str) -> int:
         """ "agent", "controller", "engine", "rank0", "rank1"."""
         for pid in processes_with(self.marker):
@@ -66,51 +42,15 @@ class Run:
             return "controller" if b"RLHF_MEGATRON_RUN_DIR" in variables else f"rank{variables[b'RANK'].decode()}"
         return ""
 
-    def wait(self) -> int:
-        return self.process.wait(TIMEOUT_S)
-
-    def console(self) -> str:
-        return (self.run_dir.parent.parent / "console").read_text()
-
-    def seconds_until_gone(self, within_s: float = GONE_WITHIN_S) -> float:
-        began = time.monotonic()
-        while left := processes_with(self.marker):
-            if time.monotonic() > began + within_s:
-                names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
-                raise AssertionError(f"{names} are left after {within_s} s")
-            time.sleep(0.05)
-        return time.monotonic() - began
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    """start(settings, more=environment): launch/torchrun.sh on two ranks."""
-    runs: list[Run] = []
-    config = write_config(tmp_path)
+def start(launch: Any) -> Any:
+    """start(settings, variable=value): launch/torchrun.sh on two ranks."""
 
     def begin(settings: dict[str, Any], **more: str) -> Run:
-        marker = uuid.uuid4().hex
-        given = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
-        mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-        with (tmp_path / "console").open("ab") as console:
-            process = subprocess.Popen(
-                [str(TORCHRUN), str(config), *overrides(TP2 | settings)],
-                cwd=tmp_path,
-                env={**given, **mine, "NPROC_PER_NODE": "2", **more},
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        runs.append(Run(tmp_path / "runs" / "tiny", process, f"{MARKER}={marker}"))
-        return runs[-1]
+        return launch(Run, [str(TORCHRUN)], TP2 | settings, **{"NPROC_PER_NODE": "2", **more})
 
-    yield begin
-    for run in runs:
-        for pid in {run.process.pid, *processes_with(run.marker)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
+    return begin
 
 
 def test_sigterm_to_rank_1_saves_and_the_same_command_goes_on(start) -> None:
@@ -118,7 +58,7 @@ def test_sigterm_to_rank_1_saves_and_the_same_command_goes_on(start) -> None:
     run.wait_for_steps(3)
     os.kill(run.pid("rank1"), signal.SIGTERM)
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
-    run.seconds_until_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     assert "SIGTERM to [actor dp0 pp0 tp1]" in run.console() and "Traceback" not in run.console()
     done = run.steps()
     assert (run.run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{done[-1]:06d}"
@@ -134,7 +74,7 @@ def test_nothing_is_left_when_a_process_is_killed(start, victim: str) -> None:
     run.wait_for_steps(1)
     assert run.pid("engine")
     os.kill(run.pid(victim), signal.SIGKILL)
-    seconds = run.seconds_until_gone()
+    seconds = run.seconds_until_gone(GONE_WITHIN_S)
     assert run.wait() != 0
     print(f"{victim}: all gone after {seconds:.1f} s")
 
@@ -156,7 +96,7 @@ def test_a_stopped_rank_is_named_by_the_stage_it_holds_up(start) -> None:
     rank1 = run.pid("rank1")
     os.kill(rank1, signal.SIGSTOP)
     assert run.wait() == 1, run.console()
-    run.seconds_until_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     report = (run.run_dir / HANG_REPORT).read_text()
     assert f"[actor dp0 pp0 tp1] does not answer: process {rank1} is stopped (SIGSTOP, or a debugger)" in report
     assert "Look first at [actor dp0 pp0 tp1]" in report
@@ -174,7 +114,7 @@ def test_a_run_that_crashes_goes_on_by_itself(start, tmp_path: Path) -> None:
     assert len(list((tmp_path / "faults").iterdir())) == 2, "both have acted"
     console = run.console()
     assert "the run is started again (2 of 3)" in console and "(3 of 3)" not in console, console
-    run.seconds_until_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
 
 
 SCORED = {"trainer.test_freq": 2, "warmup.max_steps": 3}
@@ -191,7 +131,7 @@ def test_a_run_that_was_stopped_is_exported_with_its_score(start, tmp_path: Path
     run.wait_for_steps(3)
     os.kill(run.pid("rank1"), signal.SIGTERM)
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
-    run.seconds_until_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     (step,) = api.Run(run.run_dir).checkpoints()
     assert f"the state after step {step} is saved" in run.console()
     out = api.Run(run.run_dir).export(tmp_path / "model")
@@ -205,6 +145,6 @@ def test_a_run_that_was_killed_is_exported_with_its_score(start, tmp_path: Path)
     run.wait_for_steps(5)
     os.kill(run.pid("controller"), signal.SIGKILL)
     assert run.wait() != 0
-    run.seconds_until_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     out = api.Run(run.run_dir).export(tmp_path / "model", step=4)
     assert greedy_score(out, tmp_path / "val.jsonl") == score_after(run, 4)

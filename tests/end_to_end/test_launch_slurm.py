@@ -5,15 +5,12 @@ import os
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import overrides, write_config
-from launch_tools import TIMEOUT_S, Nodes, environment
+from launch_tools import TIMEOUT_S, Started
 from places import ROOT, SUPPORT
 from test_launch_nodes import ENDLESS, QUICK, TWO_NODES
 
@@ -25,94 +22,65 @@ FAKES = SUPPORT / "fake_slurm"
 JOB = "4711"
 
 
-@dataclass
-class Job:
-    """One attempt of the job; the script is a process that this test signals as Slurm would."""
-
-    directory: Path
-    script: subprocess.Popen[bytes]
-    marker: str
-
-    def wait(self) -> int:
-        return self.script.wait(TIMEOUT_S)
-
-    def output(self) -> str:
-        return (self.directory / "slurm.out").read_text()
+class Job(Started):
+    """One attempt of the job, whose script the test signals as Slurm would."""
 
     def slurm(self, command: str) -> list[Any]:
         """What Slurm's commands were asked for, over all attempts."""
         lines = [json.loads(line) for line in (self.directory / "slurm.log").read_text().splitlines()]
         return [line[command] for line in lines if command in line]
 
-    def wait_for_a_step(self) -> None:
-        metrics, deadline = self.directory / "runs" / "tiny" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
-        while not (metrics.exists() and '"step"' in metrics.read_text()):
-            assert self.script.poll() is None and time.monotonic() < deadline, self.output()
-            time.sleep(0.1)
+
+def slurm_variables(directory: Path) -> dict[str, str]:
+    """The environment of a script that Slurm starts, with our commands in the place of Slurm's."""
+    return {
+        "SLURM_JOB_ID": JOB,
+        "SLURM_JOB_NODELIST": "127.0.0.2,127.0.0.3",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "FAKE_SLURM_LOG": str(directory / "slurm.log"),
+        "PATH": f"{FAKES}:{os.environ['PATH']}",
+        "HOME": str(directory),
+    }
 
 
 @pytest.fixture
-def submit(tmp_path: Path) -> Iterator[Any]:
+def submit(launch: Any, tmp_path: Path) -> Iterator[Any]:
     """Start an attempt: submit(settings, variable=value)."""
     jobs: list[Job] = []
-    config = write_config(tmp_path)
 
     def start(settings: dict[str, Any], **more: str) -> Job:
-        marker = uuid.uuid4().hex
-        slurm = {
-            "SLURM_JOB_ID": JOB,
-            "SLURM_JOB_NODELIST": "127.0.0.2,127.0.0.3",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "FAKE_SLURM_LOG": str(tmp_path / "slurm.log"),
-            "PATH": f"{FAKES}:{os.environ['PATH']}",
-            "HOME": str(tmp_path),
-            "NPROC_PER_NODE": "1",
-        }
-        with open(tmp_path / "slurm.out", "ab") as out:  # --open-mode=append
-            script = subprocess.Popen(
-                ["bash", str(SCRIPT), str(config), *overrides(TWO_NODES | settings)],
-                cwd=tmp_path,
-                env=environment(marker, **slurm, **more),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        jobs.append(Job(tmp_path, script, marker))
+        variables = slurm_variables(tmp_path) | {"NPROC_PER_NODE": "1"} | more
+        jobs.append(launch(Job, ["bash", str(SCRIPT)], TWO_NODES | settings, **variables))
         return jobs[-1]
 
     yield start
     for job in jobs:
-        nodes = Nodes(job.directory, [job.script], job.marker)
-        try:
-            assert nodes.left_over() == []
-        finally:
-            nodes.end()
+        job.seconds_until_gone(20.0)
 
 
 @pytest.mark.dist
 @pytest.mark.long
 def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp_path: Path) -> None:
     first = submit(ENDLESS | SAVED)
-    first.wait_for_a_step()
-    first.script.send_signal(signal.SIGUSR1)
-    first.script.send_signal(signal.SIGUSR1)
-    assert first.wait() == STOPPED_EXIT_CODE, first.output()
+    first.wait_for_steps(1)
+    first.process.send_signal(signal.SIGUSR1)
+    first.process.send_signal(signal.SIGUSR1)
+    assert first.wait() == STOPPED_EXIT_CODE, first.console()
     assert first.slurm("scancel") == [["SIGUSR1", JOB]] and first.slurm("requeue") == [JOB]
-    assert "Traceback" not in first.output() and "Error" not in first.output()
+    assert "Traceback" not in first.console() and "Error" not in first.console()
     assert list((tmp_path / "transfer").iterdir()) == [], "the controller has cleaned up"
     run_dir = tmp_path / "runs" / "tiny"
-    num_steps = len(steps_of(run_dir))
+    num_steps = len(first.steps())
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{num_steps:06d}"
 
     total = {"trainer.total_training_steps": num_steps + 1}
     second = submit(QUICK | SAVED | total, SLURM_RESTART_COUNT="1")
-    assert second.wait() == 0, second.output()
+    assert second.wait() == 0, second.console()
     assert second.slurm("requeue") == [JOB], "no further one"
-    assert "attempt 1 on 2 node(s)" in second.output() and "attempt 2 on 2 node(s)" in second.output()
+    assert "attempt 1 on 2 node(s)" in second.console() and "attempt 2 on 2 node(s)" in second.console()
     assert (run_dir / "summary.json").exists()
-    assert steps_of(run_dir) == list(range(1, num_steps + 2)), "each step once"
+    assert second.steps() == list(range(1, num_steps + 2)), "each step once"
     assert not (tmp_path / "runs" / "tiny.1").exists()
 
     attempts = second.slurm("srun")
@@ -121,11 +89,6 @@ def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp
     for seen in attempts:
         assert (seen["secret_mode"], seen["directory_mode"], len(seen["secret"])) == ("0o600", "0o700", 64)
     assert list((tmp_path / ".rlhf_megatron").iterdir()) == [], "the secrets are gone"
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [row["step"] for row in rows if row["kind"] == "step"]
 
 
 @pytest.mark.parametrize(
@@ -156,13 +119,13 @@ exit {code}
     job = submit({}, LAUNCH=str(launch), **settings)
     wait_for(lambda: (tmp_path / "began0").exists() and (tmp_path / "began1").exists())
     for number in signals:
-        job.script.send_signal(number)
+        job.process.send_signal(number)
     if signal.SIGUSR1 in signals:
         wait_for(lambda: job.slurm("scancel"))
     elif signals:
         time.sleep(0.5)
     (tmp_path / "end").touch()
-    assert job.wait() == code, job.output()
+    assert job.wait() == code, job.console()
     assert job.slurm("requeue") == ([JOB] if is_requeued else [])
 
 
@@ -177,7 +140,7 @@ def wait_for(what: Callable[[], object]) -> None:
 def test_a_run_that_fails_keeps_its_exit_code_and_is_not_requeued(submit, tmp_path: Path) -> None:
     job = submit(QUICK | {"actor.mini_batch_size": 15})
     assert job.wait() == 2
-    assert "actor.mini_batch_size (15 samples) must divide" in job.output()
+    assert "actor.mini_batch_size (15 samples) must divide" in job.console()
     assert job.slurm("scancel") == [] and job.slurm("requeue") == []
 
 

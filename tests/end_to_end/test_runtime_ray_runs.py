@@ -1,24 +1,21 @@
 """Real runs in a Ray cluster of their own: where it listens, how they end, and that nothing of them is left."""
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT, SUPPORT
+from places import SUPPORT
 
 pytest.importorskip("ray")
 
-from end_to_end_tools import DP2, MARKER, Finished, overrides, processes_with, train, write_config
+from end_to_end_tools import DP2, Finished, processes_with, train, write_config
+from launch_tools import Started
 from listening import is_loopback, listening
 from namespaces import Machines, has_namespaces
 from ray_tools import running_cluster
@@ -30,35 +27,14 @@ from rlhf_megatron.runtime.processes import Child, children_of, state_of
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
-TIMEOUT_S = 400.0
 GONE_WITHIN_S = 20.0
 RAY = {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 2, "tp": 2, "pp": 1}
 SHORT = {"warmup.max_steps": 0, "trainer.val_before_train": False}
 ENDLESS = {"trainer.total_training_steps": 100_000, "trainer.save_freq": 2}
 
 
-@dataclass
-class Run:
+class Run(Started):
     """`process` is the driver."""
-
-    run_dir: Path
-    process: subprocess.Popen[bytes]
-    marker: str
-
-    def console(self) -> str:
-        return (self.run_dir.parent.parent / "console").read_text()
-
-    def steps(self) -> list[int]:
-        with contextlib.suppress(FileNotFoundError):
-            rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
-            return [row["step"] for row in rows if row["kind"] == "step"]
-        return []
-
-    def wait_for_steps(self, number: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(self.steps()) < number:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.console()
-            time.sleep(0.1)
 
     def rank(self, number: int) -> int:
         """The process that writes its log."""
@@ -68,17 +44,6 @@ class Run:
                 if os.readlink(f"/proc/{pid}/fd/1") == log:
                     return pid
         raise AssertionError(f"rank {number} has no process")
-
-    def wait(self) -> int:
-        return self.process.wait(TIMEOUT_S)
-
-    def assert_gone(self) -> None:
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while left := processes_with(self.marker):
-            if time.monotonic() > deadline:
-                names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
-                raise AssertionError(f"{names} are left after {GONE_WITHIN_S} s")
-            time.sleep(0.05)
 
 
 def wait_for_ends(children: Sequence[Child], within_s: float) -> list[int]:
@@ -92,34 +57,13 @@ def wait_for_ends(children: Sequence[Child], within_s: float) -> list[int]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    """start(settings, more=environment)."""
-    runs: list[Run] = []
-    config = write_config(tmp_path)
+def start(launch: Any) -> Any:
+    """start(settings, variable=value)."""
 
     def begin(settings: dict[str, Any], **more: str) -> Run:
-        marker = uuid.uuid4().hex
-        command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *overrides(RAY | SHORT | settings)]
-        mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with (tmp_path / "console").open("ab") as console:
-            process = subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env={**os.environ, **mine, **more},
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        runs.append(Run(tmp_path / "runs" / "tiny", process, f"{MARKER}={marker}"))
-        return runs[-1]
+        return launch(Run, [sys.executable, "-m", "rlhf_megatron", "train"], RAY | SHORT | settings, **more)
 
-    yield begin
-    for run in runs:
-        for pid in {run.process.pid, *processes_with(run.marker)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
+    return begin
 
 
 def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_goes_on(start) -> None:
@@ -140,14 +84,14 @@ def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_g
     assert not any(token.partition("=")[2] in command for command in commands), "no other user sees it"
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
-    run.assert_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     assert "SIGTERM to the controller" in run.console() and "Traceback" not in run.console()
     done = run.steps()
     assert (run.run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{done[-1]:06d}"
     again = start(ENDLESS | {"trainer.total_training_steps": done[-1] + 1})
     assert again.wait() == 0, again.console()
     assert again.steps() == list(range(1, done[-1] + 2)), "each step once"
-    again.assert_gone()
+    again.seconds_until_gone(GONE_WITHIN_S)
 
 
 def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
@@ -156,7 +100,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
     rank1 = run.rank(1)
     os.kill(rank1, signal.SIGKILL)
     assert run.wait() == 1
-    run.assert_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     assert f"HostLostError: [actor dp0 pp0 tp1] (process {rank1}) died" in run.console()
     assert (run.run_dir / "logs" / "ray" / "raylet.out").stat().st_size > 0, "Ray's own words are kept"
     again = start(ENDLESS | {"trainer.total_training_steps": len(run.steps()) + 1})
@@ -168,7 +112,7 @@ def test_an_exception_on_one_rank_is_told_with_its_coordinates(start, tmp_path: 
     plan = {"RLHF_MEGATRON_FAULTS": "fail@actor.before_optimizer_step:who=rank1,nth=2"}
     run = start({}, **plan, RLHF_MEGATRON_FAULTS_DIR=str(tmp_path / "faults"))
     assert run.wait() == 1
-    run.assert_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
     told = "[actor dp0 pp0 tp1] actor.update: RuntimeError: injected at actor.before_optimizer_step"
     assert told in run.console()
     assert run.steps() == [1]
@@ -179,7 +123,7 @@ def test_nothing_is_left_when_the_driver_is_killed(start) -> None:
     run.wait_for_steps(1)
     os.kill(run.process.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
-    run.assert_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
 
 
 @pytest.mark.parametrize("servers", [("raylet",), ("raylet", "gcs_server")])
@@ -199,7 +143,7 @@ def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: t
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() in (1, STOPPED_EXIT_CODE), run.console()
     assert wait_for_ends(children, 10.0) == []  # without Ray's own minute
-    run.assert_gone()
+    run.seconds_until_gone(GONE_WITHIN_S)
 
 
 def test_engines_take_turns_with_the_ranks_of_their_machine(tmp_path_factory: pytest.TempPathFactory) -> None:

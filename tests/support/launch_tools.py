@@ -1,8 +1,9 @@
-"""Runs on several nodes, started as a user starts them, on this one machine."""
+"""Runs that are started as a user starts them, on several nodes too, on this one machine."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -38,6 +39,53 @@ def environment(marker: str, **more: str) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
     mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     return {**given, **mine, **more}
+
+
+@dataclass
+class Started:
+    """One attempt of the run of `directory`. See the fixture `launch`."""
+
+    directory: Path
+    process: subprocess.Popen[bytes]
+    marker: str  # in the environment of all its processes
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "runs" / "tiny"
+
+    def console(self) -> str:
+        """What this attempt and those before it said."""
+        return (self.directory / "console").read_text()
+
+    def steps(self) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+            return [row["step"] for row in rows if row["kind"] == "step"]
+        return []
+
+    def wait_for_steps(self, number: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.steps()) < number:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.console()
+            time.sleep(0.1)
+
+    def wait(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def seconds_until_gone(self, within_s: float) -> float:
+        began = time.monotonic()
+        while left := processes_with(self.marker):
+            if time.monotonic() > began + within_s:
+                names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+                raise AssertionError(f"{names} are left after {within_s} s")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def end(self) -> None:
+        for pid in {self.process.pid, *processes_with(self.marker)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
 
 @dataclass
