@@ -219,7 +219,6 @@ class _Sending:
             failure = error
         found = self._told(mine, failure)
         if self.buffers is not None:
-            found = found or [mine]  # over links each rank sends its own part
             file, num_bytes = self.buffers.file(number), self.rounds.starts[-1] if self.own == 0 else buffer.numel()
             merged = tuple(
                 replace(entry, offset=entry.offset + start)
