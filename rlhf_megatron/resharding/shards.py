@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from rlhf_megatron.config.schema import RolloutConfig
+from rlhf_megatron.config.schema.samples import SIZES_OF_SGLANG
 from rlhf_megatron.models.table import HFTensor, Rule, Span, hf_spans, rules_of_stage
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
@@ -81,13 +82,6 @@ def copy_of(layout: Layout, rank: int) -> int:
     return layout.place_in_stage(rank) // layout.copy_size
 
 
-_SIZES = (  # SGLang's arguments
-    ("tp-size", "tp", "tensor-parallel-size"),
-    ("ep-size", "ep", "expert-parallel-size"),
-    ("dp-size", "dp", "data-parallel-size"),
-)
-
-
 @dataclass(frozen=True)
 class EngineLayout:
     """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each over tp / ep; under
@@ -107,7 +101,7 @@ class EngineLayout:
         if rollout.engine != "sglang":
             return EngineLayout()
         given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
-        tp, ep, dp = (int(str(next((given[name] for name in names if name in given), 1))) for names in _SIZES)
+        tp, ep, dp = (int(str(next((given[name] for name in names if name in given), 1))) for names in SIZES_OF_SGLANG)
         is_fused = given.get("enforce-shared-experts-fusion", False)  # with the others of each of the ep parts
         shared = tp // ep if is_fused else 0
         if given.get("moe-a2a-backend", "none") not in ("none", None):

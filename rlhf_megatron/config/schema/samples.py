@@ -92,6 +92,14 @@ class SamplingConfig:
     min_p: float = doc("leave out tokens less likely than this share of the likeliest one; 0: off", 0.0, FRACTION)
 
 
+SIZES_OF_SGLANG = (
+    ("tp-size", "tensor-parallel-size", "tp"),
+    ("ep-size", "expert-parallel-size", "ep"),
+    ("dp-size", "data-parallel-size", "dp"),
+)
+"""The arguments of SGLang that say how it cuts a model, each under all its names."""
+
+
 @dataclass(frozen=True)
 class SGLangConfig:
     python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)

@@ -22,7 +22,9 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from rlhf_megatron.config.rules.batches import divisors_of
 from rlhf_megatron.config.schema import SGLangConfig
+from rlhf_megatron.config.schema.samples import SIZES_OF_SGLANG
 from rlhf_megatron.parallel.environment import ALLOCATOR_SETTINGS
 from rlhf_megatron.rollout.sglang.arguments import (
     DETERMINISTIC,
@@ -106,6 +108,7 @@ def _too_few(span: int, num_engines: int, num_visible: int, start: int, given: s
 OLDEST = "0.5.21"  # the first with the weight-update session endpoints
 TESTED = ("0.5.21",)  # what the tests ran on
 _OF_COPIES = "copies of the model in one server are not all reached by a weight sync (ranks of enable-dp-attention are)"
+DP_HEAD = "enable-dp-lm-head"
 DP_ATTENTION = "enable-dp-attention"  # one copy, whose ranks share the experts and not their requests
 
 # Argument -> (values that will do, why no others, what to do instead).
@@ -251,7 +254,8 @@ def check_communicators(python: str | None, env: Mapping[str, str]) -> None:
 
 def refused_arguments(section: SGLangConfig, is_deterministic: bool, is_shared: bool) -> Iterator[tuple[str, str]]:
     """(full key, what is wrong) of what no version of SGLang may be told in training; `is_shared`: it is colocated."""
-    names = {name.replace("_", "-"): name for name in section.args}
+    aliases = {other: names[0] for names in SIZES_OF_SGLANG for other in names}
+    names = {aliases.get(plain := name.replace("_", "-"), plain): name for name in section.args}
     values: dict[str, object] = {name: section.args[key] for name, key in names.items()}
     for name in sorted(names.keys() & OWN_ARGUMENTS.keys()):
         key = f"rollout.sglang.args.{names[name]}"
@@ -259,6 +263,9 @@ def refused_arguments(section: SGLangConfig, is_deterministic: bool, is_shared: 
     for name, value, why, fix in unfit(values):
         key = f"rollout.sglang.args.{names[name]}"
         yield key, f"{key} ({value!r}) cannot be: {why}; {fix}."
+    for name, problem in _size_problems(values):
+        key = f"rollout.sglang.args.{names[name]}"
+        yield key, f"{key} ({values[name]!r}) {problem}."
     wanted = [(DETERMINISTIC, partial(deterministic_arguments, values, section.env))] if is_deterministic else []
     if is_shared and not on_cpu(values, section.env):
         wanted.append((MEMORY_SAVER, partial(shared_arguments, values, section.env)))
@@ -267,6 +274,27 @@ def refused_arguments(section: SGLangConfig, is_deterministic: bool, is_shared: 
             look()
         except ValueError as error:
             yield f"rollout.sglang.args.{names.get(name, name)}", str(error)
+
+
+def _size_problems(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield (argument, what is wrong) of sizes with which SGLang would not start, or which it would ignore."""
+    sizes = dict.fromkeys(("tp-size", "ep-size", "dp-size", "moe-dense-tp-size"), 1)
+    for name in sizes:
+        if (value := values.get(name)) is not None:
+            if not str(value).isdecimal() or int(str(value)) == 0:
+                yield name, "must be a whole number from 1"
+                return
+            sizes[name] = int(str(value))
+    tp, is_dp = sizes["tp-size"], values.get(DP_ATTENTION) is True
+    for name in ("ep-size", "dp-size") if is_dp else ("ep-size",):
+        if tp % sizes[name]:
+            yield name, f"must divide tp-size ({tp}); use one of {', '.join(map(str, divisors_of(tp)))}"
+    if sizes["moe-dense-tp-size"] not in (1, tp):
+        yield "moe-dense-tp-size", f"must be 1 or tp-size ({tp})"
+    if is_dp and sizes["dp-size"] == 1:
+        yield DP_ATTENTION, "needs dp-size, the number of groups of ranks that serve requests of their own, above 1"
+    if values.get(DP_HEAD) is True and not is_dp:
+        yield DP_HEAD, f"needs {DP_ATTENTION}; set it, with dp-size, or leave this out"
 
 
 def find_python(python: str | None) -> str:

@@ -195,6 +195,36 @@ def test_dp_attention_is_for_families_that_sglang_has_it_for(run_file: Path) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            "{tp_size: 4, dp-size: 3, enable_dp_attention: true}",
+            "dp-size (3) must divide tp-size (4); use one of 1, 2, 4.",
+        ),
+        ("{tp: 4, dp-size: 8, enable_dp_attention: true}", "dp-size (8) must divide tp-size (4); use one of 1, 2, 4."),
+        (
+            "{tp_size: 4, expert-parallel-size: 3}",
+            "expert-parallel-size (3) must divide tp-size (4); use one of 1, 2, 4.",
+        ),
+        ("{tp_size: 4, dp_size: 2.5, enable_dp_attention: true}", "dp_size (2.5) must be a whole number from 1."),
+        ("{tp_size: 0}", "tp_size (0) must be a whole number from 1."),
+        (
+            "{tp_size: 4, enable_dp_attention: true}",
+            "enable_dp_attention (True) needs dp-size, the number of groups of",
+        ),
+        ("{tp_size: 4, enable_dp_lm_head: true}", "enable_dp_lm_head (True) needs enable-dp-attention; set it, with"),
+        ("{tp_size: 4, moe_dense_tp_size: 2}", "moe_dense_tp_size (2) must be 1 or tp-size (4)."),
+        ("{tp_size: 4, data_parallel_size: 2}", "data_parallel_size (2) cannot be: copies of the model in one server"),
+    ],
+    ids=lambda value: value if value.startswith("{") else "",
+)
+def test_sizes_with_which_sglang_would_not_start_are_refused(run_file: Path, args: str, words: str) -> None:
+    config = read_run_config(run_file, ["rollout.engine=sglang", f"rollout.sglang.args={args}"])
+    (found,) = [problem for problem in validate(config) if "rollout.sglang.args" in problem]
+    assert f"rollout.sglang.args.{words}" in found
+
+
 def test_plain_rope_is_accepted(run_file: Path) -> None:
     rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert validate_model(read_run_config(run_file), {**HF_CONFIG, **rope}) == []
