@@ -53,15 +53,20 @@ class Ports:
         """Become, in another process, the ports of its machine."""
         return Ports, ()
 
-    def take(self) -> int:
-        """Raises EngineError when a thousand in a row are taken."""
+    def take(self, count: int = 1) -> int:
+        """Return the first of so many in a row. Raises EngineError when none of a thousand will do."""
         with self._lock:
-            for port in range(self._next, self._next + 1000):
-                with socket.socket() as probe:
-                    try:
-                        probe.bind(("127.0.0.1", port))
-                    except OSError:
-                        continue
-                self._next = port + 1
-                return port
+            for first in range(self._next, self._next + 1000):
+                if all(map(_is_free, range(first, first + count))):
+                    self._next = first + count
+                    return first
         raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -35,7 +35,7 @@ from rlhf_megatron.rollout.fleet.spanning import SpanningLaunch
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang.environment import DP_ATTENTION, Machine, SGLangEnvironment, check_sglang
 from rlhf_megatron.rollout.sglang.meeting import INIT_METHOD, MeetingPlace, Ports, loopback
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
 from rlhf_megatron.rollout.sockets import interface_towards
@@ -84,7 +84,10 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[3]  # the loader runs in the ser
 _BIND_FAILED = re.compile(
     r"error while attempting to bind on address", re.IGNORECASE
 )  # it hangs then, and does not end
-_PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
+_PORT_LOST = re.compile(
+    r"address already in use|EADDRINUSE|port \S+ is already in use|port\w* at \d+ is not available", re.IGNORECASE
+)
+_NUM_PORTS = 14  # from the meeting's on: ranks under DP attention listen to some up to the 13th behind it
 
 
 OVERRIDE = "json-model-override-args"
@@ -256,11 +259,12 @@ class SGLangLaunch:
         self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], self.log, env, token)
 
     def _of_part(self) -> dict[str, object]:
-        """Return the arguments of a part of a server that spans machines. The first listens for the others."""
-        if self.num_parts == 1:
+        """Return the arguments of a part of a server that spans machines, whose first part listens for the others, and
+        of a server with DP attention, whose ranks would listen near the port of HTTP, where others of the run are."""
+        if self.num_parts == 1 and self.installed.arguments.values.get(DP_ATTENTION) is not True:
             return {}
         if self.part == 0:
-            self.meeting = f"{self.host}:{self.ports.take()}"
+            self.meeting = f"{self.host if self.num_parts > 1 else LOOPBACK}:{self.ports.take(_NUM_PORTS)}"
         own = {"node-rank": self.part, "dist-init-addr": self.meeting}
         return own | ({"host": LOOPBACK} if self.part else {})
 

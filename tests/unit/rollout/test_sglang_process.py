@@ -13,15 +13,18 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from places import SUPPORT
 from rollout_tools import tiny_qwen3
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.sglang.arguments import Arguments
 from rlhf_megatron.rollout.sglang.client import NEEDED
-from rlhf_megatron.rollout.sglang.meeting import Ports
-from rlhf_megatron.rollout.sglang.process import own_error, start_sglang_engines
+from rlhf_megatron.rollout.sglang.environment import SGLangEnvironment
+from rlhf_megatron.rollout.sglang.meeting import MeetingPlace, Ports
+from rlhf_megatron.rollout.sglang.process import SGLangLaunch, own_error, start_sglang_engines
 
 SERVER = """
 import http.server, json, sys, yaml
@@ -172,7 +175,32 @@ def test_a_server_without_update_sessions_is_refused(tmp_path: Path) -> None:
 
 def test_no_port_is_given_out_twice() -> None:
     ports = Ports()
-    assert len({ports.take() for _ in range(20)}) == 20
+    counts = [1, 3, 1, 14, 1, 2]
+    given = [port for count in counts for first in [ports.take(count)] for port in range(first, first + count)]
+    assert len(set(given)) == sum(counts)
+    with socket.socket() as other:  # in the middle of the next ones
+        other.bind(("127.0.0.1", max(given) + 3))
+        assert ports.take(5) == max(given) + 4
+
+
+@pytest.mark.dist
+def test_servers_with_dp_attention_listen_each_to_ports_of_its_own(tmp_path: Path) -> None:
+    """SGLang takes those at 1 to 6 and 13 behind the meeting's; without one, at 13 and at 234 to 239 behind that of
+    HTTP, which those of its neighbours would be."""
+    python = str(fake_sglang(tmp_path, "exec sleep 600"))
+    asked = Arguments({"enable-dp-attention": True, "dp-size": 2, "tp-size": 2}, {}, ())
+    installed, ports, place = SGLangEnvironment(python, "0.5.21", {}, asked, []), Ports(), MeetingPlace()
+    taken: list[int] = []
+    for number in range(3):
+        launch = SGLangLaunch(f"engine{number}", tmp_path, installed, {}, {}, {}, tmp_path, ports, place, None)
+        launch.start()
+        assert launch.process is not None
+        launch.process.stop()
+        settings = yaml.safe_load((tmp_path / f"engine{number}.yaml").read_text())
+        host, _, meeting = settings["dist-init-addr"].partition(":")
+        assert host == "127.0.0.1"
+        taken += [settings["port"], *(int(meeting) + behind for behind in (*range(7), 13))]
+    assert len(set(taken)) == len(taken)
 
 
 def test_error_lines_of_a_log() -> None:
