@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -52,6 +53,11 @@ def check(rules: list[Rule], buckets: tuple[Bucket, ...], dtype_bytes: int, buck
                 written[byte] += 1
         assert max(written, default=0) <= 1
         assert bucket.num_bytes <= bucket_bytes or len({rule.fusion_group for rule in bucket.rules}) == 1
+    for bucket, after in pairwise(buckets):  # which begins because the next group does not fit
+        group = after.rules[0].fusion_group
+        names = {hf.name for rule in after.rules if rule.fusion_group == group for hf in rule.hf}
+        size = sum(-(-s.num_bytes // ALIGNMENT) * ALIGNMENT for s in after.slots if s.hf.name in names)
+        assert bucket.num_bytes + size > bucket_bytes
     for group in {rule.fusion_group for rule in rules}:
         assert sum(any(rule.fusion_group == group for rule in bucket.rules) for bucket in buckets) == 1
     notice = oversized(buckets, bucket_bytes)
@@ -106,6 +112,14 @@ def test_a_worked_example() -> None:
     )
 
 
+def test_without_gaps_each_tensor_is_aligned_to_its_own_numbers() -> None:
+    """Three numbers of two bytes, then a buffer of four a number, then one of two."""
+    rules = [make_rule("a", "g", (3,)), replace(make_rule("b", "g", (2,)), dtype="float32"), make_rule("c", "g", (1,))]
+    (bucket,) = plan_buckets(rules, "bfloat16", 256, alignment=1)
+    assert [(slot.offset, slot.num_bytes) for slot in bucket.slots] == [(0, 6), (8, 8), (16, 2)]
+    assert bucket.num_bytes == 18
+
+
 def test_fingerprint_tells_plans_apart() -> None:
     rules = [make_rule("a", "ga", (10,)), make_rule("b", "gb", (10,))]
     same = [fingerprint(plan_buckets(rules, "float32", 256)) for _ in range(2)]
@@ -126,6 +140,8 @@ def test_traffic_of_a_stage() -> None:
     assert first.sent == 2 * (101 * 32 + 2 * (layer + norms))
     assert last.sent == 2 * (32 + 101 * 32 + 2 * (layer + norms))
     assert stage_traffic(table_for(QWEN3), Layout(2, pp=2), "bfloat16", 1 << 30)[0].gathered == 0
+    (whole,) = plan_buckets(rules_of_stage(table_for(QWEN3, 2), 0, Layout(4, tp=2, pp=2)), "bfloat16", 1 << 30)
+    assert first.peak_buffer == whole.num_bytes + first.gathered, "one bucket has one buffer"
 
 
 def test_bad_arguments() -> None:

@@ -14,10 +14,13 @@ import pytest
 import torch
 from table_samples import FAMILIES, tied
 from test_resharding_plan import check as check_buckets
+from test_resharding_plan import make_rule
 
+from benchmarks.parity.cases import EXPERT_FAMILIES
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import HFTensor, Rule, Span, hf_spans, rules_of_stage, split
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.resharding.messages import message_of
 from rlhf_megatron.resharding.plan import plan_buckets
 from rlhf_megatron.resharding.shard_sender import plan_rounds
 from rlhf_megatron.resharding.shards import (
@@ -26,9 +29,11 @@ from rlhf_megatron.resharding.shards import (
     Transfer,
     is_whole,
     num_copies,
+    num_elements,
     overlap,
     shares_of,
     stage_links,
+    taken_by,
     transfers,
 )
 
@@ -275,19 +280,18 @@ def test_the_check_finds_planted_errors(plant: Callable[..., None]) -> None:
 
 
 def test_what_several_hold_is_shared_out() -> None:
-    """tp2 ep4 etp1: four ranks, of which two pairs hold the same halves of the attention."""
-    rules = table_of("experts", 2)
-    shares = shares_of(rules, Layout(4, tp=2, ep=4, etp=1))
-    loads = [
-        sum(
-            prod(s.shape_in(h.shape))
-            for r in share.rules
-            for h, s in zip(r.hf, share.spans[r.megatron_name], strict=True)
-        )
-        for share in shares
-    ]
-    total = sum(prod(hf.shape) for rule in rules for hf in rule.hf)
-    assert sum(loads) == total and max(loads) < 1.1 * total / 4, loads
+    """tp2 ep4 etp1: four ranks, of which two pairs hold the same halves of the attention; ep4: all hold all of it."""
+    for name, layout in (
+        ("experts", Layout(4, tp=2, ep=4, etp=1)),
+        *((n, Layout(4, ep=4)) for n in ("experts", "latent")),
+    ):
+        rules = table_of(name, layout.tp)
+        loads = [
+            sum(num_elements(r, share.spans[r.megatron_name]) for r in share.rules)
+            for share in shares_of(rules, layout)
+        ]
+        total = sum(prod(hf.shape) for rule in rules for hf in rule.hf)
+        assert sum(loads) == total and max(loads) < 1.1 * total / 4, loads
     joined = [rule.megatron_name for rule in table_of("latent", 2) if rule.fusion_group.endswith("0.self_attn.qkv_a")]
     senders = [
         [
@@ -311,6 +315,40 @@ def test_links_by_hand() -> None:
     assert by_link == {(0, 0): each, (0, 1): each, (1, 2): each, (1, 3): each}
     (stage,) = stage_links(table_of("dense", 2), Layout(2, tp=2), EngineLayout(1), "bfloat16")
     assert sum(stage.by_link.values()) == sum(2 * prod(hf.shape) for rule in table_of("dense", 2) for hf in rule.hf)
+
+
+def test_parts_that_overlap_are_not_a_whole() -> None:
+    assert is_whole([Span(0, 3, 1), Span(0, 0, 3)], (4, 2))
+    assert not is_whole([Span(0, 0, 3), Span(0, 2, 1)], (4, 2)), "entry 2 twice, entry 3 never"
+    assert not is_whole([Span(0, 0, 2), Span(0, 3, 1)], (4, 2))
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 3), (3, 2)])
+def test_copies_that_are_not_alike_are_one(tp: int, ep: int) -> None:
+    """Of six ranks the first three have all tensors, as have the last three, each in other places."""
+    assert Layout(6, tp=tp, ep=ep, etp=1).copy_size == 3 and num_copies(Layout(6, tp=tp, ep=ep, etp=1)) == 1
+    assert num_copies(Layout(8, tp=2, ep=4, etp=1)) == 2
+
+
+def test_one_of_the_ranks_that_share_an_expert_has_its_last_bias() -> None:
+    """They add up what they make."""
+    rules = [rule for rule in table_for(EXPERT_FAMILIES["gpt_oss"], 1) if rule.hf[0].name.endswith(".down_proj_bias")]
+    for engine in (EngineLayout(2), EngineLayout(4, 2), EngineLayout(2, 2)):
+        for rule in rules:
+            taken = [taken_by(rule, rule.hf[0], engine, rank) for rank in range(engine.tp)]
+            assert [span for span in taken if span is not None] == [Span.whole(rule.hf[0])]
+    assert rules
+
+
+def test_a_message_is_aligned_and_takes_one_part_of_a_tensor() -> None:
+    """Three numbers of two bytes, then a buffer of four a number; of a third tensor the engine's rank has two parts."""
+    rules = [make_rule("a", "g", (3,)), replace(make_rule("b", "g", (2,)), dtype="float32"), make_rule("c", "g", (5,))]
+    (bucket,) = plan_buckets(rules, "bfloat16", 256, alignment=1)
+    held = {"a.0": [Span(0, 0, 3)], "b.0": [Span(0, 0, 2)]}
+    message = message_of(0, bucket, "bfloat16", held)
+    assert [piece.offset for piece in message.pieces] == [0, 8] and message.num_bytes == 16
+    with pytest.raises(ValueError, match=r"holds several parts of c\.0, .*; send it whole"):
+        message_of(0, bucket, "bfloat16", {**held, "c.0": [Span(0, 0, 1), Span(0, 3, 2)]})
 
 
 def test_two_axes_are_refused() -> None:
