@@ -6,10 +6,8 @@ A supervisor says which engines serve; see `supervisor`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from rlhf_megatron import faults
@@ -35,7 +33,7 @@ from rlhf_megatron.rollout.fleet.balancer import (
 )
 from rlhf_megatron.rollout.fleet.calls import EngineCall, EngineCalls, FairLock
 from rlhf_megatron.rollout.fleet.session import Session
-from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervision, Supervisor
+from rlhf_megatron.rollout.fleet.supervisor import VERB_S, Member, State, Supervision, Supervisor
 from rlhf_megatron.rollout.fleet.work import Generation, Means, Served
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,6 @@ _HEALTH_S = 5.0
 _QUESTION_S = 30.0
 _PURPOSE = "generate"
 _LATE_S = 5.0  # that engines which commit are waited for when one has done so
-_VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
 
 
 class EngineFleet:
@@ -174,7 +171,7 @@ class EngineFleet:
         with `exclusive`. Asks the engines how much they decode at once. `keeps_failures`: see `Session`."""
         assert self._session is None, "a session is open"
         self._learn_version()
-        found, _ = self._each(
+        found, _ = self._supervisor.each(
             "max_running", lambda engine: engine.max_running(), self._supervisor.of(State.SERVING), _QUESTION_S
         )
         for member, count in found.items():
@@ -204,12 +201,12 @@ class EngineFleet:
         be mended later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
         self._assert_mine()
         supervisor = self._supervisor
-        supervisor.await_commits(self._served.current, _VERB_S)
+        supervisor.await_commits(self._served.current, VERB_S)
         supervisor.watch()
         supervisor.advance(self._served.current)
         candidates = supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
         candidates += [member for member in supervisor.of(State.DOWN) if self._is_healthy(member)]
-        done, failures = self._each(
+        done, failures = self._supervisor.each(
             "begin_update", lambda engine: engine.begin_update(version, full_resync), candidates
         )
         for member in done:
@@ -230,12 +227,12 @@ class EngineFleet:
         members = supervisor.of(State.SYNCING)
         futures = supervisor.commits(members, version)
         is_whole = is_whole or not isinstance(self._balancer, LeastOutstanding)  # a router sends to any engine
-        supervisor.await_commits(version, _VERB_S, num_wanted=None if is_whole else 1)
+        supervisor.await_commits(version, VERB_S, num_wanted=None if is_whole else 1)
         supervisor.await_commits(version, _LATE_S)
         late = [member.name for member in members if member.is_committing]
         if late and is_whole:
             for name in late:
-                self.set_aside(name, f"{name} has not ended commit_update within {_VERB_S:g} s")
+                self.set_aside(name, f"{name} has not ended commit_update within {VERB_S:g} s")
         elif late:
             logger.warning("%s still commit version %d; the others go on", ", ".join(late), version)
         supervisor.unwatch()
@@ -258,7 +255,7 @@ class EngineFleet:
         """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
         if not self.live:
             raise EngineError(self._supervisor.nobody)
-        found, failures = self._each("version", lambda engine: engine.version(), self._live)
+        found, failures = self._supervisor.each("version", lambda engine: engine.version(), self._live)
         if failures:
             raise EngineError("; ".join(map(str, failures.values())))
         if len(set(found.values())) > 1:
@@ -268,7 +265,7 @@ class EngineFleet:
 
     def weight_digests(self) -> dict[str, dict[str, str] | None]:
         """Per engine name what `Engine.weight_digests` returns. An engine that fails is set aside."""
-        found, failures = self._each("weight_digests", lambda engine: engine.weight_digests(), self._live)
+        found, failures = self._supervisor.each("weight_digests", lambda engine: engine.weight_digests(), self._live)
         for member, error in failures.items():
             self.set_aside(member.name, str(error))
         return {member.name: digests for member, digests in found.items()}
@@ -278,13 +275,13 @@ class EngineFleet:
         started, and kills one that does not release its memory, since that would keep it.
         """
         self._assert_mine()
-        self._supervisor.await_commits(self._served.current, _VERB_S)
+        self._supervisor.await_commits(self._served.current, VERB_S)
         self._supervisor.await_starts(self._served.current)
-        self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
+        self._supervisor.each_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         """Undoes `release_memory`."""
-        self._on_running(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
+        self._supervisor.each_running(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
 
     def close(self) -> None:
         """Drop all connections. Safe to call twice."""
@@ -345,7 +342,7 @@ class EngineFleet:
         """
         if self._served.current is None:
             members = self._supervisor.of(State.SERVING)
-            found, _ = self._each("version", lambda engine: engine.version(), members, _HEALTH_S)
+            found, _ = self._supervisor.each("version", lambda engine: engine.version(), members, _HEALTH_S)
             if len(set(found.values())) == 1:
                 (version,) = set(found.values())
                 if version is not None:
@@ -386,27 +383,3 @@ class EngineFleet:
         if not supervisor.is_hopeful or (failures and is_refused and not has_died):
             raise EngineError(self._supervisor.nobody)
         logger.warning("no engine takes part in this weight sync; they get the weights before they serve again")
-
-    def _each(
-        self, what: str, verb: Callable[[Engine], T], members: Collection[Member], deadline_s: float = _VERB_S
-    ) -> tuple[dict[Member, T], dict[Member, EngineError]]:
-        """Call these engines at once: what they returned, and what those that failed said."""
-        futures = {member: self._calls.start(member.name, what, partial(verb, member.engine)) for member in members}
-        deadline = time.monotonic() + deadline_s
-        results: dict[Member, T] = {}
-        failures: dict[Member, EngineError] = {}
-        for member, future in futures.items():
-            try:
-                results[member] = future.result(max(0.0, deadline - time.monotonic()))
-            except EngineError as error:
-                failures[member] = error
-            except TimeoutError:
-                failures[member] = EngineError(f"{member.name} has not ended {what} within {deadline_s:g} s")
-        return results, failures
-
-    def _on_running(self, what: str, verb: Callable[[Engine], object]) -> None:
-        """Engines that fail are down afterwards."""
-        running = self._supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
-        _, failures = self._each(what, verb, running)
-        for member, error in failures.items():
-            self._supervisor.down(member, str(error))

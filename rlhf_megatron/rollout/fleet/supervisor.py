@@ -9,18 +9,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.calls import EngineCalls
 from rlhf_megatron.rollout.fleet.watch import POLL_S, ServerWatch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
 _LOOKS_A_SECOND = 500  # at the processes of all engines together, each from a thread of its own
 _STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
 _TOKEN = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
@@ -218,6 +220,29 @@ class Supervisor:
         if self.resync is not None and version is not None:
             for member in self.of(State.STALE):
                 self._bring_current(member, version)
+
+    def each(
+        self, what: str, verb: Callable[[Engine], T], members: Collection[Member], deadline_s: float = VERB_S
+    ) -> tuple[dict[Member, T], dict[Member, EngineError]]:
+        """Call these engines at once: what they returned, and what those that failed said."""
+        futures = {member: self._calls.start(member.name, what, partial(verb, member.engine)) for member in members}
+        deadline = time.monotonic() + deadline_s
+        results: dict[Member, T] = {}
+        failures: dict[Member, EngineError] = {}
+        for member, future in futures.items():
+            try:
+                results[member] = future.result(max(0.0, deadline - time.monotonic()))
+            except EngineError as error:
+                failures[member] = error
+            except TimeoutError:
+                failures[member] = EngineError(f"{member.name} has not ended {what} within {deadline_s:g} s")
+        return results, failures
+
+    def each_running(self, what: str, verb: Callable[[Engine], object]) -> None:
+        """Call all engines that run, whether they serve or not. Those that fail are down afterwards."""
+        _, failures = self.each(what, verb, self.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING))
+        for member, error in failures.items():
+            self.down(member, str(error))
 
     def _may_return(self, member: Member) -> bool:
         if member.state in (State.CHECKED, State.STARTING) or member.is_committing:
