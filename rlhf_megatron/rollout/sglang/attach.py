@@ -90,7 +90,9 @@ def look(address: EngineAddress, expected: Expected) -> Found:
     problems += [*_of_model(model, expected), *_of_tokenizer(info, expected), *_of_settings(info, expected)]
     if dtype is not None and dtype != expected.dtype:
         problems.append(dtype_problem(dtype, expected))
-    if info.get("enable_deterministic_inference") is not True and not expected.is_deterministic:
+    has_loader = LOAD_FORMAT in (info.get("custom_weight_loader") or ())
+    is_seeded = info.get("enable_deterministic_inference") is True
+    if not is_seeded and not expected.is_deterministic:
         warnings.append(
             "it ignores the seed of a sample, since it was started without --enable-deterministic-inference: samples of"
             " a group differ, but a run does not repeat."
@@ -101,10 +103,14 @@ def look(address: EngineAddress, expected: Expected) -> Found:
         and (address.token or address.api_key)
     ):
         warnings.append("its keys go over the network in clear, since the address begins with http; use https.")
-    loaders = info.get("custom_weight_loader") or []
+    if info.get("enable_dp_attention") is True and not is_seeded and not has_loader:  # see loader.draw_apart
+        problems.append(
+            "its ranks under DP attention draw with the same random numbers, so that samples of a group would be the"
+            f" same; start it with --custom-weight-loader {LOAD_FORMAT} or --enable-deterministic-inference"
+        )
     return Found(
         tp_size=int(info["tp_size"]),
-        lists_loader=LOAD_FORMAT in loaders,
+        lists_loader=has_loader,
         dtype=dtype,
         warnings=tuple(warnings),
         problems=tuple(problems),

@@ -129,6 +129,14 @@ def test_dp_attention_where_the_head_is_the_embedding(expected: Expected) -> Non
     assert "over fewer ranks than the head" in problem and problem.endswith("; add enable-dp-lm-head")
 
 
+def test_dp_attention_whose_ranks_would_draw_the_same_samples(expected: Expected) -> None:
+    info = {**INFO, "dp_size": 2, "enable_dp_attention": True, "enable_deterministic_inference": False}
+    for loaders, is_refused in (([], True), ([LOAD_FORMAT], False)):
+        with served(sglang({**info, "custom_weight_loader": loaders}, MODEL)) as url:
+            problems = look(at(url), expected).problems
+        assert any("samples of a group would be the same; start it with" in text for text in problems) is is_refused
+
+
 def test_everything_that_is_wrong_is_told_at_once(expected: Expected) -> None:
     answer = sglang({**INFO, "dp_size": 2, "dtype": "bfloat16"}, MODEL)
     with served(answer) as url, pytest.raises(EngineError) as caught:

@@ -477,6 +477,7 @@ class Server:
         tensors = [("order", torch.frombuffer(bytearray(msgspec.json.encode({**what, **own})), dtype=torch.uint8))]
         for rank, model in enumerate(self.models):
             self.patch.setattr(facts, "tensor_parallel", lambda rank=rank: (rank, len(self.models)))
+            self.patch.setattr(facts, "attention_group", lambda: 0)
             loader.load(model, tensors)
         return [json.loads((self.directory / f"{receipt}.{rank}").read_text()) for rank in range(len(self.models))]
 
@@ -614,10 +615,27 @@ def test_a_model_is_described_by_the_names_of_its_configuration() -> None:
     assert loader.describe(model) == told
 
 
+def test_groups_of_ranks_under_dp_attention_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives all one seed. Where there is one group its numbers stay as they are; a second call changes none."""
+    drawn = []
+    for group in (0, 1, 2):
+        monkeypatch.setattr(facts, "attention_group", lambda group=group: group)
+        loader.draw_apart.cache_clear()
+        torch.manual_seed(5)
+        for _ in range(2):
+            loader.draw_apart()
+            drawn.append(tuple(torch.rand(3).tolist()))
+    torch.manual_seed(5)
+    assert drawn[:2] == [tuple(torch.rand(3).tolist()) for _ in range(2)]
+    assert len(set(drawn)) == 6
+    loader.draw_apart.cache_clear()
+
+
 def test_an_order_that_cannot_be_answered_does_not_end_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(facts, "tensor_parallel", lambda: (0, 1))
+    monkeypatch.setattr(facts, "attention_group", lambda: 0)
     model = rank_of(weights_of(), 0, 1)
     order = torch.frombuffer(bytearray(b'{"describe": true, "receipt": "r", "directory": "gone"}'), dtype=torch.uint8)
     monkeypatch.delenv(loader.TRANSFER_DIR, raising=False)

@@ -15,6 +15,13 @@ def tensor_parallel() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
+def attention_group() -> int:
+    """Number of the group of ranks, under DP attention, whose requests this process serves; 0 without it."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_dp_rank or 0)
+
+
 def num_experts(of_layer: int) -> int:
     """Experts of a layer with `of_layer` slots, without the copies that an expert balancer adds."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
