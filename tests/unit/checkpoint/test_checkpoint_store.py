@@ -108,7 +108,15 @@ def test_any_changed_byte_of_a_manifest_is_found(store: CheckpointStore) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["/etc/passwd", "../step_000001/run_state.batch", "actor/../run_state.batch", "./run_state.batch", "", "a//b"],
+    [
+        "/etc/passwd",
+        "../step_000001/run_state.batch",
+        "actor/../run_state.batch",
+        "./run_state.batch",
+        "",
+        "a//b",
+        "a\\b",
+    ],
 )
 def test_a_manifest_that_leads_elsewhere_is_refused(store: CheckpointStore, name: str) -> None:
     """Its own digest fits: somebody wrote it on purpose."""
