@@ -1,7 +1,7 @@
 """What every engine promises, run against each: tokens, log-probs, seeds, stops, aborts, refusals, a sync.
 
 `make engine-conformance ENGINE=local` or `ENGINE=sglang` runs this file and its neighbours test_engine_conformance_*.
-An engine joins by a line in STARTERS of conformance_tools.py.
+An engine joins by a line in SEEDED and UNSEEDED of conformance_tools.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from conformance_tools import (
     VOCAB,
     Call,
     Server,
-    first_model,
     midway,
     sync,
     sync_weights,
@@ -33,8 +32,6 @@ from rollout_tools import (
     reference_greedy,
     reference_log_probs,
     request,
-    tiny_qwen2,
-    tiny_qwen3,
     weights_of,
     with_entry,
     write_buckets,
@@ -69,9 +66,9 @@ def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def synced(server: Server) -> Iterator[tuple[Server, PreTrainedModel]]:
-    """The server with the weights of `first_model` from a fresh sync."""
-    sync(server, first_model())
-    yield server, first_model()
+    """The server with the weights of seed 1 from a fresh sync."""
+    sync(server, 1)
+    yield server, server.model(1)
     server.engine.resume()
 
 
@@ -79,7 +76,7 @@ def test_serves_before_a_sync_with_its_own_weights(server: Server) -> None:
     if server.version == -1:
         assert server.engine.version() is None
         (sample,) = server.engine.generate([request(PROMPT, (1,), 5, 0.0)], 60)[0]
-        assert sample.token_ids == reference_greedy(tiny_qwen3(1), PROMPT, 5)
+        assert sample.token_ids == reference_greedy(server.model(1), PROMPT, 5)
         assert sample.policy_version == -1
 
 
@@ -117,8 +114,8 @@ def test_stop_token(synced: tuple[Server, PreTrainedModel]) -> None:
 
 def test_a_sync_changes_what_is_served(synced: tuple[Server, PreTrainedModel]) -> None:
     server, old = synced
-    new = tiny_qwen3(2)
-    sync(server, new)
+    new = server.model(2)
+    sync(server, 2)
     assert server.engine.version() == server.version
     (got,) = server.engine.generate([request(PROMPT, (1,), 10, 0.0)], 60)[0]
     assert got.token_ids == reference_greedy(new, PROMPT, 10) != reference_greedy(old, PROMPT, 10)
@@ -132,7 +129,7 @@ def test_a_sync_changes_what_is_served(synced: tuple[Server, PreTrainedModel]) -
 def test_a_failed_sync_makes_it_stale_until_a_full_one(synced: tuple[Server, PreTrainedModel]) -> None:
     server, engine = synced[0], synced[0].engine
     version = server.version + 1
-    first, second = write_buckets(weights_of(tiny_qwen3(3)), server.transfer_dir, version)
+    first, second = write_buckets(weights_of(server.model(3)), server.transfer_dir, version)
     engine.begin_update(version)
     with pytest.raises(EngineError):
         engine.generate([request(PROMPT, (1,), 4)], 60)
@@ -144,21 +141,21 @@ def test_a_failed_sync_makes_it_stale_until_a_full_one(synced: tuple[Server, Pre
     assert engine.version() is None
     with pytest.raises(EngineError, match="STALE"):
         engine.generate([request(PROMPT, (1,), 4)], 60)
-    sync(server, tiny_qwen3(3))
+    sync(server, 3)
     (got,) = engine.generate([request(PROMPT, (1,), 6, 0.0)], 60)[0]
-    assert got.token_ids == reference_greedy(tiny_qwen3(3), PROMPT, 6)
+    assert got.token_ids == reference_greedy(server.model(3), PROMPT, 6)
 
 
 def test_a_sync_meets_a_response_in_its_middle(synced: tuple[Server, PreTrainedModel]) -> None:
     """Nobody paused: what comes after is the new model's, over keys and values that it has computed anew."""
     server, old = synced
-    new = tiny_qwen3(2)
+    new = server.model(2)
 
     def attempt(delay: float) -> tuple[int, list[GeneratedSample]]:
-        sync(server, old)
+        sync(server, 1)
         call = Call(server.engine, request(PROMPT, (1, 2), LONG, 0.0))
         time.sleep(delay)
-        sync(server, new)
+        sync(server, 2)
         samples = call.samples()
         spans = [sample.version_spans for sample in samples]
         if all(len(span) == 2 for span in spans):
@@ -270,9 +267,9 @@ def test_an_unknown_parameter_is_refused(server: Server) -> None:
 
 
 def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) -> None:
-    """A Qwen2 model: the engine's log-probs are those of the trainer's Megatron model, whose weights it was sent."""
-    trained = tiny_qwen2(2)
-    server = unseeded_server
+    """Of a Qwen2 model, or of one with experts: the engine's log-probs are those of the trainer's Megatron model, whose
+    weights it was sent."""
+    server, trained = unseeded_server, unseeded_server.model(2)
     with trainer_of(trained) as (weights, trainers_log_probs):
         sync_weights(server, weights)
         assert server.engine.weight_digests() == digests_of(weights_of(trained))
@@ -287,7 +284,7 @@ def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) ->
 @contextmanager
 def trainer_of(model: PreTrainedModel) -> Iterator[tuple[dict[str, Tensor], LogProbs]]:
     """What a Megatron model with the weights of `model` exports, and its log-probs of a response to a prompt."""
-    hf_config = {**model.config.to_dict(), "model_type": "qwen2"}
+    hf_config = {**model.config.to_dict(), "model_type": model.config.model_type}
     table = table_for(hf_config)
     chunk = build_model(hf_config, create_world(Layout(1), torch.device("cpu")), torch.float32).chunks[0]
     load_hf([chunk], table, StateSource(weights_of(model)), 0, 1)

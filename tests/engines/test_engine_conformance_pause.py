@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conformance_tools import LONG, LONG_ENGINES, PROMPT, Call, Server, first_model, midway, sync, use_server
-from rollout_tools import picked, reference_greedy, reference_rows, reference_rows_over, request, tiny_qwen3
+from conformance_tools import LONG, LONG_ENGINES, PROMPT, Call, Server, midway, sync, use_server
+from rollout_tools import picked, reference_greedy, reference_rows, reference_rows_over, request
 
 from rlhf_megatron.rollout.engine import EngineTimeoutError, GeneratedSample, PauseMode, VersionSpan
 
@@ -22,24 +22,24 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def resumed(server: Server) -> Iterator[Server]:
-    """With the weights of `first_model`, decoding, and so again afterwards."""
+    """With the weights of seed 1, decoding, and so again afterwards."""
     server.engine.resume()
-    sync(server, first_model())
+    sync(server, 1)
     yield server
     server.engine.resume()
 
 
 def interrupted(server: Server, mode: PauseMode, seed: int | None) -> GeneratedSample:
-    """A greedy response of `first_model` that was paused in its middle, got new weights, if any, and was resumed."""
+    """A greedy response of seed 1 that was paused in its middle, got new weights, if any, and was resumed."""
 
     def attempt(delay: float) -> tuple[int, GeneratedSample]:
-        sync(server, first_model())
+        sync(server, 1)
         call = Call(server.engine, request(PROMPT, (1,), LONG, 0.0))
         time.sleep(delay)
         server.engine.pause(mode)
         is_held = call.runs_after(HOLDS_S)
         if seed is not None:
-            sync(server, tiny_qwen3(seed))
+            sync(server, seed)
             assert call.runs_after(HOLDS_S) == is_held, "a pause lasts until it is undone, also through a weight sync"
         server.engine.resume()
         (sample,) = call.samples()
@@ -57,17 +57,17 @@ def interrupted(server: Server, mode: PauseMode, seed: int | None) -> GeneratedS
 def test_pause_and_abort(resumed: Server, seed: int | None) -> None:
     sample = interrupted(resumed, "abort", seed)
     assert sample.finish_reason == "abort"
-    assert sample.token_ids == reference_greedy(first_model(), PROMPT, len(sample.token_ids))
+    assert sample.token_ids == reference_greedy(resumed.model(1), PROMPT, len(sample.token_ids))
     (after,) = resumed.engine.generate([request(PROMPT, (1,), 6, 0.0)], 60)[0]
-    model = first_model() if seed is None else tiny_qwen3(seed)
+    model = resumed.model(seed or 1)
     assert after.token_ids == reference_greedy(model, PROMPT, 6) and after.policy_version == resumed.version
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_pause_and_go_on(resumed: Server, mode: PauseMode) -> None:
     sample = interrupted(resumed, mode, None)
-    assert sample.token_ids == reference_greedy(first_model(), PROMPT, LONG)
-    expected = picked(reference_rows(first_model(), PROMPT, sample.token_ids), sample.token_ids)
+    assert sample.token_ids == reference_greedy(resumed.model(1), PROMPT, LONG)
+    expected = picked(reference_rows(resumed.model(1), PROMPT, sample.token_ids), sample.token_ids)
     assert (torch.tensor(sample.log_probs) - expected).abs().max() <= 1e-4
     assert sample.finish_reason == "length"
     assert sample.version_spans in ((), (VersionSpan(resumed.version, 0, LONG),))
@@ -78,7 +78,7 @@ def test_pause_and_go_on(resumed: Server, mode: PauseMode) -> None:
 def test_pause_and_go_on_with_new_weights(resumed: Server, mode: PauseMode) -> None:
     """Retracted: the tokens after are those of the new model alone. In place: of the new model over the keys and values
     that the old one left."""
-    old, new = first_model(), tiny_qwen3(2)
+    old, new = resumed.model(1), resumed.model(2)
     sample = interrupted(resumed, mode, 2)
     first, second = sample.version_spans
     assert (first.version, second.version) == (resumed.version - 1, resumed.version)
@@ -119,7 +119,7 @@ def test_an_abort_ends_what_a_pause_holds(resumed: Server, mode: PauseMode) -> N
     assert waiting.runs_after(HOLDS_S)
     engine.abort()
     assert [sample.finish_reason for sample in waiting.samples()] == ["abort"] * 2
-    whole = reference_greedy(first_model(), PROMPT, LONG)
+    whole = reference_greedy(resumed.model(1), PROMPT, LONG)
     for sample in running.samples():
         assert sample.token_ids == whole[: len(sample.token_ids)]
         assert sample.finish_reason == ("length" if len(sample.token_ids) == LONG else "abort")
@@ -140,7 +140,7 @@ def test_one_pause_after_another(resumed: Server, modes: tuple[PauseMode, PauseM
     is_held = call.runs_after(HOLDS_S)
     engine.resume()
     (sample,) = call.samples()
-    assert sample.token_ids == reference_greedy(first_model(), PROMPT, LONG)[: len(sample.token_ids)]
+    assert sample.token_ids == reference_greedy(resumed.model(1), PROMPT, LONG)[: len(sample.token_ids)]
     if modes[1] == "abort":
         assert not is_held and (sample.finish_reason == "abort" or len(sample.token_ids) == LONG)
     else:

@@ -13,14 +13,11 @@ from conformance_tools import (
     LONG_ENGINES,
     PROMPT,
     Server,
-    first_model,
-    second_model,
     sync,
     use_server,
     use_unseeded_server,
 )
 from rollout_tools import assert_same, kept, picked, reference_greedy, reference_log_probs, reference_rows, request
-from transformers import PreTrainedModel
 
 from rlhf_megatron.rollout.engine import EngineRequestError, GeneratedSample
 
@@ -38,20 +35,21 @@ TEMPERATURES = (0.6, 1.0, 1.8)
 @pytest.fixture(scope="module", params=LONG_ENGINES)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for server in use_server(request, tmp_path_factory):
-        sync(server, first_model())
+        sync(server, 1)
         yield server
 
 
 @pytest.fixture(scope="module", params=LONG_ENGINES)
 def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for server in use_unseeded_server(request, tmp_path_factory):
-        sync(server, second_model())
+        sync(server, 1)
         yield server
 
 
-def check_draws(server: Server, model: PreTrainedModel, cuts: dict[str, float], temperature: float) -> None:
+def check_draws(server: Server, cuts: dict[str, float], temperature: float) -> None:
     """Responses of 12 tokens: each token is one that may be drawn, its log-prob that of the whole distribution."""
     (group,) = server.engine.generate([request(PROMPT, tuple(range(8)), 12, temperature, **cuts)], 60)
+    model = server.model(1)
     for sample in group:
         rows = reference_rows(model, PROMPT, sample.token_ids, temperature)
         assert (torch.tensor(sample.log_probs) - picked(rows, sample.token_ids)).abs().max() <= 1e-4
@@ -59,10 +57,10 @@ def check_draws(server: Server, model: PreTrainedModel, cuts: dict[str, float], 
             assert token in kept(row, **cuts), f"{token} must not be drawn"  # type: ignore[arg-type]
 
 
-def check_frequencies(server: Server, model: PreTrainedModel, cuts: dict[str, float], temperature: float) -> None:
+def check_frequencies(server: Server, cuts: dict[str, float], temperature: float) -> None:
     """Of the first token: those of the tokens that may be drawn, and of no other."""
     (group,) = server.engine.generate([request(PROMPT, tuple(range(NUM_DRAWS)), 1, temperature, **cuts)], 60)
-    (row,) = reference_rows(model, PROMPT, (0,), temperature)
+    (row,) = reference_rows(server.model(1), PROMPT, (0,), temperature)
     allowed = kept(row, **cuts)  # type: ignore[arg-type]
     assert 1 < len(allowed) < len(row) or not cuts
     probs = {token: float(row[token].exp()) for token in allowed}
@@ -77,26 +75,26 @@ def check_frequencies(server: Server, model: PreTrainedModel, cuts: dict[str, fl
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", CUTS)
 def test_cuts(server: Server, name: str, temperature: float) -> None:
-    check_draws(server, first_model(), CUTS[name], temperature)
+    check_draws(server, CUTS[name], temperature)
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_frequencies(server: Server, name: str) -> None:
-    check_frequencies(server, first_model(), CUTS[name], 1.3)
+    check_frequencies(server, CUTS[name], 1.3)
 
 
 @pytest.mark.parametrize("name", [*CUTS, *MIN_P_CUTS])
 def test_cuts_and_frequencies_without_seeds(unseeded_server: Server, name: str) -> None:
     cuts = {**CUTS, **MIN_P_CUTS}[name]
-    check_draws(unseeded_server, second_model(), cuts, 0.8)
-    check_frequencies(unseeded_server, second_model(), cuts, 1.3)
+    check_draws(unseeded_server, cuts, 0.8)
+    check_frequencies(unseeded_server, cuts, 1.3)
 
 
 def test_min_p_with_seeds(server: Server) -> None:
     """Where an engine has no such draw it says so, and lives on."""
     if server.kind == "local":
-        check_draws(server, first_model(), MIN_P_CUTS["min_p"], 1.0)
-        check_frequencies(server, first_model(), MIN_P_CUTS["min_p"], 1.8)
+        check_draws(server, MIN_P_CUTS["min_p"], 1.0)
+        check_frequencies(server, MIN_P_CUTS["min_p"], 1.8)
         return
     with pytest.raises(EngineRequestError, match=r"min_p is 0\.3.*enable_deterministic_inference"):
         server.engine.generate([request(PROMPT, (1,), 4, min_p=0.3)], 60)
@@ -106,8 +104,8 @@ def test_min_p_with_seeds(server: Server) -> None:
 @pytest.mark.parametrize("cuts", [{"top_k": 1}, {"top_p": 1e-6}], ids=["top_k", "top_p"])
 def test_a_cut_to_one_token_is_greedy_with_log_probs_of_its_temperature(server: Server, cuts: dict[str, float]) -> None:
     (sample,) = server.engine.generate([request(PROMPT, (1,), 12, 0.5, **cuts)], 60)[0]
-    assert sample.token_ids == reference_greedy(first_model(), PROMPT, 12)
-    expected = reference_log_probs(first_model(), PROMPT, sample.token_ids, 0.5)
+    assert sample.token_ids == reference_greedy(server.model(1), PROMPT, 12)
+    expected = reference_log_probs(server.model(1), PROMPT, sample.token_ids, 0.5)
     assert (torch.tensor(sample.log_probs) - expected).abs().max() <= 1e-4
 
 
@@ -125,7 +123,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(server: Server) -> None:
 
 def test_greedy_beside_draws(server: Server) -> None:
     """Each sample of a mixed batch has the log-probs of its own temperature."""
-    model = first_model()
+    model = server.model(1)
     sent = [request(PROMPT, (1,), 12, 0.0), request(PROMPT, (1, 2), 12, 0.6), request(PROMPT, (3,), 12, 1.7, top_k=2)]
     for one, group in zip(sent, server.engine.generate(sent, 60), strict=True):
         for sample in group:
@@ -161,14 +159,14 @@ def test_stop_tokens(server: Server) -> None:
 
 
 def test_a_stop_token_as_last_token_is_a_stop(server: Server) -> None:
-    greedy = reference_greedy(first_model(), PROMPT, 1)
+    greedy = reference_greedy(server.model(1), PROMPT, 1)
     (sample,) = server.engine.generate([request(PROMPT, (1,), 1, 0.0, stop_token_ids=greedy)], 60)[0]
     assert sample.token_ids == greedy and sample.finish_reason == "stop"
 
 
 def test_min_new_tokens(server: Server) -> None:
     """No stop token before so many. The log-probs until there are those of a distribution without stop tokens."""
-    model, stops = first_model(), (5, 21, 27)
+    model, stops = server.model(1), (5, 21, 27)
     sent = request(PROMPT, tuple(range(16)), 8, 0.9, stop_token_ids=stops, min_new_tokens=4)
     if server.kind == "sglang":  # it would end on it
         with pytest.raises(EngineRequestError, match="min_new_tokens is 4"):

@@ -13,8 +13,6 @@ from conformance_tools import (
     PROMPT,
     Call,
     Server,
-    first_model,
-    second_model,
     sync,
     use_server,
     use_unseeded_server,
@@ -25,12 +23,9 @@ from rollout_tools import (
     reference_log_probs,
     reference_rows,
     request,
-    tiny_qwen2,
-    tiny_qwen3,
     weights_of,
     write_buckets,
 )
-from transformers import PreTrainedModel
 
 from rlhf_megatron.rollout.engine import EngineError
 
@@ -47,14 +42,15 @@ def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def synced(server: Server) -> Iterator[Server]:
-    """With the weights of `first_model`, and all memory, also afterwards."""
-    sync(server, first_model())
+    """With the weights of seed 1, and all memory, also afterwards."""
+    sync(server, 1)
     yield server
     server.engine.resume_memory()
     server.engine.resume()
 
 
-def assert_serves(server: Server, model: PreTrainedModel) -> None:
+def assert_serves(server: Server, seed: int) -> None:
+    model = server.model(seed)
     (got,) = server.engine.generate([request(PROMPT, (1,), 8, 0.0)], 60)[0]
     assert got.token_ids == reference_greedy(model, PROMPT, 8)
     assert (torch.tensor(got.log_probs) - reference_log_probs(model, PROMPT, got.token_ids)).abs().max() <= 1e-4
@@ -66,34 +62,34 @@ def assert_refuses(server: Server, words: str) -> None:
         server.engine.generate([request(PROMPT, (1,), 4)], 60)
 
 
-def send(server: Server, model: PreTrainedModel, version: int) -> None:
-    for manifest in write_buckets(weights_of(model), server.transfer_dir, version):
+def send(server: Server, seed: int, version: int) -> None:
+    for manifest in write_buckets(weights_of(server.model(seed)), server.transfer_dir, version):
         server.engine.update_weights(manifest)
 
 
 def test_a_bucket_without_a_session_changes_nothing(synced: Server) -> None:
-    (bucket,) = write_buckets(weights_of(tiny_qwen3(3)), synced.transfer_dir, synced.version + 1, num_buckets=1)
+    (bucket,) = write_buckets(weights_of(synced.model(3)), synced.transfer_dir, synced.version + 1, num_buckets=1)
     with pytest.raises(EngineError, match=r"begin_weight_update|open sync"):
         synced.engine.update_weights(bucket)
-    assert_serves(synced, first_model())
+    assert_serves(synced, 1)
 
 
 def test_a_commit_without_a_session_changes_nothing(synced: Server) -> None:
     with pytest.raises(EngineError, match=str(synced.version + 1)):
         synced.engine.commit_update(synced.version + 1)
-    assert_serves(synced, first_model())
+    assert_serves(synced, 1)
     synced.engine.commit_update(synced.version)  # the answer to the first one could have been lost
-    assert_serves(synced, first_model())
+    assert_serves(synced, 1)
 
 
 def test_a_second_begin_starts_anew(synced: Server) -> None:
     """What came in the first session does not count."""
     version = synced.version + 2
     synced.engine.begin_update(version - 1)
-    first, second = write_buckets(weights_of(tiny_qwen3(3)), synced.transfer_dir, version - 1)
+    first, second = write_buckets(weights_of(synced.model(3)), synced.transfer_dir, version - 1)
     synced.engine.update_weights(first)
     synced.engine.begin_update(version)
-    _, second = write_buckets(weights_of(tiny_qwen3(4)), synced.transfer_dir, version)
+    _, second = write_buckets(weights_of(synced.model(4)), synced.transfer_dir, version)
     synced.engine.update_weights(second)
     with pytest.raises(EngineError, match=str(version - 1)):
         synced.engine.commit_update(version - 1)
@@ -101,14 +97,14 @@ def test_a_second_begin_starts_anew(synced: Server) -> None:
         synced.engine.commit_update(version)
     assert_refuses(synced, "STALE")
     synced.version = version
-    sync(synced, tiny_qwen3(4))
-    assert_serves(synced, tiny_qwen3(4))
+    sync(synced, 4)
+    assert_serves(synced, 4)
 
 
 def test_an_incomplete_sync_is_not_committed(synced: Server) -> None:
     version = synced.version + 1
     synced.engine.begin_update(version)
-    synced.engine.update_weights(write_buckets(weights_of(tiny_qwen3(3)), synced.transfer_dir, version)[0])
+    synced.engine.update_weights(write_buckets(weights_of(synced.model(3)), synced.transfer_dir, version)[0])
     with pytest.raises(EngineError, match="never came"):
         synced.engine.commit_update(version)
     assert synced.engine.version() is None
@@ -121,28 +117,30 @@ def test_an_old_version_is_refused(synced: Server) -> None:
     for version in (synced.version, synced.version - 1):
         with pytest.raises(EngineError, match=f"{version}.*above"):
             synced.engine.begin_update(version)
-    assert_serves(synced, first_model())
+    assert_serves(synced, 1)
 
 
 def test_the_same_version_again_as_a_full_resync(synced: Server) -> None:
     synced.engine.begin_update(synced.version, full_resync=True)
-    send(synced, tiny_qwen3(4), synced.version)
+    send(synced, 4, synced.version)
     synced.engine.commit_update(synced.version)
-    assert_serves(synced, tiny_qwen3(4))
-    assert synced.engine.weight_digests() == digests_of(weights_of(tiny_qwen3(4)))
+    assert_serves(synced, 4)
+    assert synced.engine.weight_digests() == digests_of(weights_of(synced.model(4)))
 
 
 def test_the_prefix_cache_is_empty_after_a_sync(unseeded_server: Server) -> None:
     """A prompt that was cached gives the new model's log-probs."""
     server, prompt = unseeded_server, tuple(i % 7 + 1 for i in range(40))
-    sync(server, second_model())
-    for model in (second_model(), tiny_qwen2(2)):
-        sync(server, model)
-        first, again = (server.engine.generate([request(prompt, (1,), 8, 0.0)], 60)[0][0] for _ in range(2))
-        assert first.num_cached_tokens == 0
+    sync(server, 1)
+    for seed in (1, 2):
+        sync(server, seed)
+        model = server.model(seed)
+        num = server.num_caches
+        found = [server.engine.generate([request(prompt, (1,), 8, 0.0)], 60)[0][0] for _ in range(2 * num)]
+        assert [first.num_cached_tokens for first in found[:num]] == [0] * num
         if server.kind == "sglang":  # `local` keeps no prompts
-            assert again.num_cached_tokens >= len(prompt) - 1
-        for got in (first, again):
+            assert min(again.num_cached_tokens for again in found[num:]) >= len(prompt) - 1
+        for got in found:
             expected = reference_log_probs(model, prompt, got.token_ids)
             assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
             assert got.policy_version == server.version
@@ -150,8 +148,8 @@ def test_the_prefix_cache_is_empty_after_a_sync(unseeded_server: Server) -> None
 
 def test_a_group_shares_its_prompt(unseeded_server: Server) -> None:
     """However an engine shares it, the log-probs are those of the whole prompt."""
-    model, prompt = second_model(), tuple(i % 5 + 2 for i in range(60))
-    sync(unseeded_server, model)
+    model, prompt = unseeded_server.model(1), tuple(i % 5 + 2 for i in range(60))
+    sync(unseeded_server, 1)
     (group,) = unseeded_server.engine.generate([request(prompt, tuple(range(6)), 10)], 60)
     for got in group:
         expected = reference_log_probs(model, prompt, got.token_ids)
@@ -167,7 +165,7 @@ def test_the_key_value_cache_is_released_and_comes_back(synced: Server) -> None:
     engine.health(30)
     for _ in range(2):
         engine.resume_memory(["kv_cache"])
-        assert_serves(synced, first_model())
+        assert_serves(synced, 1)
 
 
 def test_weights_are_released_and_come_back(synced: Server) -> None:
@@ -181,8 +179,8 @@ def test_weights_are_released_and_come_back(synced: Server) -> None:
     for _ in range(2):
         engine.resume_memory(["weights"])
     assert_refuses(synced, "STALE")
-    sync(synced, tiny_qwen3(5))
-    assert_serves(synced, tiny_qwen3(5))
+    sync(synced, 5)
+    assert_serves(synced, 5)
 
 
 def test_a_sync_needs_no_key_value_cache(synced: Server) -> None:
@@ -193,15 +191,15 @@ def test_a_sync_needs_no_key_value_cache(synced: Server) -> None:
         engine.resume_memory(["weights"])
         synced.version += 1
         engine.begin_update(synced.version)
-        send(synced, tiny_qwen3(seed), synced.version)
+        send(synced, seed, synced.version)
         if is_before_commit:
             engine.resume_memory(["kv_cache"])
         engine.commit_update(synced.version)
         if not is_before_commit:
             assert_refuses(synced, "cache")
             engine.resume_memory(["kv_cache"])
-        assert_serves(synced, tiny_qwen3(seed))
-        assert engine.weight_digests() == digests_of(weights_of(tiny_qwen3(seed)))
+        assert_serves(synced, seed)
+        assert engine.weight_digests() == digests_of(weights_of(synced.model(seed)))
 
 
 def test_what_runs_waits_for_the_key_value_cache(synced: Server) -> None:
@@ -212,7 +210,7 @@ def test_what_runs_waits_for_the_key_value_cache(synced: Server) -> None:
     synced.engine.resume_memory(["kv_cache"])
     (sample,) = call.samples()
     assert is_held or sample.num_retractions == 0
-    assert sample.token_ids == reference_greedy(first_model(), PROMPT, LONG) and sample.finish_reason == "length"
+    assert sample.token_ids == reference_greedy(synced.model(1), PROMPT, LONG) and sample.finish_reason == "length"
 
 
 def test_what_runs_when_weights_are_released(synced: Server) -> None:
@@ -222,9 +220,9 @@ def test_what_runs_when_weights_are_released(synced: Server) -> None:
     synced.engine.release_memory()
     is_held = call.runs_after(0.3)
     synced.engine.resume_memory()
-    sync(synced, tiny_qwen3(5))
+    sync(synced, 5)
     (sample,) = call.samples()
     cut = sample.version_spans[0].end if sample.policy_version < synced.version else 0
     assert cut < LONG or not is_held
-    rows = [reference_rows(model, PROMPT, sample.token_ids) for model in (first_model(), tiny_qwen3(5))]
+    rows = [reference_rows(model, PROMPT, sample.token_ids) for model in (synced.model(1), synced.model(5))]
     assert sample.token_ids == tuple(torch.cat([rows[0][:cut], rows[1][cut:]]).argmax(-1).tolist())

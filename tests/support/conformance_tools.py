@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from rollout_tools import tiny_qwen2, tiny_qwen3, weights_of, write_buckets
-from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from rollout_tools import tiny_qwen2, tiny_qwen3, tiny_qwen3_moe, weights_of, write_buckets
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, TWO_RANKS, needs_sglang, sglang_python
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,6 +36,8 @@ class Server:
     engine: Engine
     transfer_dir: Path
     version: int  # of the last sync
+    model: Callable[[int], PreTrainedModel] = tiny_qwen3  # of a seed; that of seed 1 is what it was started with
+    num_caches: int = 1  # of prompts: it serves them in turn
 
 
 Starter = Callable[[Path, Path], Iterator[Server]]
@@ -59,62 +61,67 @@ def start_sglang(model: Path, folder: Path, **arguments: object) -> Iterator[Ser
         transfer_dir=transfer,
         dtype="float32",
         arguments={**CPU_ARGUMENTS, "load_format": "auto", "context_length": 256, **arguments},
-        env=CPU_ENV,
+        env={**CPU_ENV, **(TWO_RANKS if "tp_size" in arguments else {})},
         startup_timeout_s=STARTUP_S,
     ) as servers:
-        yield Server("sglang", SGLangEngine(servers.addresses[0], transfer), transfer, -1)
+        num_caches = int(str(arguments.get("dp_size", 1)))
+        yield Server("sglang", SGLangEngine(servers.addresses[0], transfer), transfer, -1, num_caches=num_caches)
 
 
-# On a CPU stock SGLang has no prefix cache while seeds count: the second server has the one and not the other.
-STARTERS: dict[str, Starter] = {"local": start_local, "sglang": start_sglang}
-UNSEEDED: dict[str, Starter] = {
-    "local": start_local,
-    "sglang": partial(start_sglang, enable_deterministic_inference=False),
-}
-ENGINES = [
-    pytest.param("local", marks=pytest.mark.dist),
-    pytest.param("sglang", marks=[pytest.mark.dist, pytest.mark.sglang, needs_sglang]),
-]
-LONG_ENGINES = [
-    ENGINES[0],
-    pytest.param("sglang", marks=[pytest.mark.dist, pytest.mark.sglang, pytest.mark.long, needs_sglang]),
-]
-
-_running: dict[tuple[str, str], tuple[Iterator[Server], Server]] = {}
+start_dp_attention = partial(start_sglang, tp_size=2, dp_size=2, enable_dp_attention=True)
 
 
-def first_model() -> PreTrainedModel:
-    return tiny_qwen3(1)
-
-
-def second_model() -> PreTrainedModel:
-    model = tiny_qwen2(1)
+def with_end(make: Callable[[int], PreTrainedModel], seed: int) -> PreTrainedModel:
+    """The model of a seed, whose configuration has an end-of-sequence token."""
+    model = make(seed)
     model.config.eos_token_id = model.generation_config.eos_token_id = END
     return model
 
 
+# On a CPU stock SGLang has no prefix cache while seeds count: the second server has the one and not the other.
+Kinds = Mapping[str, tuple[Starter, Callable[[int], PreTrainedModel]]]
+SEEDED: Kinds = {
+    "local": (start_local, tiny_qwen3),
+    "sglang": (start_sglang, tiny_qwen3),
+    "sglang_dp_attention": (start_dp_attention, tiny_qwen3_moe),
+}
+UNSEEDED: Kinds = {
+    "local": (start_local, partial(with_end, tiny_qwen2)),
+    "sglang": (partial(start_sglang, enable_deterministic_inference=False), partial(with_end, tiny_qwen2)),
+    "sglang_dp_attention": (
+        partial(start_dp_attention, enable_deterministic_inference=False),
+        partial(with_end, tiny_qwen3_moe),
+    ),
+}
+_OF_SGLANG = [pytest.mark.dist, pytest.mark.sglang, needs_sglang]
+ENGINES = [
+    pytest.param("local", marks=pytest.mark.dist),
+    pytest.param("sglang", marks=_OF_SGLANG),
+    pytest.param("sglang_dp_attention", marks=[*_OF_SGLANG, pytest.mark.long]),
+]
+LONG_ENGINES = [ENGINES[0], pytest.param("sglang", marks=[*_OF_SGLANG, pytest.mark.long]), ENGINES[2]]
+
+_running: dict[tuple[str, str], tuple[Iterator[Server], Server]] = {}
+
+
 def use_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server of tiny_qwen3(1): seeds count."""
-    return _use(request, factory, STARTERS, first_model)
+    """A server with which seeds count."""
+    return _use(request, factory, SEEDED)
 
 
 def use_unseeded_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server of `second_model`."""
-    return _use(request, factory, UNSEEDED, second_model)
+    """A server with which they do not, and whose model has an end-of-sequence token."""
+    return _use(request, factory, UNSEEDED)
 
 
-def _use(
-    request: pytest.FixtureRequest,
-    factory: pytest.TempPathFactory,
-    starters: Mapping[str, Starter],
-    model: Callable[[], PreTrainedModel],
-) -> Iterator[Server]:
+def _use(request: pytest.FixtureRequest, factory: pytest.TempPathFactory, kinds: Kinds) -> Iterator[Server]:
     key = (str(request.fixturename), request.param)
     if key not in _running:
         folder = factory.mktemp("conformance")
-        model().save_pretrained(folder / "model")
-        iterator = starters[request.param](folder / "model", folder)
-        _running[key] = (iterator, next(iterator))
+        start, model = kinds[request.param]
+        model(1).save_pretrained(folder / "model")
+        iterator = start(folder / "model", folder)
+        _running[key] = (iterator, replace(next(iterator), model=model))
     yield _running[key][1]
     if not _is_used_later(request.session.items, str(request.node.path), key):
         iterator, server = _running.pop(key)
@@ -132,8 +139,9 @@ def _is_used_later(items: list[pytest.Item], path: str, key: tuple[str, str]) ->
     )
 
 
-def sync(server: Server, model: PreTrainedModel) -> None:
-    sync_weights(server, weights_of(model))
+def sync(server: Server, seed: int) -> None:
+    """Send the weights of the server's model of that seed."""
+    sync_weights(server, weights_of(server.model(seed)))
 
 
 def sync_weights(server: Server, weights: Mapping[str, Tensor]) -> None:

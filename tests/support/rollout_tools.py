@@ -16,8 +16,11 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
+from benchmarks.parity.fused_experts import unfused
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
@@ -51,6 +54,13 @@ def tiny_qwen2(seed: int) -> PreTrainedModel:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
     return model
+
+
+def tiny_qwen3_moe(seed: int) -> PreTrainedModel:
+    """Four experts a layer, two of them for a token."""
+    torch.manual_seed(seed)
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **of_experts, head_dim=16, tie_word_embeddings=False)).eval()
 
 
 def tiny_llama(seed: int) -> PreTrainedModel:
@@ -133,7 +143,8 @@ def assert_same(got: Sequence[GeneratedSample], expected: Sequence[GeneratedSamp
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Under the names that files have them under."""
+    return unfused({name: value.detach() for name, value in model.named_parameters()}, model.config.model_type)
 
 
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:

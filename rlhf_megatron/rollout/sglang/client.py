@@ -270,6 +270,8 @@ class SGLangEngine:
             if self._halted is None:
                 self._await_ends()  # the server would look once a second, and for ever
         self._http.post("/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+        if mode == "abort":  # of which the server sends one more
+            self._await_abort()
         self._halted = mode
 
     def _abort_all(self) -> None:
@@ -277,6 +279,12 @@ class SGLangEngine:
             self._http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
             self._halted = "retract"
         self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
+        self._await_abort()
+
+    def _await_abort(self) -> None:
+        """Ask what all ranks answer: under DP attention an abort takes another way than requests do, and would end some
+        that come after it."""
+        self._http.get("/server_info", ADMIN_TIMEOUT_S)
 
     def _await_ends(self) -> None:
         deadline = time.monotonic() + ABORT_TIMEOUT_S

@@ -57,16 +57,12 @@ class Ports:
         """Return the first of so many in a row. Raises EngineError when none of a thousand will do."""
         with self._lock:
             for first in range(self._next, self._next + 1000):
-                if all(map(_is_free, range(first, first + count))):
-                    self._next = first + count
-                    return first
+                try:
+                    for port in range(first, first + count):
+                        with socket.socket() as probe:
+                            probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                self._next = first + count
+                return first
         raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
