@@ -33,7 +33,7 @@ class BoundStore(TCPStore):
 
 
 def listen(host_name: str, port: int) -> socket.socket:
-    """A socket that listens there and nowhere else; port 0: one that is free. Raises OSError."""
+    """Return a socket that listens there and nowhere else; port 0: one that is free. Raises OSError."""
     address = "127.0.0.1" if host_name == "localhost" else host_name  # ranks are given the first, torchrun the second
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(place[:2], family=family, backlog=2048)

@@ -30,7 +30,7 @@ class MemoryStats:
 
 
 def has_accelerator() -> bool:
-    """True where CUDA can be used."""
+    """Return True where CUDA can be used."""
     return torch.cuda.is_available()
 
 
@@ -40,14 +40,14 @@ def num_devices() -> int:
 
 
 def visible_devices() -> list[str]:
-    """Their names in CUDA_VISIBLE_DEVICES, or their numbers without it; none without CUDA."""
+    """Return their names in CUDA_VISIBLE_DEVICES, or their numbers without it; none without CUDA."""
     given, num = os.environ.get("CUDA_VISIBLE_DEVICES"), num_devices()
     names = [str(number) for number in range(num)] if given is None else [name.strip() for name in given.split(",")]
     return names[:num]
 
 
 def device_for(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
-    """The device of a rank, made current. "auto": CUDA where available. Raises ValueError where there is none."""
+    """Return the device of a rank, made current. "auto": CUDA where available. Raises ValueError for none."""
     if kind == "cpu" or (kind == "auto" and not has_accelerator()):
         return torch.device("cpu")
     if not has_accelerator():
@@ -68,7 +68,7 @@ def local_rank() -> int:
 
 
 def backend(device: torch.device) -> str:
-    """Name of the torch.distributed backend for tensors on `device`."""
+    """Return the name of the torch.distributed backend for tensors on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -119,7 +119,7 @@ def resident_bytes() -> int:
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] uint8 in host memory, page-locked where that makes copies from and to `device` faster."""
+    """Return [num_bytes] uint8 in host memory, page-locked where that makes copies from and to `device` faster."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 

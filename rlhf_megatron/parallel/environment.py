@@ -83,8 +83,8 @@ def of_communicators(rollout: RolloutConfig, environment: Mapping[str, str]) -> 
         if len(set(said.values())) > 1:
             words = ", but ".join(f"{value} from {place}" for place, value in said.items())
             raise ValueError(
-                f"{name} must be one for ranks and engines, which share a communicator in weight syncs; it is {words}."
-                " Remove all but one of them."
+                f"{name} must be the same for ranks and engines, which share a communicator in weight syncs; it is"
+                f" {words}. Remove all but one of them."
             )
         found[name] = next(iter(said.values()), "0")
     return found
@@ -99,15 +99,15 @@ def of_queues(megatrons: Sequence[MegatronConfig], gpus: Sequence[str]) -> dict[
 
 
 def gpus_here() -> list[str]:
-    """Names of this machine's GPUs, out of the driver's files: asking CUDA would already read the environment."""
+    """Return names of this machine's GPUs, out of the driver's files: asking CUDA would read the environment."""
     files = sorted(_DRIVER.glob("*/information")) if _DRIVER.is_dir() else []
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
     return [line.removeprefix("Model:").strip().removeprefix("NVIDIA ") for line in lines]
 
 
 def without_expandable(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for engines: memory in expandable segments can be neither shared with them nor released by them
-    (torch_memory_saver raises), so what the trainer may want is not inherited."""
+    """Return an environment for engines: memory in expandable segments can be neither shared with them nor released by
+    them (torch_memory_saver raises), so what the trainer may want is not inherited."""
     found = dict(environment)
     for name in ALLOCATOR_SETTINGS:
         parts = [part for part in found.pop(name, "").split(",") if part]

@@ -48,7 +48,7 @@ class Layout:
         if self.world_size % self.replica_size != 0:
             raise ValueError(
                 f"world size ({self.world_size}) must be a multiple of tensor x pipeline x context parallel size"
-                f" ({self.tp} x {self.pp} x {self.cp} = {self.replica_size})."
+                f" ({self.tp} x {self.pp} x {self.cp} = {self.replica_size}); lower one of the three."
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"virtual pipeline size ({self.vpp}) needs pipeline stages; use pp 2 or more, or vpp 1.")
@@ -112,7 +112,7 @@ class Layout:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def place_in_stage(self, rank: int) -> int:
-        """The number of a rank among those of its stage."""
+        """Return the number of a rank among those of its stage."""
         return rank % self.stage_size
 
     def ep_rank(self, rank: int) -> int:
@@ -122,11 +122,11 @@ class Layout:
         return self.place_in_stage(rank) % self.etp
 
     def leader(self, dp: int) -> int:
-        """The rank of replica `dp` that receives its shard and returns its results: last stage, cp 0, tp 0."""
+        """Return the rank of replica `dp` that receives its shard and returns its results: last stage, cp 0, tp 0."""
         return self.rank(dp, self.pp - 1, 0)
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """All ranks that hold one copy of the model, in rank order."""
+        """Return all ranks that hold one copy of the model, in rank order."""
         return tuple(
             self.rank(dp, pp, tp, cp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)
         )
@@ -154,7 +154,9 @@ class Layout:
             return self.chunk_layers
         depths = _stage_depths(num_layers, self.pp, self.first_layers, self.last_layers)
         if any(depth % self.vpp for depth in depths):
-            raise ValueError(f"virtual pipeline size ({self.vpp}) must divide the layers of every stage ({depths}).")
+            raise ValueError(
+                f"virtual pipeline size ({self.vpp}) must divide the layers of each stage, {depths}; 1 does."
+            )
         return tuple(depth // self.vpp for depth in depths) * self.vpp
 
     def stage_of_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -184,7 +186,7 @@ def _stage_depths(num_layers: int, num_stages: int, first: int, last: int) -> tu
 
 
 def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
-    """The layout that a configuration asks for on `world_size` ranks. Raises ValueError for one that cannot be."""
+    """Return the layout of a configuration on `world_size` ranks. Raises ValueError for one that cannot be."""
     return Layout(
         world_size,
         tp=megatron.tensor_model_parallel_size,

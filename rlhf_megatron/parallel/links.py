@@ -164,7 +164,7 @@ class Link:
             for work in works:
                 while not work.is_completed():
                     if (now := time.monotonic()) > deadline:
-                        raise RuntimeError(f"{self.name}: no end of a bucket within {timeout_s:g} s.")
+                        raise RuntimeError(f"{self.name}: a bucket was not sent and taken within {timeout_s:g} s.")
                     if now > look_s + _LOOK_S and self._is_given_up():
                         raise RuntimeError(f"{self.name}: rank 0 has given it up.")
                     look_s = now if now > look_s + _LOOK_S else look_s
@@ -205,13 +205,13 @@ def _errors_end_no_process() -> Iterator[None]:
 
 
 def own_address(url: str) -> str:
-    """The address of this host by which the server at `url` reaches it. Nothing is sent. Raises OSError."""
+    """Return the address of this host by which the server at `url` reaches it. Nothing is sent. Raises OSError."""
     parts = urlsplit(url)
     return address_towards(parts.hostname or "", parts.port or 80)
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host on the way to another. Nothing is sent. Raises OSError."""
+    """Return the address of this host on the way to another. Nothing is sent. Raises OSError."""
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)

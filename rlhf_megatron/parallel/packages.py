@@ -52,7 +52,7 @@ class Package:
 
 
 def find_package(module: str, distributions: Sequence[str] = ()) -> Package:
-    """A top-level module and the version of the first of `distributions` (its own name: none given) that has one."""
+    """Return a module and the version of the first of `distributions` (none: its own name) that has one."""
     if not _has_module(module):
         return Package(module, False, why_not=f"{module} is not installed")
     names = distributions or (module,)
@@ -119,7 +119,7 @@ def why_no_compiler() -> str:
 
 @functools.cache
 def try_import(module: str, name: str) -> tuple[Any, str]:
-    """(`name` of `module`, "") or (None, what went wrong in one line)."""
+    """Return (`name` of `module`, "") or (None, what went wrong in one line)."""
     try:
         return getattr(importlib.import_module(module), name), ""
     except Exception as error:  # a package that is broken raises what it likes

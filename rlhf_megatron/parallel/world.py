@@ -130,7 +130,7 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
 
 
 def smallest_device(world: World) -> int:
-    """Bytes of the smallest GPU of the world's ranks; 0 on CPUs. All ranks."""
+    """Return the bytes of the smallest GPU of the world's ranks; 0 on CPUs. All ranks must call it."""
     total = torch.tensor(memory(world.device).total, dtype=torch.int64, device=world.device)
     if world.device.type != "cpu" and world.layout.world_size > 1:
         dist.all_reduce(total, dist.ReduceOp.MIN)

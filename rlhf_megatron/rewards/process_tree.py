@@ -31,7 +31,7 @@ def _by_parent(parent: int) -> list[int]:
 
 
 def fields_of(path: int | str) -> Sequence[bytes]:
-    """The fields of /proc/`path`/stat from the state on, which is field 3 of proc(5); none of what has ended."""
+    """Return the fields of /proc/`path`/stat from the state on, which is field 3 of proc(5); none of what has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{path}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
     return []

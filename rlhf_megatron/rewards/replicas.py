@@ -19,7 +19,8 @@ _resting: dict[str, float] = {}  # of this worker process: url of a server that 
 def ask_any(
     servers: Sequence[Endpoint], patience_s: float, rest_s: float, ask: Callable[[Endpoint], T]
 ) -> tuple[T, int]:
-    """(answer, servers that failed before). One that failed is asked in the next `rest_s` only where no other answers.
+    """Return (answer, servers that failed before). One that failed is asked in the next `rest_s` only where no other
+    answers.
 
     Raises Refused where a server refuses the request and no other answers it, EndpointError after `patience_s`.
     """
@@ -50,5 +51,5 @@ def ask_any(
 
 
 def longest_s(servers: Sequence[Endpoint], patience_s: float) -> float:
-    """Seconds that a sample may wait for `ask_any`."""
+    """Return seconds that a sample may wait for `ask_any`."""
     return patience_s + sum(server.longest_s for server in servers)

@@ -82,7 +82,7 @@ class Channel:
             self._send_lock.release()
 
     def receive(self, deadline: float | None = None) -> Any:
-        """The next message; waits for it, until `deadline` of time.monotonic at most.
+        """Return the next message; waits for it, until `deadline` of time.monotonic at most.
 
         Raises EOFError when the peer is gone, VanishedError when its machine is, FrameError for a bad message,
         TimeoutError at the deadline.
@@ -119,7 +119,7 @@ class Channel:
 
 
 def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
-    """The controller's side of the handshake, `timeout_s` in all, on an accepted socket. Raises AuthenticationError."""
+    """Make the controller's side of the handshake within `timeout_s`. Raises AuthenticationError."""
     deadline = time.monotonic() + timeout_s
     try:
         theirs = _receive_exactly(sock, NONCE_BYTES, deadline)
@@ -134,7 +134,7 @@ def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
 
 
 def connect(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
-    """The host's side of the handshake, `timeout_s` in all, on a connected socket. Raises AuthenticationError."""
+    """Make the host's side of the handshake within `timeout_s`. Raises AuthenticationError."""
     deadline = time.monotonic() + timeout_s
     ours = secrets.token_bytes(NONCE_BYTES)
     try:
@@ -153,7 +153,7 @@ def connect(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
 
 
 def given_secret(environment: Mapping[str, str]) -> bytes | None:
-    """The run's secret from the environment or from a file that only its owner can read; None when none is given.
+    """Return the run's secret from the environment or from a file that only its owner can read; None for none.
 
     Raises ValueError when the file is open to others or the secret is short.
     """

@@ -61,7 +61,7 @@ class Scattered:
 
 
 def plan_call(batch: TokenBatch, layout: Layout, token_budget: int) -> tuple[ReplicaPlan, ...]:
-    """How a scattered call splits `batch`, one plan a replica. The same arguments give the same plans.
+    """Return how a scattered call splits `batch`, one plan a replica. The same arguments give the same plans.
 
     `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have theirs together. The
     last token of each document is not forwarded. Raises ValueError when a sample is over the budget.
@@ -88,7 +88,7 @@ def scatter_calls(
 
 
 def join(method: str, results: Sequence[Any], plans: Sequence[ReplicaPlan], offsets: Tensor) -> Any:
-    """The replicas' results as one: TokenColumns in the order of the whole batch, whose `offsets` these are, an
+    """Join the replicas' results: TokenColumns in the order of the whole batch, whose `offsets` these are, an
     UpdateResult as the sum, or None.
 
     Raises TypeError when the method returned something else.
@@ -109,7 +109,7 @@ def join(method: str, results: Sequence[Any], plans: Sequence[ReplicaPlan], offs
 
 
 def sum_updates(method: str, results: Sequence[UpdateResult]) -> UpdateResult:
-    """`sums` added over replicas. What is global must be the same on each of them, bit for bit."""
+    """Return `sums` added over replicas. What is global must be the same on each of them, bit for bit."""
     first = results[0]
     for name in ("grad_norm", "lr", "is_skipped"):
         values = [getattr(result, name) for result in results]

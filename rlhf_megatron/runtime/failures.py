@@ -36,7 +36,7 @@ class HostTimeoutError(HostError):
 
 
 def describe(error: BaseException, where: str) -> Failure:
-    """`error`, being handled on a host, as a message."""
+    """Return `error`, being handled on a host, as a message."""
     return Failure(
         where=where,
         kind=type(error).__name__,

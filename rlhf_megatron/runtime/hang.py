@@ -41,7 +41,7 @@ class HostView:
 
 
 def describe_hosts(views: Sequence[HostView]) -> list[str]:
-    """A block a host, and which of them to look at first. A host that is silent is asked for its stacks by signal."""
+    """Return a block of text a host, and which to look at first. A silent host is asked for its stacks by signal."""
     lines = [line for view in views for line in _describe(view)]
     suspects = [view.where for view in views if view.status is None]
     if not suspects and any(view.status and view.status.collective for view in views):
@@ -92,12 +92,12 @@ def frames_of(thread_id: int) -> list[FrameType]:
 
 
 def describe(frames: list[FrameType], limit: int = NUM_FRAMES) -> tuple[str, ...]:
-    """The innermost `limit` frames, innermost last: "dir/file.py:12 function"."""
+    """Return the innermost `limit` frames, innermost last: "dir/file.py:12 function"."""
     return tuple(_describe_frame(frame) for frame in frames[:limit][::-1])
 
 
 def other_threads(*left_out: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Name and stack of the threads that run Python, without the one that asks, those `left_out` and QUIET ones."""
+    """Return name and stack of the threads that run Python, but the one that asks, `left_out` and QUIET ones."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for thread_id, frame in sys._current_frames().items():

@@ -91,7 +91,7 @@ class Host:
         self._roles = {}
 
     def find(self, method: str) -> Callable[..., Any]:
-        """The method "role.name" of a role that stands here. Raises LookupError."""
+        """Return the method "role.name" of a role that stands here. Raises LookupError."""
         role, _, name = method.partition(".")
         if role not in self._roles:
             raise LookupError(f"{method}: there is no role {role!r} here; the roles are {sorted(self._roles)}.")

@@ -57,7 +57,7 @@ class Remote(Protocol):
         """
 
     def submit(self, method: str, *arguments: Any) -> Answer:
-        """The same without waiting for it."""
+        """Make the same call without waiting for its answer."""
 
     def kill(self) -> None:
         """End what is left of the server. Safe to call twice."""

@@ -32,7 +32,7 @@ class Pool:
 
     @property
     def where(self) -> str:
-        """ "[actor dp1 pp0 tp3]"."""
+        """Name the rank as messages do: "[actor dp1 pp0 tp3]"."""
         return where(self.name, self.layout, self.rank)
 
     @property
@@ -45,7 +45,7 @@ class Pool:
         return self.rank == self.leader
 
     def broadcast_in_replica(self, data: bytes | None) -> bytes | bytearray:
-        """The leader's `data` on all ranks of the replica. All of them must call it; None elsewhere."""
+        """Return the leader's `data` on all ranks of the replica. All of them must call it; None elsewhere."""
         assert (data is not None) == self.is_leader, f"{self.where}: the leader, and only it, has the data"
         if data is not None and self.replica_group.size() == 1:
             return data
@@ -57,7 +57,7 @@ class Pool:
 
 
 def where(name: str, layout: Layout, rank: int) -> str:
-    """A rank's coordinates as messages name it: "[actor dp1 pp0 tp3]"."""
+    """Return a rank's coordinates as messages name it: "[actor dp1 pp0 tp3]"."""
     return f"[{name} {layout.coordinates(rank)}]"
 
 
@@ -91,7 +91,7 @@ class PoolSpec:
         return self.first_rank + self.layout.world_size
 
     def where(self, rank: int) -> str:
-        """`rank`: in the pool."""
+        """Return the coordinates of a rank of the pool, as messages name it."""
         return where(self.name, self.layout, rank)
 
     def __str__(self) -> str:
@@ -101,7 +101,8 @@ class PoolSpec:
 
 
 def pools_of(config: RunConfig) -> tuple[PoolSpec, ...]:
-    """The actor's pool on the first ranks, then the critic's, the reward model's, the reference's, where they have one.
+    """Return the actor's pool on the first ranks, then the critic's, the reward model's, the reference's, where they
+    have one.
 
     Raises ValueError for a bad layout.
     """
@@ -113,7 +114,7 @@ def pools_of(config: RunConfig) -> tuple[PoolSpec, ...]:
 
 
 def pool_of_rank(pools: Sequence[PoolSpec], rank: int) -> PoolSpec:
-    """`rank`: of the job."""
+    """Return the pool that has a rank of the job."""
     return next(pool for pool in pools if pool.first_rank <= rank < pool.end)
 
 

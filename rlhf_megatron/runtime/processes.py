@@ -87,7 +87,7 @@ def on_signals(signals: Sequence[int], act: Callable[[int], None]) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel gives a process of this machine: "T" stopped, "D" waits for a device; "" when gone."""
+    """Return the kernel's letter for a process of this machine: "T" stopped, "D" waits for a device; "" gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

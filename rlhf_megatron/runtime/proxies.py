@@ -63,19 +63,19 @@ class HostWorker(RngWorker, Protocol):
         transport: WeightTransport = "tensor",
         ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """The actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
+        """Send the actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
 
         An engine that fails stands in the report and ends nothing here.
         """
 
     def save_hf(self, *, directory: Path) -> None:
-        """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""
+        """Write the actor in Hugging Face layout, with configuration and tokenizer of the model that it was."""
 
     def refresh_reference(self) -> None:
-        """The reference becomes the actor as it is now (after a warm-up)."""
+        """Make the reference the actor as it is now (after a warm-up)."""
 
     def save_reference(self, *, directory: Path) -> SaveResult:
-        """The reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
 
     def load_reference(self, *, directory: Path) -> None:
         """Undo `save_reference`."""
@@ -217,7 +217,7 @@ class Workers:
         self.host = HostProxy(group, "host", watch)
 
     def learning(self, has_critic: bool) -> list[TrainedProxy]:
-        """The roles that are trained."""
+        """Return the roles that are trained."""
         return [self.actor, self.critic] if has_critic else [self.actor]
 
     def of_pools(self) -> dict[str, TrainedProxy | RewardModelProxy | ReferenceProxy]:

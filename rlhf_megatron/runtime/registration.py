@@ -30,7 +30,7 @@ _LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of `address` and of no other. Raises ValueError when it is not ours."""
+    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when it is not ours."""
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server((place[0], 0), family=family, backlog=1024)

@@ -90,7 +90,7 @@ class HostRole:
         transport: WeightTransport = "tensor",
         ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """The actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
+        """Send the actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
 
         An engine that fails stands in the report and ends nothing here.
         """
@@ -108,7 +108,7 @@ class HostRole:
         )
 
     def save_hf(self, directory: Path) -> None:
-        """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""
+        """Write the actor in Hugging Face layout, with configuration and tokenizer of the model that it was."""
         export_hf(
             self.actor.export(),
             self.actor.backend.exporting,
@@ -119,14 +119,14 @@ class HostRole:
         )
 
     def refresh_reference(self) -> None:
-        """The reference becomes the actor as it is now (after a warm-up)."""
+        """Make the reference the actor as it is now (after a warm-up)."""
         if self.reference is not None:
             self.actor.memory.require("parameters")
             self.actor.backend.sync()
             self.reference.copy_weights(self.actor.backend)
 
     def save_reference(self, directory: Path) -> SaveResult:
-        """The reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
         reference, world = self.reference, self.world
         assert reference is not None, "there is no reference here"
 
@@ -200,7 +200,7 @@ class WorldRole:
 
 
 def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: int) -> WeightSource:
-    """The weights of a Hugging Face directory, checked against the table; or random ones of its architecture."""
+    """Return the weights of a Hugging Face directory, checked against the table; or random ones of its architecture."""
     if init_seed is not None:
         return random_source(hf_config, init_seed)
     reader = HFReader(path)
@@ -374,7 +374,7 @@ class RoleBuilder:
             if has_teacher(self.config) and hf_config.get("vocab_size") != student.get("vocab_size"):
                 raise ValueError(
                     f"the teacher at reference.path ({path}) has a vocabulary of {hf_config.get('vocab_size')} and the"
-                    f" model one of {student.get('vocab_size')}; both must have the same tokens."
+                    f" model one of {student.get('vocab_size')}; name a teacher with the model's tokenizer."
                 )
             top_k = distillation_params(*teaching(self.config)).top_k if has_teacher(self.config) else 0
             if top_k > hf_config["vocab_size"]:

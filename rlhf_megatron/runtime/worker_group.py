@@ -36,7 +36,7 @@ class WorkerGroup(Protocol):
         """
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        """The same call on every rank of the role's pool ("host": the actor's). One result a rank, in rank order."""
+        """Make the same call on every rank of the role's pool ("host": the actor's). One result a rank, in order."""
 
     def describe_hosts(self) -> list[str]:
         """Say what each host is doing, for a person, by rank; [] where there is none beside this process. Takes

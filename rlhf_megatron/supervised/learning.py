@@ -49,10 +49,10 @@ class Learner(Protocol):
     """How a job learns, and what it measures."""
 
     def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
-        """One optimizer step over the samples, and metrics: "sft/loss", which the step made smaller."""
+        """Make one optimizer step over the samples. Returns metrics: "sft/loss", which the step made smaller."""
 
     def measure(self, batch: SampleBatch) -> Figures:
-        """The loss without learning."""
+        """Return the loss without learning."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Answers:
         return result, {"sft/loss": result.sums["actor/loss"]}
 
     def measure(self, batch: SampleBatch) -> Figures:
-        """Nats, over the tokens that train; weights of samples do not count."""
+        """Return nats, over the tokens that train; weights of samples do not count."""
         found = self.actor.log_probs(batch.tokens, self.token_budget, temperature=1.0).result()
         return Figures({"loss": -float(found.log_probs.double().sum())}, float(batch.tokens.response_mask.sum()))
 

@@ -56,8 +56,7 @@ def load_job_data(
 
 
 def order_of(data: DataConfig, seed: int, sets: DocumentSets) -> Stream[DocumentSource]:
-    """The order in which samples are drawn; the batch of a step depends on nothing but the step. `seed`: where `data`
-    has none."""
+    """Return the order of samples; the batch of a step depends on the step alone. `seed`: where `data` has none."""
     return Stream(sets.sources, data.train_batch_size, data.shuffle, seed if data.seed is None else data.seed)
 
 
@@ -78,7 +77,7 @@ class Steps:
         return drawn(self.sets.sources, self.stream.places(step))
 
     def update(self, step: int, batch: SampleBatch) -> dict[str, float]:
-        """One optimizer step. Raises NonFiniteNumbers, ReplicasDiffer."""
+        """Make one optimizer step. Raises NonFiniteNumbers, ReplicasDiffer."""
         result, measured = self.learner.update(batch)
         self.skips.count_supervised(result.is_skipped, step)
         metrics = update_metrics("actor", 1, [result]) | measured
@@ -105,7 +104,7 @@ def train_supervised(
     lock: RunLock,
     stop: StopRequest,
 ) -> None:
-    """A run from its first step to the summary, or what is left of it. As `scheduler.run.train`, without engines."""
+    """Make a run, or what is left of it, up to its summary, as `scheduler.run.train` does with engines."""
     trainer, sft, is_pairs, batch_size = config.trainer, config.sft, has_pairs(config), config.data.train_batch_size
     seed_process(trainer.seed, 0)
     load_plugins(config.plugins)
@@ -157,7 +156,7 @@ def train_supervised(
 
 
 def capture(steps: Steps, clock: RunClock, before: RunState, step: int) -> RunState:
-    """The state after `step`, as it stands now. `before`: a former state of this job."""
+    """Return the state after `step`, as it stands now. `before`: a former state of this job."""
     skips, seconds = steps.skips.num_consecutive, clock.productive_s
     return replace(before, step=step, cursor=steps.stream.state(), num_consecutive_skips=skips, productive_s=seconds)
 
@@ -180,7 +179,7 @@ def _finish(
 
 
 def run(steps: Steps, tracker: Tracker, stage: StageGuard, keeper: Keeper, plan: LoopPlan) -> None:
-    """The steps after `plan.steps_done`. Raises RunStopped between two stages when the run was asked to stop."""
+    """Make the steps after `plan.steps_done`. Raises RunStopped between two stages when the run was asked to stop."""
     if plan.is_evaluation_due(plan.steps_done) and not plan.is_evaluated:
         _evaluate(steps, tracker, stage, plan, plan.steps_done)
     for step in range(plan.steps_done + 1, plan.last_step + 1):

@@ -148,7 +148,7 @@ class Colocation(Turns):
 
 
 def most(ranks: Sequence[Sequence[MemoryReport]]) -> dict[str, int]:
-    """The largest of each number over ranks, each of which has a report a model. "used_bytes" only where known."""
+    """Return the largest of each number over ranks, which have a report a model. "used_bytes" only where known."""
     found = {
         "device_bytes": max(of[0].process_bytes or sum(report.held_bytes for report in of) for of in ranks),
         "host_bytes": max(of[0].resident_bytes for of in ranks),

@@ -47,7 +47,7 @@ class Probe:
         """Raises EngineError naming the token on which engine and trainer differ most, when that is too much."""
         samples = [group[0] for group in engine.generate(self._requests, self.timeout_s)]
         if not all(sample.token_ids for sample in samples):
-            raise EngineError(f"{engine.address.name} sampled nothing for a prompt of the probe.")
+            raise EngineError(f"{engine.address.name} returned no token for a prompt of the probe; see its log.")
         tokens = self._batch(samples)
         by_engine = self._on_tokens(samples)
         temperature = self._requests[0].params.temperature

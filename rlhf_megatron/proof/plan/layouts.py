@@ -62,7 +62,7 @@ class Question:
 
 
 def plans(question: Question) -> Iterator[Plan]:
-    """Every layout that the model allows, without recomputation and with it."""
+    """Yield every layout that the model allows, without recomputation and with it."""
     for layout in _layouts(question):
         for is_recomputed in (False, True):
             yield _plan(question, layout, is_recomputed)

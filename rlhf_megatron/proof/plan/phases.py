@@ -81,8 +81,8 @@ def phases_of(memory: Memory, stage: int, engine: EngineMemory | None, is_coloca
 
 
 def of_other_pools(memory: Memory, has_own_judge: bool) -> Iterator[tuple[str, Phase]]:
-    """(model and stage, what a rank holds at most) of a critic, a reference or teacher, and a reward model with ranks
-    of their own."""
+    """Return (model and stage, what a rank holds at most) of a critic, a reference or teacher, and a reward model with
+    ranks of their own."""
     if memory.has_critic_pool:
         for own, kept in zip(memory.critic, memory.critic_activations, strict=True):
             parts = {"critic": max(own.totals), "critic's activations": kept}

@@ -164,6 +164,6 @@ def end_as_python_does() -> None:
 
 
 def function_of(main: types.ModuleType, name: str) -> Any:
-    """A function of the program, or a method of its class Solution."""
+    """Return a function of the program, or a method of its class Solution."""
     solution = getattr(main, "Solution", None)
     return getattr(solution(), name) if solution is not None and hasattr(solution, name) else getattr(main, name)

@@ -168,7 +168,7 @@ NEW_ROOT = f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the m
 
 
 def view(readable: Sequence[str], limits: Limits) -> None:
-    """A root of its own: `readable` read-only, an empty /tmp of limited size, four devices, /proc of the namespace.
+    """Give the process a root: `readable` read-only, an empty /tmp of limited size, four devices, own /proc.
 
     No /dev/zero: mapped by several, it is memory that need not be resident.
     """

@@ -154,7 +154,7 @@ class LocalSandbox:
             session.end()
 
     def take(self) -> tuple[int, socket.socket]:
-        """A sandbox that waits: the process that it is, and a socket to it."""
+        """Return a sandbox that waits: the process that it is, and a socket to it."""
         assert self._control is not None, "not started"
         try:
             self._control.send(b'{"take": true}')

@@ -74,7 +74,7 @@ class RemoteSession:
 
 
 def with_prelude(code: str) -> str:
-    """`code` behind the prelude; what it imports from __future__ stays in front, since nothing else may stand there."""
+    """Return `code` behind the prelude, but for imports from __future__, which must stand in front."""
     lines = code.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     try:
         body = ast.parse(code).body

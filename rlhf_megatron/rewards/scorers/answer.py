@@ -58,7 +58,7 @@ class AnswerParams:
 
 
 def parse_answer(response: str, pattern: str | None) -> str | None:
-    """The stripped group 1 of the last match of `pattern`, None without one. No pattern: the whole response."""
+    """Return the stripped group 1 of the last match of `pattern`, None without one. No pattern: the whole response."""
     if pattern is None:
         return response.strip()
     answers = [match.group(1) for match in re.finditer(pattern, response)]

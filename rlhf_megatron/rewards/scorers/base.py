@@ -138,10 +138,10 @@ def is_masked(status: str) -> bool:
 
 
 def bad_label(label: str, problem: str) -> RewardResult:
-    """The result of a sample whose label no answer could score with."""
+    """Return the result of a sample whose label no answer could score with."""
     return masked("bad_label", f"The label {label!r:.80} {problem}.")
 
 
 def masked(why: str, error: str = "") -> RewardResult:
-    """The result of a sample that failed through no fault of the policy. `why`: a word for metrics."""
+    """Return the result of a sample that failed through no fault of the policy. `why`: a word for metrics."""
     return RewardResult(0.0, MASKED + why, error=error)

@@ -63,7 +63,7 @@ class FunctionParams:
 
 @cache
 def load_function(path: str, kwargs: tuple[str, ...]) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """The function, and which of a sample's fields it takes. Raises ValueError for what cannot be called."""
+    """Return the function, and which of a sample's fields it takes. Raises ValueError for what cannot be called."""
     module_name, _, name = path.rpartition(":")
     module = _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
     function = getattr(module, name, None)
@@ -143,8 +143,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def as_result(value: object) -> RewardResult:
-    """The result of what a user's function returned. Beside the score, text, lists, objects and None are left out,
-    which verl's users return too. Raises BadResultError for what is not a score."""
+    """Return the result of what a user's function returned. Beside the score, text, lists, objects and None are left
+    out, which verl's users return too. Raises BadResultError for what is not a score."""
     if not isinstance(value, Mapping):
         return RewardResult(_number("what the function returned", value))
     if "score" not in value:

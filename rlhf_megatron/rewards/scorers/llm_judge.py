@@ -79,7 +79,7 @@ class LlmJudgeParams:
 
 
 def question(sample: RewardSample, params: LlmJudgeParams) -> str:
-    """The template, filled in at once: braces in a response stay what they are."""
+    """Return the template, filled in at once: braces in a response stay what they are."""
     row = json.loads(sample.extra) if sample.extra else {}
     rubric = str(row.get("rubric", params.rubric))
     values = {"prompt": sample.prompt, "response": sample.response, "label": sample.label, "rubric": rubric}
@@ -87,7 +87,7 @@ def question(sample: RewardSample, params: LlmJudgeParams) -> str:
 
 
 def verdict(text: str, params: LlmJudgeParams) -> float | None:
-    """The number that the judge gave, as a score from 0 to 1. None: it gave none on the scale."""
+    """Return the number that the judge gave, as a score from 0 to 1. None: it gave none on the scale."""
     found = re.findall(f"(?:{params.pattern})", text)
     try:
         number = float(found[-1] if isinstance(found[-1], str) else found[-1][0]) if found else None
@@ -108,7 +108,7 @@ PROBE = {
 
 
 def certainty_of(answer: Any, url: str) -> float:
-    """The log-prob of the first token that a judge answers PROBE with. Raises EndpointError where there is none."""
+    """Return the log-prob of the first token that a judge answers PROBE with. Raises EndpointError for none."""
     try:
         found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -32,7 +32,7 @@ SHRUNK = "9" * 7  # stands for a number of more digits than an exponent may have
 
 
 def is_too_large(text: str) -> bool:
-    """True for brackets nested too deeply, and for powers, factorials and binomials of numbers too large."""
+    """Return True for brackets nested too deeply, and for powers, factorials and binomials of numbers too large."""
     return _depth(text) > MAX_DEPTH or _has_large_power(text) or _has_large_factorial(text)
 
 

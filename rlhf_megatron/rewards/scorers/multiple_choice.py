@@ -31,7 +31,7 @@ class MultipleChoiceParams:
 
 
 def letter_of(text: str, letters: str) -> str | None:
-    """The letter that a label or the content of a box is: C, (C), C. or C) with the text of the choice behind it."""
+    """Return the letter of a label or of a box: C, (C), C. or C) with the text of the choice behind it."""
     found = re.match(rf"\s*(?:\\[a-z]+\{{)?\(?([{letters}])(?:[).:}}]|\s*$)", text, re.IGNORECASE)
     return found.group(1).upper() if found else None
 

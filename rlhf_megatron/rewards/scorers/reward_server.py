@@ -69,7 +69,7 @@ class RewardServerParams:
         return "; ".join([f"reward model: {len(scores)} of {len(self.servers)} servers answer", *silent])
 
     def scaled(self, score: float) -> float:
-        """The reward of a score."""
+        """Return the reward of a score."""
         score = (score - self.mean) / self.std
         return 0.5 + 0.5 * math.tanh(0.5 * score) if self.activation == "sigmoid" else score
 
@@ -121,7 +121,7 @@ def _ask(server: Endpoint, params: RewardServerParams, text: str) -> tuple[float
 
 
 def number_of(answer: Any, url: str, is_openai: bool = False) -> float:
-    """The score that a server's answer holds. Raises EndpointError where it is none."""
+    """Return the score that a server's answer holds. Raises EndpointError where it is none."""
     try:
         if is_openai:
             [answer] = answer["data"]

@@ -41,7 +41,7 @@ def normalised(text: str) -> str:
 
 
 def f1(answer: str, right: str) -> float:
-    """The harmonic mean of precision and recall of words, both normalised."""
+    """Return the harmonic mean of precision and recall of words, both normalised."""
     words, wanted = answer.split(), right.split()
     num_same = sum((Counter(words) & Counter(wanted)).values())
     return 2 * num_same / (len(words) + len(wanted)) if num_same else 0.0

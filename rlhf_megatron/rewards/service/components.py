@@ -86,7 +86,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def combine(components: Sequence[Component], results: Sequence[RewardResult]) -> RewardResult:
-    """One result of those of a sample's components, the main one first: the weighted sum, and every score as a part.
+    """Join the results of a sample's components, the main one first: the weighted sum, and every score as a part.
 
     The main reward decides the status. Where that is malformed or timeout it adds at most 0 and the terms still
     count, so that a response without an answer is paid or fined for its format and length as any other. A sample that

@@ -108,7 +108,7 @@ class ModelServers:
         return self._folder / f"{address.name}.key"
 
     def term(self) -> RewardTermConfig:
-        """The reward by which they score samples."""
+        """Return the reward by which they score samples."""
         model, rollout, path = self.model, self.rollout, CHAT if self._is_judge else SCORE
         params: dict[str, Any] = {
             "servers": [
@@ -160,7 +160,9 @@ class ModelServers:
     def _check(self, address: EngineAddress) -> None:
         score, before = self._score(address), self._scores[address.name]
         if abs(score - before) > self._tolerance * max(1.0, abs(before)):
-            raise EngineError(f"{address.name} scores a probe with {score:g}, before with {before:g}.")
+            raise EngineError(
+                f"{address.name} gives a probe {score:g} and gave it {before:g}: its weights have changed."
+            )
 
     def _score(self, address: EngineAddress) -> float:
         """Return the score of a probe; of a judge, the log-prob of its first token."""
@@ -201,14 +203,16 @@ class ModelServers:
         try:
             found = self.servers.restart(address.name)
             if found.url != address.url:
-                raise EngineError(f"it stands at {found.url} now, and rewards know {address.url}; others score alone")
+                raise EngineError(
+                    f"it got another port ({found.url}) than rewards ask ({address.url}); the others score"
+                )
             self._check(found)
         except (EngineError, EndpointError) as error:
             logger.error("%s was not started again: %s", address.name, error)
 
 
 def with_bias(model: Path, target: Path, is_made: bool = False) -> Path:
-    """The directory to serve: `model`, or `target`, where that needs a bias 0 of the head: links to its files.
+    """Return the directory to serve: `model`, or `target`, where that needs a bias 0 of the head: links to its files.
     `is_made`: another process has made it, if this machine sees its folder."""
     reader = HFReader(model)
     architectures = read_json(model / "config.json").get("architectures") or ()

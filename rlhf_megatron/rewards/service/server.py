@@ -34,7 +34,9 @@ class RewardServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, key: str | None) -> None:
         """Raises ValueError for an address that others reach without a key, OSError for one that is taken."""
         if key is None and host not in LOCAL:
-            raise ValueError(f"--host {host} is reached by others: give the key that clients must send.")
+            raise ValueError(
+                f"--host {host} is reached by others: give the key that clients must send (--api-key-file)."
+            )
         super().__init__((host, port), _Handler)
         self.key = key
         self._waiting: list[tuple[RewardSample, Future[RewardResult]]] = []

@@ -21,7 +21,7 @@ _AT_ONCE = 64  # messages; then others of the loop have their turn
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, which keep messages apart."""
+    """Return two connected ends, which keep messages apart."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

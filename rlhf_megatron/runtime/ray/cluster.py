@@ -94,7 +94,7 @@ class RemoteObject:
         return self._wait(self._actor.call.remote(method, arguments), method, timeout_s)
 
     def submit(self, method: str, *arguments: Any) -> Task:
-        """The same without waiting for it."""
+        """Make the same call without waiting for its answer."""
         return Task(self, method, self._actor.call.remote(method, arguments))
 
     def kill(self) -> None:
@@ -214,7 +214,7 @@ class Cluster:
         num_gpus: float = 0,
         environment: Mapping[str, str],
     ) -> RemoteObject:
-        """`make(*arguments)` in a new process in that bundle of the reservation, -1 the last. Returns at once.
+        """Run `make(*arguments)` in a new process in that bundle of the reservation, -1 the last. Returns at once.
 
         `num_gpus`: that Ray takes from the bundle's and shows to the process; with 0 it sees those that `environment`
         names. `make` and `arguments` are pickled by Ray: no secrets in them (Ray keeps them); those go by `call`.

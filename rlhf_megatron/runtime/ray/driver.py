@@ -101,7 +101,7 @@ class RankProcess:
     """A rank, in a process of the cluster."""
 
     def serve(self, order: RankOrder, secret: bytes) -> None:
-        """The life of the host. On the main thread. Raises ConnectionError when it cannot reach the driver."""
+        """Live as the host, on the main thread. Raises ConnectionError when it cannot reach the driver."""
         with contextlib.suppress(OSError):  # this machine has no such directory
             os.chdir(order.directory)
         if order.faults is not None:

@@ -104,7 +104,7 @@ def of_ranks(
     uses_gpus: bool,
     kinds: Sequence[str],
 ) -> dict[str, str]:
-    """The environment of the processes of the ranks.
+    """Return the environment of the processes of the ranks.
 
     `environment`: the driver's. `megatrons`: the pools' layouts. `kinds`: accelerators of the cluster, Ray's names.
     """
@@ -132,7 +132,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def local_rank(device: str, visible: str) -> int:
-    """Number of the device that Ray gave a process among those that it sees. `visible`: its CUDA_VISIBLE_DEVICES."""
+    """Return the number of the device that Ray gave a process, in `visible`, its CUDA_VISIBLE_DEVICES."""
     seen = [name.strip() for name in visible.split(",")] if visible else []
     if seen:
         return seen.index(device) if device in seen else 0

@@ -45,7 +45,7 @@ class Bundle:
 
 
 def rank_bundles(trainer: TrainerConfig, ray: RayConfig, rollout: RolloutConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
-    """One a machine (trainer.nnodes), for its share of the ranks; bundle i has ranks i x n_gpus_per_node and on."""
+    """Return a bundle a machine (trainer.nnodes) for its ranks: bundle i has ranks i x n_gpus_per_node and on."""
     each, num_machines = trainer.n_gpus_per_node, trainer.nnodes
     shares = [range(machine * each, (machine + 1) * each) for machine in range(num_machines)]
     num_parts = len(part_names(rollout)) if rollout.colocated else 0  # dealt out to the machines
@@ -113,7 +113,7 @@ def shortage(
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """ "8 CPU, 2 GPU": what a run asks for, of all that a machine has."""
+    """Return "8 CPU, 2 GPU": what a run asks for, of all that a machine has."""
     return ", ".join(f"{resources[name]:g} {name}" for name in (CPU, GPU) if resources.get(name))
 
 
@@ -174,13 +174,13 @@ def must_share_machine(rollout: RolloutConfig) -> bool:
 
 
 def bundle_of_part(num_machines: int, is_colocated: bool, index: int) -> int:
-    """Number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which colocated
-    engines take in turns, then one a part of an engine."""
+    """Return the number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which
+    colocated engines take in turns, then one a part of an engine."""
     return index % num_machines if is_colocated else num_machines + index
 
 
 def seat_of(own: Spot, seating: Seating) -> Seat:
-    """The seat of an engine that Ray has placed at `own`.
+    """Return the seat of an engine that Ray has placed at `own`.
 
     It listens to its machine only where driver and ranks are on it too. It sees its own devices first, then those of
     the ranks on its machine, whose memory it opens to take weights. Raises EngineError where it cannot work there.

@@ -100,8 +100,8 @@ def seat_of_server(servers: Servers, index: int, address: str) -> Seat:
 
 
 def seat_on(rollout: RolloutConfig, trainer: TrainerConfig, machine: int, place: int, address: str) -> Seat:
-    """The seat of the part of an engine with that place among those of `machine`: the first free devices there, and
-    those of its ranks, whose memory it opens. Raises EngineError where there are too few."""
+    """Return the seat of the part of an engine with that place among those of `machine`: the first free devices there,
+    and those of its ranks, whose memory it opens. Raises EngineError where there are too few."""
     user = rollout.sglang
     names = {name.replace("_", "-") for name in user.args}
     if trainer.device == "cpu" or not visible_devices() or BASE in names or VISIBLE in user.env:

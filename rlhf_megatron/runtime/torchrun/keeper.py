@@ -70,8 +70,8 @@ def start_keeper(
 
 
 def keep(machine: int, servers: Servers, run_dir: Path, deadlines: Deadlines) -> int:
-    """The life of a keeper. Returns its exit code, on a machine without ranks the controller's. Raises ValueError where
-    no engine of the run is on this machine, ConnectionError where there is no controller. On the main thread."""
+    """Live as a keeper. Returns its exit code, on a machine without ranks the controller's. Raises ValueError where no
+    engine of the run is on this machine, ConnectionError where there is no controller. On the main thread."""
     pool = servers.keepers
     if pool is None or machine not in pool.machines:
         raise ValueError(

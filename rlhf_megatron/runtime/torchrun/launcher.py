@@ -87,7 +87,7 @@ def stop_limit(stop_s: float) -> str:
 
 
 def is_under_torchrun() -> bool:
-    """True in a process that torchrun started."""
+    """Return True in a process that torchrun started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -102,7 +102,7 @@ def run_host(
     controller_descriptors: Sequence[int] = (),
     keeper_machines: Sequence[int] = (),
 ) -> int:
-    """The life of a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
+    """Live as a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
 
     Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
     this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `settings`: "key: value" lines
@@ -171,7 +171,7 @@ def _start_keeper(machines: Sequence[int], controller: str, secret: bytes, argum
 def run_controller(
     run: Callable[[RoutedGroups], int], pools: Sequence[PoolSpec], deadlines: Deadlines, stop: StopRequest | None = None
 ) -> int:
-    """The life of the controller that `run_host` started: wait for the hosts, `run`, end the hosts. Returns its code.
+    """Live as the controller that `run_host` started: wait for the hosts, `run`, end the hosts. Returns its code.
 
     A signal, to this process or to a host, becomes `stop`, which `run` is to look at. Raises what `run` raises;
     HostError, also a ValueError where a user can fix it, for what goes wrong on hosts; SystemExit(128 + n) for a signal
@@ -189,7 +189,7 @@ def run_controller(
 
 
 def rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
-    """A connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
+    """Return a connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
@@ -208,7 +208,7 @@ def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes,
 
 
 def told_exit_code(store: dist.Store, machine: int) -> int:
-    """The controller's exit code, on a machine without a rank. It is 1 when that does not come."""
+    """Return the controller's exit code, on a machine without a rank. It is 1 when that does not come."""
     code = _exit_code_from(store)()
     with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this
         store.set(f"{_HEARD}/{machine}", "")

@@ -122,5 +122,5 @@ def test_ranks_follow_what_the_engines_are_told(
     ],
 )
 def test_values_that_contradict_are_refused(sglang: SGLangConfig, place: str) -> None:
-    with pytest.raises(ValueError, match=f"NCCL_NVLS_ENABLE must be one .* it is 0 from the environment, but {place}"):
+    with pytest.raises(ValueError, match=f"NCCL_NVLS_ENABLE must be the same .* 0 from the environment, but {place}"):
         environment.of_communicators(RolloutConfig(sglang=sglang), {"NCCL_NVLS_ENABLE": "0"})
