@@ -174,6 +174,7 @@ class Server:
     transfer: Path
     model: Path
     name: str
+    size: str
     is_dp: bool  # its attention is of dp-size 2
     version: int = 0
 
@@ -207,7 +208,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ) as servers:
         engine = SGLangEngine(servers.addresses[0], transfer)
         assert engine.address.tp_size == tp_size
-        yield Server(engine, transfer, model, name, dp_size > 1)
+        size = " ".join(f"{axis}{n}" for axis, n in zip(("tp", "ep", "dp"), request.param[1:], strict=True) if n > 1)
+        yield Server(engine, transfer, model, name, size or "tp1", dp_size > 1)
         engine.close()
 
 
@@ -263,7 +265,7 @@ def test_what_stands_in_sglang_is_what_was_exported(
         "transport": transport,
         "trainer": layout,
         "model": server.name,
-        "engine_tp": tp_size,
+        "engine": server.size,
         "num_bytes": int(metrics["sync/num_bytes"]),
         "bytes_moved": int(metrics["sync/bytes_moved"]),
         "bytes_needed": int(metrics["sync/bytes_needed"]),
