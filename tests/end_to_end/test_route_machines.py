@@ -126,6 +126,27 @@ def test_groups_of_a_store_that_is_lost_in_mid_run_are_generated_again_once(tmp_
     assert learned(run) == learned(alone), "bit for bit"
 
 
+def test_a_run_that_reaches_the_limit_of_its_files_goes_on_from_its_journal_with_a_higher_one(tmp_path: Path) -> None:
+    """It has a checkpoint of its warm-up, and no other."""
+    steps = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 4, "trainer.save_freq": 4}
+    steps |= {"warmup.max_steps": 1, "warmup.test_freq": 1}
+    config, given = write_config(tmp_path), settings(tmp_path, **steps)
+    full = train(config, given | {"rollout.routes_gb": 6.2e-5})
+    assert full.exit_code == 1 and [row["step"] for row in full.rows("step")] == [1], full.console
+    assert "may (rollout.routes_gb); raise it, or save more often" in full.console
+    assert full.console.count("beyond these the run ends: save more often (trainer.save_freq)") == 1
+    files = {path.name for path in (full.run_dir / "routes").iterdir()}
+    assert sum((full.run_dir / "routes" / name).stat().st_size for name in files) <= 6.2e-5 * 1e9 + 2 * 4096
+    again = train(config, given | {"rollout.routes_gb": 1.0})
+    assert again.exit_code == 0, again.console
+    left = {path.name for path in (again.run_dir / "routes").iterdir()}
+    assert len(files & left) >= 16 and len(left) == 32, "step 1 trained on what the journal had"
+    near = tmp_path / "near"
+    near.mkdir()
+    alone = train(write_config(near), settings(near, **steps))
+    assert learned(again) == learned(alone), "bit for bit"
+
+
 def store_of(machines: Machines, address: str) -> tuple[int, int]:
     """Process ids of the store with that address and of its parent."""
     for pid in processes_with(f"{MARKER}={machines.marker}"):
