@@ -39,7 +39,8 @@ def sync(args: argparse.Namespace) -> None:
     place = "on the trainer's GPUs" if engines.is_colocated else "on machines of their own"
     kind = config.rollout.quantization or dtype
     print(f"weights        {size(num_bytes)} as {kind}; trainer {layout}, {layout.world_size} ranks")
-    print(f"engines        {engines.count} of tp{engines.layout.tp} ep{engines.layout.ep}, {place}")
+    dp = f" dp{engines.layout.dp}" if engines.layout.dp > 1 else ""
+    print(f"engines        {engines.count} of tp{engines.layout.tp} ep{engines.layout.ep}{dp}, {place}")
     for line in lines(cost, args.network, layout, stages):
         print(line)
     if reason := why_whole(config):

@@ -165,6 +165,7 @@ def test_files_are_filled_in_order() -> None:
     specs = [TensorSpec(str(i), "float32", (n,)) for i, n in enumerate((10, 10, 100, 5))]
     files = plan_files(specs, max_shard_bytes=100)
     assert [[s.name for s in members] for members in files.values()] == [["0", "1"], ["2"], ["3"]]
+    assert [len(members) for members in plan_files(specs[:2], max_shard_bytes=80).values()] == [2], "80 bytes fit in 80"
 
 
 class TestBrokenDirectories:
@@ -262,9 +263,10 @@ def test_companions_are_copied_and_the_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "LICENSE", "notes.txt", "model.safetensors"):
         (tmp_path / "from" / name).write_text(name)
-    specs = [TensorSpec("a", "bfloat16", (2,))]
+    specs = [TensorSpec("a", "bfloat16", (2,)), TensorSpec("bias", "float32", (1,))]  # a buffer keeps its own type
     with hf_directory_writer(tmp_path / "hf", specs, CONFIG, companions_from=tmp_path / "from") as writer:
         writer.write("a", torch.ones(2, dtype=torch.bfloat16))
+        writer.write("bias", torch.ones(1))
     names = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert names == ["LICENSE", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {**CONFIG, "torch_dtype": "bfloat16"}

@@ -14,6 +14,7 @@ from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
 from benchmarks.parity.fused_experts import fused
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MegatronReader, layout_on_disk
+from rlhf_megatron.checkpoint.stored_names import Naming
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.conversion.model import Model, open_model
 from rlhf_megatron.conversion.run import convert, write_hf
@@ -293,6 +294,15 @@ def test_module_of_tools_runs_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as end:
         runpy.run_module("tools.checkpoint_convert", run_name="__main__")
     assert end.value.code == 0 and (tmp_path / "m" / "tp0_pp0.safetensors").exists()
+
+
+def test_layers_are_stacked_where_all_are_alike() -> None:
+    """As Megatron-LM's defaults have it: of some families here the first layer has no experts."""
+    families = EXPERT_FAMILIES.items()
+    stacked = {name for name, config in families if Naming.of(table_for(config), "local").num_layers}
+    assert stacked == {"qwen3_moe_plain", "mixtral", "gpt_oss"} < {name for name, _ in families}
+    assert Naming.of(table_for(CONFIG), "local").num_layers == CONFIG["num_hidden_layers"]
+    assert Naming.of(table_for(CONFIG), "local", is_stacked=False).num_layers == 0
 
 
 def test_layers_that_predict_further_tokens_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from table_samples import BIASED_LLAMA, FAMILIES, SMALL_QWEN2, SMALL_QWEN3, THRE
 
 from rlhf_megatron.config.rope import Rotary
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size, table_for
-from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, split
+from rlhf_megatron.models.table import Rule, check_tensor_parallel, hf_spans, join, rules_of_stage, split
 from rlhf_megatron.parallel.layout import Layout
 
 QWEN3 = {**SMALL_QWEN3, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
@@ -172,6 +172,23 @@ def test_tensor_parallel_size_must_divide_the_key_value_groups() -> None:
     check_tensor_parallel(table_for(smollm, 3), 3)
     with pytest.raises(ValueError, match=r"tensor parallel size 2 .*linear_qkv.* must divide 3"):
         check_tensor_parallel(table_for(smollm, 2), 2)
+
+
+def test_tensor_parallel_size_must_divide_gate_and_up() -> None:
+    """Their 12 rows would divide by 4, the 6 of each do not."""
+    table = table_for({**QWEN3, "intermediate_size": 6}, 4)
+    with pytest.raises(
+        ValueError, match=r"size 4 .*, first decoder\.layers\.0\.mlp\.linear_fc1\.weight .* with 6 blocks"
+    ):
+        check_tensor_parallel(table, 4)
+
+
+def test_ranks_behind_the_end_of_a_vocabulary_have_none_of_it() -> None:
+    """Five rows, padded to eight, over four ranks."""
+    (rule, *_) = table_for({**QWEN3, "vocab_size": 5}, 4)
+    assert rule.megatron_shape[0] == 8
+    spans = [hf_spans(rule, 4, number)[0] for number in range(4)]
+    assert [(span.start, span.count) for span in spans] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
 def test_transformer_arguments() -> None:

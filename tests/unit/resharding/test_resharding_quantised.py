@@ -110,3 +110,9 @@ def test_cuts_within_a_block_are_refused() -> None:
     require_whole_blocks(of_experts, Layout(4, ep=4, etp=1), EngineLayout(4, 4))
     with pytest.raises(ValueError, match=r"expert_tensor_parallel_size cuts 256 rows of .*experts.0.gate_proj.weight"):
         require_whole_blocks(of_experts, Layout(4, ep=1, etp=4), EngineLayout())
+
+
+def test_a_block_of_zeros_has_a_scale() -> None:
+    """A dead expert's weights, for instance: 0 / 0 would be no number."""
+    quantised, scales = to_fp8(torch.zeros(130, 4))
+    assert not quantised.float().any() and scales.flatten().tolist() == pytest.approx([1e-12 / 448] * 2)
