@@ -57,6 +57,8 @@ def test_directory_is_the_model(
 ) -> None:
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    (tmp_path / ".hf.partial").mkdir()
+    (tmp_path / ".hf.partial" / "stage-00007.json").write_text("a run that was killed left this")
     arguments = {"config": config, "directory": tmp_path / "hf", "dtype": dtype, "file_bytes": file_bytes}
     assert dist_pool.run(export, tp=tp, pp=pp, dp=dp, **arguments) == [""] * (tp * pp * dp)
     reader = HFReader(tmp_path / "hf")
