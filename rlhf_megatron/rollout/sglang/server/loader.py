@@ -85,10 +85,10 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     except (KeyError, ValueError) as error:
         logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR, error)
         return
-    draw_apart()
     rank, size = facts.tensor_parallel()
     head = {"rank": rank, "size": size}
     try:
+        draw_apart()
         text = json.dumps({**head, **_carry_out(order, model, directory, rank)})
     except Exception as error:  # told by the client
         text = json.dumps({**head, "error": f"{type(error).__name__}: {error}"})
