@@ -18,6 +18,7 @@ from end_to_end_tools import DP2, Finished, processes_with, train, write_config
 from launch_tools import Started
 from listening import is_loopback, listening
 from namespaces import Machines, has_namespaces
+from ray_leftovers import left_over
 from ray_tools import running_cluster
 from test_launch_nodes import numbers
 
@@ -44,6 +45,10 @@ class Run(Started):
                 if os.readlink(f"/proc/{pid}/fd/1") == log:
                     return pid
         raise AssertionError(f"rank {number} has no process")
+
+    def assert_gone(self) -> None:
+        """Agents of a raylet that was killed have longer."""
+        assert left_over(self.marker, self.run_dir, GONE_WITHIN_S) == []
 
 
 def wait_for_ends(children: Sequence[Child], within_s: float) -> list[int]:
@@ -84,14 +89,14 @@ def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_g
     assert not any(token.partition("=")[2] in command for command in commands), "no other user sees it"
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
-    run.seconds_until_gone(GONE_WITHIN_S)
+    run.assert_gone()
     assert "SIGTERM to the controller" in run.console() and "Traceback" not in run.console()
     done = run.steps()
     assert (run.run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{done[-1]:06d}"
     again = start(ENDLESS | {"trainer.total_training_steps": done[-1] + 1})
     assert again.wait() == 0, again.console()
     assert again.steps() == list(range(1, done[-1] + 2)), "each step once"
-    again.seconds_until_gone(GONE_WITHIN_S)
+    again.assert_gone()
 
 
 def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
@@ -100,7 +105,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
     rank1 = run.rank(1)
     os.kill(rank1, signal.SIGKILL)
     assert run.wait() == 1
-    run.seconds_until_gone(GONE_WITHIN_S)
+    run.assert_gone()
     assert f"HostLostError: [actor dp0 pp0 tp1] (process {rank1}) died" in run.console()
     assert (run.run_dir / "logs" / "ray" / "raylet.out").stat().st_size > 0, "Ray's own words are kept"
     again = start(ENDLESS | {"trainer.total_training_steps": len(run.steps()) + 1})
@@ -112,7 +117,7 @@ def test_an_exception_on_one_rank_is_told_with_its_coordinates(start, tmp_path: 
     plan = {"RLHF_MEGATRON_FAULTS": "fail@actor.before_optimizer_step:who=rank1,nth=2"}
     run = start({}, **plan, RLHF_MEGATRON_FAULTS_DIR=str(tmp_path / "faults"))
     assert run.wait() == 1
-    run.seconds_until_gone(GONE_WITHIN_S)
+    run.assert_gone()
     told = "[actor dp0 pp0 tp1] actor.update: RuntimeError: injected at actor.before_optimizer_step"
     assert told in run.console()
     assert run.steps() == [1]
@@ -123,7 +128,7 @@ def test_nothing_is_left_when_the_driver_is_killed(start) -> None:
     run.wait_for_steps(1)
     os.kill(run.process.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
-    run.seconds_until_gone(GONE_WITHIN_S)
+    run.assert_gone()
 
 
 @pytest.mark.parametrize("servers", [("raylet",), ("raylet", "gcs_server")])
@@ -143,7 +148,7 @@ def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: t
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() in (1, STOPPED_EXIT_CODE), run.console()
     assert wait_for_ends(children, 10.0) == []  # without Ray's own minute
-    run.seconds_until_gone(GONE_WITHIN_S)
+    run.assert_gone()
 
 
 def test_engines_take_turns_with_the_ranks_of_their_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
