@@ -28,6 +28,7 @@ from rlhf_megatron.data import codec
 STORE_ENV = "RLHF_MEGATRON_ROUTE_STORE"  # HOST:PORT of this machine's store, in processes that write
 Ids = np.ndarray[Any, np.dtype[Any]]
 RESERVE = 1 << 30  # bytes of a disk that files of routes leave, or a twentieth of it where that is less
+_LIBC = ctypes.CDLL(None)
 _HEADER = 128  # bytes of a file before its ids
 _WRITERS = 16  # a process counts a folder again when it has written this part of what was left
 _free_of_count: dict[str, int] = {}  # by folder: bytes until then
@@ -133,7 +134,7 @@ def _in_memory(path: str, size: int) -> int:
         return 0
     flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)  # the lowest bit of a page says whether it is there
     start, pages = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_void_p(flags.ctypes.data)
-    ctypes.CDLL(None).mincore(start, ctypes.c_size_t(size), pages)
+    _LIBC.mincore(start, ctypes.c_size_t(size), pages)
     return min(size, int((flags & 1).sum()) * mmap.PAGESIZE)
 
 
