@@ -18,10 +18,8 @@ _NO_PACKAGE = "Transformer Engine and Apex have no wheels: nothing of theirs is 
 _NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
 _STOCK = "stock SGLang on GPUs: the case `servers` comes here, where 8.6 GB of it are installed"
 EXCUSED: dict[str, str] = {
-    "algorithms/aggregate.py:_is_one_block": "sums of columns on the controller, which has them on the CPU",
     "checkpoint/quantised.py:to_fp8": "takes more numbers at once on a GPU, by the same formula",
     "generation/source.py:_engine": "chooses stock SGLang where it sees a GPU, for files without a configuration",
-    "kernels/log_prob_chunked.py:_rows_with_gradient": _NO_TRACE,
     "models/backend.py:_experts_under_its_names": _NO_PACKAGE,
     "models/fused.py:choose_adam": _NO_PACKAGE,
     "parallel/device.py:backend": _STOCK,
