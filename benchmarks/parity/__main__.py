@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.common import RESULTS, write_result
 from benchmarks.parity.cases import FAMILIES, Recipe, Role
-from benchmarks.parity.dumps import ROWS, Dumps
+from benchmarks.parity.dumps import ROWS, Dumps, other_than_dumps
 from benchmarks.parity.layouts import LAYOUTS, TE
 from benchmarks.parity.measure import BAR, Row
 
@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     start = time.monotonic()
     if args.dumps.exists():
-        if any(args.dumps.iterdir()) and not (args.dumps / "run.json").exists() and args.dumps != DUMPS:
-            raise SystemExit(f"{args.dumps} is not empty and holds no dumps of this program; name another directory.")
+        if (other := other_than_dumps(args.dumps)) and args.dumps != DUMPS:
+            raise SystemExit(f"{args.dumps} holds {other}, which is no dump of this program; name another directory.")
         shutil.rmtree(args.dumps)
 
     def report(line: str) -> None:

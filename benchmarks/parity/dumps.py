@@ -28,7 +28,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.parity.cases import Role
+from benchmarks.parity.cases import FAMILIES, Role
 
 EXACT = "float64"
 RUN = "run.json"
@@ -43,6 +43,11 @@ def single_name(number: int) -> str:
 def run_name(layout: str, number: int) -> str:
     """The name of a layout's run: 0 is its own, others are with its hidden units in another order."""
     return f"{layout}.order_{number}" if number else layout
+
+
+def other_than_dumps(directory: Path) -> str | None:
+    """Names something in `directory` that no run has written, one that was ended before it was done included."""
+    return min({entry.name for entry in directory.iterdir()} - {RUN, ROWS, *FAMILIES}, default=None)
 
 
 class Dumps:

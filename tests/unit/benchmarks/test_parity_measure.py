@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.parity.dumps import Dumps, run_name
+from benchmarks.parity.dumps import Dumps, other_than_dumps, run_name
 from benchmarks.parity.measure import Result, Row, measure
 from benchmarks.parity.recompute import main as recompute
 
@@ -192,3 +192,10 @@ def test_recompute_names_a_cell_that_failed(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert recompute([str(tmp_path)]) == 1
     assert "FAILED f tp2" in capsys.readouterr().out
+
+
+def test_a_run_takes_the_place_of_one_that_was_ended_and_of_nothing_else(tmp_path: Path) -> None:
+    Dumps(tmp_path).inputs("mixtral", "critic", VALUE_START, {"response_mask": MASK})
+    assert other_than_dumps(tmp_path) is None
+    (tmp_path / "model.safetensors").touch()
+    assert other_than_dumps(tmp_path) == "model.safetensors"
