@@ -56,8 +56,8 @@ class Gate:
         aborted as it waited. Entering it raises TimeoutError after `timeout_s`."""
         return Passing(self, timeout_s, name)
 
-    async def enter(self, timeout_s: float, name: str) -> bool:
-        """Wait for a place, for `Passing`."""
+    async def enter(self, timeout_s: float, name: str) -> tuple[bool, Places]:
+        """Wait for a place, for `Passing`. Returns whether the call may run, and where the place is from."""
         before, free = self._num_aborts, self._free()
 
         def is_over() -> bool:
@@ -78,17 +78,17 @@ class Gate:
         finally:
             self._waiting.discard(name)
         self._num_inside += is_running
-        return is_running
+        return is_running, free
 
-    def leave(self, has_run: bool) -> None:
+    def leave(self, has_run: bool, places: Places) -> None:
         """Give the place back, for `Passing`."""
-        self._free().release()
+        places.release()
         self._num_inside -= has_run
         if not self._num_inside:
             self._tell()
 
     def _free(self) -> Places:
-        """Those of which there are fewer."""
+        """Return those of which there are fewer."""
         found = connections()
         return self._places if self._places is not None and self._places.count < found.count else found
 
@@ -109,15 +109,16 @@ class Gate:
 class Passing:
     """See `Gate.passing`; thousands may be open, so it is small."""
 
-    __slots__ = ("_gate", "_has_run", "_name", "_timeout_s")
+    __slots__ = ("_gate", "_has_run", "_name", "_places", "_timeout_s")
+    _places: Places
 
     def __init__(self, gate: Gate, timeout_s: float, name: str) -> None:
         self._gate, self._timeout_s, self._name = gate, timeout_s, name
         self._has_run = False
 
     async def __aenter__(self) -> bool:
-        self._has_run = await self._gate.enter(self._timeout_s, self._name)
+        self._has_run, self._places = await self._gate.enter(self._timeout_s, self._name)
         return self._has_run
 
     async def __aexit__(self, *error: object) -> None:
-        self._gate.leave(self._has_run)
+        self._gate.leave(self._has_run, self._places)

@@ -109,6 +109,20 @@ def test_a_router_is_asked_over_no_more_connections_than_there_are_ports_and_it_
     assert run(made(Gate(ports())._free), 30.0) is run(made(http.connections), 30.0)
 
 
+def test_a_place_goes_back_to_where_it_is_from_when_the_process_gets_other_files_meanwhile(
+    one_connection: None,
+) -> None:
+    """The router has more ports than the process may have files, and then fewer."""
+
+    async def grown() -> tuple[int, int]:
+        places, free = Places(10, "ports"), http.connections()
+        async with Gate(places).passing(30.0):
+            free.grow(1)
+        return places._value, free._value
+
+    assert run(grown(), 30.0) == (10, 7)  # of twelve
+
+
 def test_a_pause_that_begins_as_a_call_waits_for_its_connection_holds_it(one_connection: None) -> None:
     """It gives the connection to another engine's call meanwhile."""
     gate, other = Gate(), Gate()
