@@ -31,8 +31,7 @@ class RouteFiles:
         self.directory = "" if directory is None else str(directory.absolute())
         self.place = self.directory, most_bytes  # where engines write, and how much may stand there
         self._note = note
-        self._stores = {""}  # HOST:PORT of other machines; "": this one
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # HOST:PORT of other machines; "": this one
         self._is_kept = is_kept
         self._is_recorded = is_recorded
         self._trained: list[tuple[int, tuple[str, ...]]] = []
@@ -56,11 +55,10 @@ class RouteFiles:
         self._note(f"files of routes: at most {most / 1e9:.3g} GB in {self.directory} (rollout.routes_gb)")
 
     def metrics(self, names: Iterable[str] | None) -> dict[str, float]:
-        """What stands when a step has trained on these, and before they may go."""
+        """Return what stands on the machines of these, which a step has trained on, before they may go."""
         if not self.directory:
             return {}
-        self._stores.update(by_address(names or ()))
-        found = {store: self._held(store) for store in self._stores}
+        found = {store: self._held(store) for store in {"", *by_address(names or ())}}
         for store, held in found.items():
             most = self._most(held)
             if held.num_bytes > _NEARLY * most and store not in self._told:

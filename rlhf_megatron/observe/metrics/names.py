@@ -178,8 +178,8 @@ rollout/samples_of_several_versions | share | share | {SAMPLES} - | samples whos
 rollout/engine_failures | count | count | {STEP} - | times an engine stopped serving: dead, hung, STALE or failing its
   requests
 rollout/driver_restarts | count | count | {STEP} - | drivers started again in place of one that was dead or hung
-rollout/routes_memory_gb | GB | last | {STEP} | files of routes on all machines, what memory has of them
-rollout/routes_spilled_gb | GB | last | {STEP} - | files of routes on all machines, what stands on disk alone
+rollout/routes_memory_gb | GB | last | {STEP} | files of routes where the step's are, what memory has of them
+rollout/routes_spilled_gb | GB | last | {STEP} - | files of routes where the step's are, what the disk alone has
 rollout/engine_restarts | count | count | {STEP} - | engines started again in place of one that was dead or hung
 rollout/requests_reissued | count | count | {STEP} - | prompts asked for again, with the same seeds, after an engine
   failed
