@@ -141,7 +141,7 @@ def resident(process: int | str = "self") -> int:
 
 
 def cpu_of(processes: Sequence[int]) -> float:
-    """Seconds of CPU that these have taken, by their own clocks (/proc counts in ticks of 10 ms)."""
+    """Return the seconds of CPU that these have taken, by their own clocks (/proc counts in ticks of 10 ms)."""
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in processes)
 
 

@@ -46,7 +46,7 @@ class Selected:
 @codec.register
 @dataclass(frozen=True)
 class Held:
-    """What stands in a folder, in bytes."""
+    """Counts what stands in a folder, in bytes."""
 
     num_bytes: int = 0
     in_memory: int = 0  # of these the kernel has in memory; the others are on disk alone
@@ -118,7 +118,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def held(folder: Path) -> Held:
-    """What stands in a folder of this machine."""
+    """Return what stands in a folder of this machine."""
     sizes = _sizes(folder) if folder.is_dir() else {}
     count = sum(sizes.values())
     there = next(each for each in (folder, *folder.parents) if each.is_dir())

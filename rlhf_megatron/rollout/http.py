@@ -142,8 +142,9 @@ class Answer:
 
 
 class Places(asyncio.Semaphore):
-    """So many generate calls may be under way. One that finds no place waits, in the order in which they came, which is
-    told once. `why`: what binds, and what to do."""
+    """Lets so many generate calls be under way. One that finds no place waits, in order, which is told once.
+
+    `why`: what binds, and what to do."""
 
     def __init__(self, count: int, why: str) -> None:
         self.count, self.why = count, why
@@ -176,7 +177,7 @@ class Connections(Places):
         self.grow(num_processes)
 
     def grow(self, num_processes: int) -> None:
-        """So many more processes take part."""
+        """Let so many more processes take part."""
         self._num_processes += num_processes
         more = num_processes * (self._files - min(_OTHER_FILES, self._files // 4))
         self.count += more

@@ -23,7 +23,7 @@ _client = functools.lru_cache(_KEPT)(HttpClient)
 
 @functools.lru_cache(_KEPT)
 def _one(value: T) -> T:
-    """The first value that equals this one."""
+    """Return the first value that equals this one."""
     return value
 
 

@@ -16,7 +16,7 @@ def tensor_parallel() -> tuple[int, int]:
 
 
 def attention_group() -> int:
-    """Number of the group of ranks, under DP attention, whose requests this process serves; 0 without it."""
+    """Return the number of the group of ranks, under DP attention, whose requests this process serves; 0 without it."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().attn_dp_rank or 0)
