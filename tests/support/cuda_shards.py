@@ -105,6 +105,7 @@ def engine(rank: int, directory: Path) -> None:
 
     model.load_weights = MethodType(load_weights, model)
     facts.tensor_parallel = lambda: (rank, SIZE)  # type: ignore[assignment]
+    facts.attention_group = lambda: 0  # type: ignore[assignment]
     for line in sys.stdin:
         loader.load(model, pickle.loads(base64.b64decode(line)))
         print("done", flush=True)
