@@ -48,12 +48,18 @@ class VanishedError(EOFError):
 
 
 class Channel:
-    """Messages over a connected socket. `send` may be called from several threads, `receive` from one."""
+    """Messages over a connected socket. `send` may be called from several threads, `receive` and `take` from one.
+
+    A thread that reads many channels waits for them by `selectors` and calls `take`.
+    """
 
     def __init__(self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes
         self._socket = sock
         self._send_lock = threading.Lock()
+        self._arriving = bytearray(_HEADER.size)  # of `take`: a header, then its message
+        self._num_arrived = 0
+        self._is_message = False
         sock.settimeout(None)
         detect_dead_peers(sock)
 
@@ -87,16 +93,44 @@ class Channel:
         Raises EOFError when the peer is gone, VanishedError when its machine is, FrameError for a bad message,
         TimeoutError at the deadline.
         """
-        (size,) = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size, deadline))
-        if size > self.max_frame_bytes:
-            raise FrameError(f"a message of {size} bytes was announced; the limit is {self.max_frame_bytes}.")
+        size = self._size(_receive_exactly(self._socket, _HEADER.size, deadline))
         data = _receive_exactly(self._socket, size, deadline)
         if deadline is not None:
             self._socket.settimeout(None)
-        try:
-            return codec.decode(data)
-        except ValueError as error:
-            raise FrameError(str(error)) from error
+        return _decode(data)
+
+    def take(self) -> Any:
+        """Return the next message if the rest of it is here, else None, without waiting. Raises as `receive` does."""
+        while True:
+            try:
+                count = self._socket.recv_into(
+                    memoryview(self._arriving)[self._num_arrived :], flags=socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise _broken(error) from error
+            if count == 0:
+                raise EOFError("the connection was closed.")
+            self._num_arrived += count
+            if self._num_arrived < len(self._arriving):
+                return None
+            arrived, is_message = self._arriving, self._is_message
+            self._num_arrived, self._is_message = 0, not is_message
+            if is_message:
+                self._arriving = bytearray(_HEADER.size)
+                return _decode(arrived)
+            self._arriving = bytearray(self._size(arrived))
+
+    def fileno(self) -> int:
+        """The socket's, for `selectors`."""
+        return self._socket.fileno()
+
+    def _size(self, header: codec.Buffer) -> int:
+        (size,) = _HEADER.unpack(header)
+        if size > self.max_frame_bytes:
+            raise FrameError(f"a message of {size} bytes was announced; the limit is {self.max_frame_bytes}.")
+        return int(size)
 
     @property
     def own_address(self) -> str:
@@ -111,10 +145,14 @@ class Channel:
         except OSError:
             return ""
 
-    def close(self) -> None:
-        """End the connection in both directions; a blocked `receive` raises EOFError. Safe to call twice."""
+    def shut_down(self) -> None:
+        """End the connection in both directions; a blocked `receive` raises EOFError, as the next `take` does."""
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Shut down, and give the socket back. Safe to call twice."""
+        self.shut_down()
         self._socket.close()
 
 
@@ -182,6 +220,18 @@ def _proof(secret: bytes, side: bytes, host_nonce: codec.Buffer, controller_nonc
     return hmac.digest(secret, b"".join((side, host_nonce, controller_nonce)), "sha256")
 
 
+def _decode(data: bytearray) -> Any:
+    try:
+        return codec.decode(data)
+    except ValueError as error:
+        raise FrameError(str(error)) from error
+
+
+def _broken(error: OSError) -> EOFError:
+    kind = VanishedError if is_vanished(error) else EOFError
+    return kind(f"the connection broke: {error}")
+
+
 def _receive_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
@@ -196,8 +246,7 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float | None = No
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's ETIMEDOUT
                 raise
-            kind = VanishedError if is_vanished(error) else EOFError
-            raise kind(f"the connection broke: {error}") from error
+            raise _broken(error) from error
         if count == 0:
             raise EOFError("the connection was closed.")
         position += count

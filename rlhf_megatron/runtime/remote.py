@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
 import signal
 import threading
 import time
@@ -48,7 +49,7 @@ class HostLink:
     machine: str
     host: str = ""  # name and address of its machine, for messages
     is_vanished: bool = False  # the machine gives no sign any more
-    is_open: bool = True  # set to False by the thread that reads the channel
+    is_open: bool = True  # set to False by the thread that reads the channels
 
 
 @dataclass
@@ -102,13 +103,10 @@ class RemoteGroup:
         self._describe_hang: DescribeHang = _hang_of_hosts
         self._failure_elsewhere: HostError | None = None  # of one of them
         self._built = self._expect(BUILD, _Pending("building roles", Future(), lambda values: None, startup_timeout_s))
-        self._readers = [
-            threading.Thread(target=self._read, args=(link,), name=f"control channel {link.where}", daemon=True)
-            for link in links
-        ]
+        self._reader = threading.Thread(target=self._read, name="control channels", daemon=True)
         self._monitor_thread = threading.Thread(target=self._monitor, name="control channel monitor", daemon=True)
-        for thread in (*self._readers, self._monitor_thread):
-            thread.start()
+        self._reader.start()
+        self._monitor_thread.start()
 
     @property
     def own_address(self) -> str:
@@ -184,8 +182,9 @@ class RemoteGroup:
         if is_first:
             self._end_hosts("the run is over", CLOSE_GRACE_S if is_idle else ABORT_GRACE_S)
             self._fail_pending(HostError("the group was closed."))
-        for reader in self._readers:  # a thread that frees a tensor while the interpreter shuts down aborts the process
-            reader.join(timeout=ABORT_GRACE_S)
+        self._reader.join(
+            ABORT_GRACE_S
+        )  # a thread that frees a tensor while the interpreter shuts down aborts the process
 
     def _tie(self, groups: Sequence[RemoteGroup]) -> None:
         with self._changed:
@@ -238,28 +237,37 @@ class RemoteGroup:
         with self._changed:
             self._changed.notify_all()
 
-    def _read(self, link: HostLink) -> None:
-        """A thread for each host."""
-        try:
-            while True:
-                message = link.channel.receive()
-                if isinstance(message, Reply):
-                    self._take_reply(link, message)
-                elif isinstance(message, Status):
-                    with self._changed:
-                        self._statuses.get(message.id, {})[link.rank] = message
-                        self._changed.notify_all()
-                elif isinstance(message, Signalled):
-                    self._on_signalled(link.where, message)
-                else:
-                    raise FrameError(f"a host sent a {type(message).__name__}.")
-                del message  # and its tensors, while the next is waited for
-        except (EOFError, FrameError) as error:
-            logger.debug("%s %s", link.where, error)
-            link.is_vanished = isinstance(error, VanishedError)
-        with self._changed:
-            link.is_open = False
-            self._changed.notify_all()
+    def _read(self) -> None:
+        """A thread, until the channels of all hosts have ended."""
+        with selectors.DefaultSelector() as selector:
+            for link in self._links:
+                selector.register(link.channel, selectors.EVENT_READ, link)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    link = key.data
+                    try:
+                        if (message := link.channel.take()) is not None:
+                            self._take_message(link, message)
+                            del message  # and its tensors, while the next is waited for
+                    except (EOFError, FrameError) as error:
+                        logger.debug("%s %s", link.where, error)
+                        selector.unregister(link.channel)
+                        link.is_vanished = isinstance(error, VanishedError)
+                        with self._changed:
+                            link.is_open = False
+                            self._changed.notify_all()
+
+    def _take_message(self, link: HostLink, message: Any) -> None:
+        if isinstance(message, Reply):
+            self._take_reply(link, message)
+        elif isinstance(message, Status):
+            with self._changed:
+                self._statuses.get(message.id, {})[link.rank] = message
+                self._changed.notify_all()
+        elif isinstance(message, Signalled):
+            self._on_signalled(link.where, message)
+        else:
+            raise FrameError(f"a host sent a {type(message).__name__}.")
 
     def _take_reply(self, link: HostLink, reply: Reply) -> None:
         with self._changed:
@@ -367,6 +375,9 @@ class RemoteGroup:
                 if is_here:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(link.pid, signal.SIGKILL)
+            link.channel.shut_down()
+        self._reader.join(ABORT_GRACE_S)
+        for link in self._links:
             link.channel.close()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rollout import sockets
 from rlhf_megatron.rollout.sockets import OPEN_FILES, allow_open_files
@@ -22,7 +23,7 @@ from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.host import Activity
-from rlhf_megatron.runtime.messages import Call, Leave, Ping, Register, Reply
+from rlhf_megatron.runtime.messages import Call, Leave, Ping, Register, Reply, Status
 from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.registration import gather_hosts, listen, register_host
 from rlhf_megatron.runtime.remote import HostLink, RemoteGroup
@@ -110,6 +111,51 @@ def test_oversized_and_malformed_frames_are_refused_without_reading_them() -> No
         receiver.receive()
     with pytest.raises(ValueError, match="over the limit of 1000"):
         receiver.send(Call(1, "a.b", shard=bytes(2000)))
+
+
+def test_take_returns_a_message_when_the_last_byte_of_it_is_here() -> None:
+    left, right = socket.socketpair()
+    receiver = Channel(left, max_frame_bytes=1000)
+    assert receiver.take() is None
+    message = codec.encode(Ping(4))
+    for byte in struct.pack("<Q", len(message)) + message[:-1]:
+        right.sendall(bytes([byte]))
+        assert receiver.take() is None
+    right.sendall(message[-1:] + struct.pack("<Q", len(message)) + message)
+    assert [receiver.take(), receiver.take(), receiver.take()] == [Ping(4), Ping(4), None]
+    right.sendall(struct.pack("<Q", 5) + b"\x80\x04N.x")  # a pickle
+    with pytest.raises(FrameError, match="malformed message"):
+        receiver.take()
+    right.sendall(struct.pack("<Q", 1001))
+    with pytest.raises(FrameError, match="1001 bytes was announced; the limit is 1000"):
+        receiver.take()
+    left, right = socket.socketpair()
+    right.close()
+    with pytest.raises(EOFError):
+        Channel(left).take()
+
+
+def test_half_of_a_reply_holds_up_no_other_host() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    links = [HostLink(rank, f"[toy tp{rank}]", Channel(ours), 0, "") for rank, (ours, _) in enumerate(pairs)]
+    group = RemoteGroup(Layout(2), links, 600.0, 600.0, lambda where, message: None)
+    slow, fast = pairs[0][1], Channel(pairs[1][1])
+    try:
+        called = group.broadcast("toy.update")
+        reply = codec.encode(Reply(1, "whole"))
+        frame = struct.pack("<Q", len(reply)) + reply
+        slow.sendall(frame[:-7])
+        fast.send(Reply(1, "first"))
+        ping = group.ping()
+        status = Status(ping, "[toy tp1]", "toy.update", "running", 1.0, "", ())
+        fast.send(status)
+        assert [view.status for view in group.answers(ping, 1.0)] == [None, status]
+        slow.sendall(frame[-7:])
+        assert called.result(60) == ["whole", "first"]
+    finally:
+        slow.close()
+        fast.close()
+        group.close()
 
 
 def test_secret_file_must_be_private(tmp_path: Path) -> None:
