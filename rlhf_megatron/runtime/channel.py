@@ -100,7 +100,10 @@ class Channel:
         return _decode(data)
 
     def take(self) -> Any:
-        """Return the next message if the rest of it is here, else None, without waiting. Raises as `receive` does."""
+        """Return the next message if the rest of it is here, else None, without waiting.
+
+        Raises EOFError, VanishedError and FrameError as `receive` does, MemoryError when there is no room for it.
+        """
         while True:
             try:
                 count = self._socket.recv_into(

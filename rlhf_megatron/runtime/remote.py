@@ -182,9 +182,8 @@ class RemoteGroup:
         if is_first:
             self._end_hosts("the run is over", CLOSE_GRACE_S if is_idle else ABORT_GRACE_S)
             self._fail_pending(HostError("the group was closed."))
-        self._reader.join(
-            ABORT_GRACE_S
-        )  # a thread that frees a tensor while the interpreter shuts down aborts the process
+        # A thread that frees a tensor while the interpreter shuts down aborts the process.
+        self._reader.join(ABORT_GRACE_S)
 
     def _tie(self, groups: Sequence[RemoteGroup]) -> None:
         with self._changed:
@@ -249,8 +248,9 @@ class RemoteGroup:
                         if (message := link.channel.take()) is not None:
                             self._take_message(link, message)
                             del message  # and its tensors, while the next is waited for
-                    except (EOFError, FrameError) as error:
-                        logger.debug("%s %s", link.where, error)
+                    except (EOFError, FrameError, MemoryError) as error:
+                        is_usual = isinstance(error, EOFError)
+                        logger.log(logging.DEBUG if is_usual else logging.ERROR, "%s %r", link.where, error)
                         selector.unregister(link.channel)
                         link.is_vanished = isinstance(error, VanishedError)
                         with self._changed:
