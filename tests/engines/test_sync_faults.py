@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rollout_tools import assert_same
+from rollout_tools import assert_same, tiny_qwen3_moe
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from sync_tools import BUCKET_BYTES, REQUESTS, Rig, change_weights, rig_of, trainer, write_model
+from sync_tools import BUCKET_BYTES, DENSE, REQUESTS, Rig, change_weights, rig_of, trainer, write_model
 
 from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.engine import EngineError
@@ -28,17 +30,30 @@ from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
-KINDS = [  # and how many tensor-parallel ranks
-    pytest.param(("local", 1), id="local"),
-    pytest.param(("sglang", 1), id="sglang", marks=[pytest.mark.sglang, needs_sglang]),
-    pytest.param(("sglang", 2), id="sglang-tp2", marks=[pytest.mark.sglang, pytest.mark.long, needs_sglang]),
-]
-TENSOR = r"(embed_tokens|lm_head|norm|proj)\.weight"
+OF_SGLANG = [pytest.mark.sglang, needs_sglang]
+TP2 = {"tp_size": 2}
+DP_ATTENTION = {**TP2, "dp_size": 2, "enable_dp_attention": True}
+each_kind = pytest.mark.parametrize(
+    ("model", "rig"),
+    [
+        pytest.param(DENSE, ("local", {}), id="local"),
+        pytest.param(DENSE, ("sglang", {}), id="sglang", marks=OF_SGLANG),
+        pytest.param(DENSE, ("sglang", TP2), id="sglang-tp2", marks=[*OF_SGLANG, pytest.mark.long]),
+        pytest.param(
+            partial(tiny_qwen3_moe, 1),
+            ("sglang", DP_ATTENTION),
+            id="sglang-dp-attention",
+            marks=[*OF_SGLANG, pytest.mark.long],
+        ),
+    ],
+    indirect=True,
+)
+TENSOR = r"(embed_tokens|lm_head|norm|proj|gate)\.weight"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("sync") / "model")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("sync") / "model", getattr(request, "param", DENSE))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +62,7 @@ def group(model: Path) -> Iterator[InlineGroup]:
         yield started
 
 
-def start(kind: str, model: Path, folder: Path, num_engines: int, tp_size: int = 1) -> EngineServers:
+def start(kind: str, model: Path, folder: Path, num_engines: int, **arguments: Any) -> EngineServers:
     (folder / "transfer").mkdir()
     if kind == "local":
         return start_local_engines(model, num_engines, folder, transfer_dir=folder / "transfer", load_weights=False)
@@ -58,21 +73,21 @@ def start(kind: str, model: Path, folder: Path, num_engines: int, tp_size: int =
         python=str(sglang_python()),
         transfer_dir=folder / "transfer",
         dtype="float32",
-        arguments={**CPU_ARGUMENTS, "context_length": 256, "tp_size": tp_size},
-        env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp_size == 2 else {})},
+        arguments={**CPU_ARGUMENTS, "context_length": 256, **arguments},
+        env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if arguments else {})},
         startup_timeout_s=STARTUP_S,
     )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def rig(
     request: pytest.FixtureRequest, model: Path, group: InlineGroup, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
     """With the trainer's weights in the engine, as version 1."""
-    kind, tp_size = request.param
+    kind, arguments = request.param
     folder = tmp_path_factory.mktemp(kind)
     transfer = folder / "transfer"
-    with start(kind, model, folder, 1, tp_size) as servers, FaultProxy(servers.addresses[0], transfer) as proxy:
+    with start(kind, model, folder, 1, **arguments) as servers, FaultProxy(servers.addresses[0], transfer) as proxy:
         found = rig_of(
             kind,
             group,
@@ -102,6 +117,7 @@ PLANTED = {
 }
 
 
+@each_kind
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_refused_until_a_full_sync(rig: Rig, name: str, caplog: pytest.LogCaptureFixture) -> None:
     engine, version = rig.fleet.engines[0], rig.sync.version
@@ -131,6 +147,7 @@ def test_a_planted_fault_is_refused_until_a_full_sync(rig: Rig, name: str, caplo
     rig.probe(engine)  # the trainer finds its own log-probs in what is sampled
 
 
+@each_kind
 def test_an_engine_is_mended_before_it_serves(rig: Rig) -> None:
     """A fault that does not come again: the next generate gives the weights once more, and only then asks."""
     change_weights(rig.group, seed=200)
@@ -142,6 +159,7 @@ def test_an_engine_is_mended_before_it_serves(rig: Rig) -> None:
     rig.probe(rig.fleet.engines[0])
 
 
+@each_kind
 @pytest.mark.parametrize("is_wrong", [True, False])
 def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
     rig: Rig, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
@@ -168,6 +186,7 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
     rig.plan()
 
 
+@each_kind
 def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
     engine = rig.fleet.engines[0]
     before = rig.fleet.generate(REQUESTS)
@@ -185,6 +204,7 @@ def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
     assert engine.version() == version
 
 
+@each_kind
 def test_faults_of_requests_lose_double_and_age_no_sample(rig: Rig) -> None:
     """A connection that breaks before or in the answer, an answer that is 500 or says that it is of the version before,
     a request that comes twice or late."""

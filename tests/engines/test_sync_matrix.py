@@ -11,7 +11,8 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -179,14 +180,12 @@ class Server:
     version: int = 0
 
 
-@pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Started once for all its syncs."""
-    name, tp_size, ep_size, dp_size = request.param
-    folder = tmp_path_factory.mktemp("matrix")
-    model, transfer = folder / "model", folder / "transfer"
-    for path in (model, transfer):
-        path.mkdir()
+@contextmanager
+def started(
+    folder: Path, transfer: Path, name: str, tp_size: int, ep_size: int, dp_size: int, engine_name: str = "engine0"
+) -> Iterator[Server]:
+    model = folder / "model"
+    model.mkdir()
     (model / "config.json").write_text(json.dumps(MODELS[name]))
     arguments = {**CPU_ARGUMENTS, "context_length": 256}
     if tp_size == 2:
@@ -206,11 +205,21 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp_size == 2 else {})},
         startup_timeout_s=STARTUP_S,
     ) as servers:
-        engine = SGLangEngine(servers.addresses[0], transfer)
+        engine = SGLangEngine(replace(servers.addresses[0], name=engine_name), transfer)
         assert engine.address.tp_size == tp_size
-        size = " ".join(f"{axis}{n}" for axis, n in zip(("tp", "ep", "dp"), request.param[1:], strict=True) if n > 1)
+        sizes = zip(("tp", "ep", "dp"), (tp_size, ep_size, dp_size), strict=True)
+        size = " ".join(f"{axis}{n}" for axis, n in sizes if n > 1)
         yield Server(engine, transfer, model, name, size or "tp1", dp_size > 1)
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Started once for all its syncs."""
+    folder = tmp_path_factory.mktemp("matrix")
+    (folder / "transfer").mkdir()
+    with started(folder, folder / "transfer", *request.param) as found:
+        yield found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -276,6 +285,41 @@ def test_what_stands_in_sglang_is_what_was_exported(
     if RESULTS in os.environ:
         with open(os.environ[RESULTS], "a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_sync_serves_engines_with_and_without_dp_attention(
+    dist_pool: DistPool, transport: WeightTransport, tmp_path: Path
+) -> None:
+    """An expert stands in one rank of the one engine and in all of the other, attention the other way round."""
+    name, folders = "qwen3_moe", [tmp_path / folder for folder in ("plain", "dp", "transfer")]
+    for folder in folders:
+        folder.mkdir()
+    *homes, transfer = folders
+    with (
+        started(homes[0], transfer, name, 1, 1, 1) as plain,
+        started(homes[1], transfer, name, 2, 2, 2, "engine1") as dp,
+    ):
+        fleet = EngineFleet([plain.engine, dp.engine], 300.0, 1)
+        ranks = Ranks(dist_pool, LAYOUTS["tp2 ep2"], name, seed=7)
+        sync = WeightSync(
+            Workers(ranks).host,  # type: ignore[arg-type]
+            fleet,
+            transfer,
+            BUCKET_BYTES,
+            "float32",
+            transport=transport,
+            model_path=plain.model,
+        )
+        sync()
+        assert [engine.address.name for engine in fleet.live] == ["engine0", "engine1"]
+        exported = dict(random_hf_tensors(MODELS[name], 7))
+        expected = {key: as_hex(digest(tensor)) for key, tensor in exported.items()}
+        assert plain.engine.weight_digests() == dp.engine.weight_digests() == expected
+        model = reference(saved(MODELS[name], exported, tmp_path / "sent"))
+        for engine in fleet.engines:
+            assert 0 < largest_difference(engine.generate(REQUESTS, 120.0), model) <= 1e-4
+        fleet.close()
 
 
 def is_of_dp(name: str) -> bool:

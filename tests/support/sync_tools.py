@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from rollout_tools import request, tiny_qwen3
+from transformers import PreTrainedModel
 
 from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
@@ -20,14 +22,15 @@ from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.probe import Probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
+DENSE = partial(tiny_qwen3, 1, tied=False)
 BUCKET_BYTES = 100_000  # several buckets; the parts of an attention block stay in one
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (3,)]
 KEEPS_OLD = ProxyFault("old_bucket", nth=1 << 40)  # never comes, but has the proxy keep the first bucket it sees
 REQUESTS: list[GenerateRequest] = [request((1 + i, 2), (10 * i, 10 * i + 1), 12) for i in range(8)]
 
 
-def write_model(directory: Path) -> Path:
-    tiny_qwen3(1, tied=False).save_pretrained(directory)
+def write_model(directory: Path, make: Callable[[], PreTrainedModel] = DENSE) -> Path:
+    make().save_pretrained(directory)
     return directory
 
 
