@@ -291,7 +291,7 @@ def test_what_stands_in_sglang_is_what_was_exported(
 def test_one_sync_serves_engines_with_and_without_dp_attention(
     dist_pool: DistPool, transport: WeightTransport, tmp_path: Path
 ) -> None:
-    """An expert stands in one rank of the one engine and in all of the other, attention the other way round."""
+    """One engine is a single rank. In the other, of two ranks, attention stands in both and each expert in one."""
     name, folders = "qwen3_moe", [tmp_path / folder for folder in ("plain", "dp", "transfer")]
     for folder in folders:
         folder.mkdir()
