@@ -10,6 +10,7 @@ Runs, each a process (group) of its own, in turns, `rounds` times:
 
     ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine, which take turns
     ours_dp2   two ranks (dp2) and two local engines
+    ours_dp2_shared  the same, and a prompt computed once for its samples in a micro-batch (share_prompts)
     trl_1      benchmarks/trl_grpo.py (its settings are explained there) in one process with one thread
     trl_2      the same with two threads
     trl_dp2    two processes of one thread, data parallel over gloo
@@ -51,13 +52,19 @@ WARM_MODEL = ROOT / "examples/quickstart/warm_model"
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 TIMEOUT_S = 3600
 SHORT = 1  # measured steps of the run that tells what starting costs
+DP2 = ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"]
 OURS = {
     "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1"],
-    "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"],
+    "ours_dp2": DP2,
+    "ours_dp2_shared": [*DP2, "actor.megatron.share_prompts=true"],
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
-ALIKE = {"ours_1": ("trl_1", "trl_2"), "ours_dp2": ("trl_dp2",)}  # TRL's runs of as many processes
+ALIKE = {
+    "ours_1": ("trl_1", "trl_2"),
+    "ours_dp2": ("trl_dp2",),
+    "ours_dp2_shared": ("trl_dp2",),
+}  # TRL's runs of as many processes
 STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
 
 

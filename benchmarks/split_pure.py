@@ -37,6 +37,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, weighed
+from rlhf_megatron.workers.documents import forwarded_lengths
 from rlhf_megatron.workers.losses import (
     CorrectedRowLoss,
     RowLoss,
@@ -46,7 +47,7 @@ from rlhf_megatron.workers.losses import (
     make_row_losses,
     moving_correction,
 )
-from rlhf_megatron.workers.pack import MicroBatch, forwarded_lengths, pack, token_columns
+from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
 
 VOCAB, HIDDEN, LONGEST = 29, 8, 40
 TEMPERATURE = 0.8

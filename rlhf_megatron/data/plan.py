@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import Batch, TokenBatch, TokenColumns, columns_of, concat, select
-from rlhf_megatron.data.packing import Bin, pack
+from rlhf_megatron.data.packing import EVEN, Share, imbalance, pack, totals_of
+from rlhf_megatron.data.shared_prompts import Prompts, Unit, units_of
 
 Columns = TypeVar("Columns", bound=TokenColumns)
 NO_OP = -1
@@ -48,6 +49,7 @@ def plan_replicas(
     packed_multiple: int = 1,
     micro_batch_multiple: int = 1,
     attention_length: int = 24576,
+    prompts: Prompts | None = None,
 ) -> tuple[ReplicaPlan, ...]:
     """Spread samples of the given lengths (tokens) over replicas. The same input gives the same plan.
 
@@ -61,19 +63,35 @@ def plan_replicas(
     are fewer samples than micro-batches, the rest hold a no-op sample each: index -1, two tokens, masked out, of zero
     weight.
 
+    `prompts`: of samples that share them; those of a prompt stay together, in as many parts as make the dearest replica
+    cheapest. Not together with a `document_multiple`.
+
     Raises ValueError when a sample alone is over the budget.
     """
     assert num_replicas >= 1 and document_multiple >= 1 and micro_batch_multiple >= 1
     packed_multiple = math.lcm(packed_multiple, document_multiple)
     _check_budget(lengths, token_budget, packed_multiple, is_pooled=document_multiple > 1)
-    padded = [_align(length, document_multiple) for length in lengths]
-    costs = [length * (attention_length + length) for length in padded]
     room = token_budget // packed_multiple * packed_multiple
 
-    shares = pack(padded, costs, num_replicas, micro_batch_multiple, room)
+    def packed(num_parts: int) -> tuple[list[Unit], list[Share]]:
+        if prompts is None:
+            padded = [_align(length, document_multiple) for length in lengths]
+            units = [Unit((i,), length, length * (attention_length + length)) for i, length in enumerate(padded)]
+        else:
+            units = list(units_of(lengths, prompts, num_parts, room, attention_length))
+        sizes = [unit.length for unit in units], [unit.cost for unit in units]
+        return units, pack(*sizes, num_replicas, micro_batch_multiple, room)
+
+    units, shares = packed(1)
+    num_parts = 2
+    while prompts is not None and imbalance(shares) > EVEN and num_parts <= len(lengths):
+        finer = packed(num_parts)
+        if max(totals_of(finer[1])) >= max(totals_of(shares)):
+            break
+        (units, shares), num_parts = finer, 2 * num_parts
     longest = max(micro_batch.length or _align(NO_OP_LENGTH, document_multiple) for micro_batch in chain(*shares))
     packed_length = _align(longest, packed_multiple)
-    return tuple(_replica_plan(share, packed_length) for share in shares)
+    return tuple(_replica_plan(share, units, packed_length) for share in shares)
 
 
 def take(batch: Batch, plan: ReplicaPlan) -> Batch:
@@ -138,12 +156,12 @@ def _check_budget(lengths: Sequence[int], token_budget: int, packed_multiple: in
         )
 
 
-def _replica_plan(share: list[Bin], packed_length: int) -> ReplicaPlan:
+def _replica_plan(share: Share, units: Sequence[Unit], packed_length: int) -> ReplicaPlan:
     """`share` comes dearest first, so empty bins, which become no-op samples, come last."""
     samples: list[int] = []
     micro_batches = []
     for micro_batch in share:
-        held = micro_batch.documents or (NO_OP,)
+        held = tuple(sample for unit in micro_batch.documents for sample in units[unit].samples) or (NO_OP,)
         micro_batches.append(tuple(range(len(samples), len(samples) + len(held))))
         samples += held
     return ReplicaPlan(tuple(samples), tuple(micro_batches), packed_length)

@@ -28,7 +28,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rlhf_megatron.models.document_order import ByLength, Order, Run, chunk_positions, group_by_length, prefix_keys
+from rlhf_megatron.models.document_order import (
+    ByLength,
+    Order,
+    Run,
+    chunk_positions,
+    group_by_length,
+    prefix_keys,
+    prompt_keys,
+)
 from rlhf_megatron.models.flash import Borders, Call, flash_kernel
 from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
 
@@ -40,27 +48,32 @@ class PackedDocuments(PackedSeqParams):
     positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document
     cp: int = 1  # ranks that share the documents
     cp_rank: int = 0  # this one among them
+    prompts: Tensor | None = None  # [D] int64, the document that each goes on from, -1 of none; None: of none at all
+    num_keys: int = 0  # tokens of all documents, each with its prompt; where there are prompts
     rotary_cache: dict[Any, Any] = field(default_factory=dict)
-    mask_cache: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    mask_cache: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
 
     @cached_property
     def by_length(self) -> ByLength:
-        return group_by_length(self.cu_seqlens_q, self.cp)
+        return group_by_length(self.cu_seqlens_q, self.cp, self.prompts)
 
     @cached_property
     def prefixes(self) -> tuple[Tensor, Tensor, Tensor]:
         """The result of `document_order.prefix_keys`, made on the device of `cu_seqlens` without a wait."""
+        if self.prompts is not None:
+            return self.cu_seqlens_q, *prompt_keys(self.cu_seqlens_q, self.prompts, self.num_keys)
         return prefix_keys(self.cu_seqlens_q, self.positions.numel() * self.cp, self.cp, self.cp_rank)
 
-    def mask(self, length: int, window: int | None = None) -> Tensor:
+    def mask(self, length: int, window: int | None = None, num_before: int = 0) -> Tensor:
         """[length / cp, keys] which keys of a document of `length` tokens each of its queries here sees; of these the
-        last `window`, its own with them."""
-        if (length, window) not in self.mask_cache:
+        last `window`, its own with them. `num_before`: further keys in front, of its prompt."""
+        if (length, window, num_before) not in self.mask_cache:
             queries = chunk_positions(length, self.cp, self.cp_rank) if self.cp > 1 else torch.arange(length)
+            queries = queries + num_before
             before = queries[:, None] - torch.arange(int(queries[-1]) + 1)
             mask = before >= 0 if window is None else (before >= 0) & (before < window)
-            self.mask_cache[length, window] = mask.to(self.cu_seqlens_q.device)
-        return self.mask_cache[length, window]
+            self.mask_cache[length, window, num_before] = mask.to(self.cu_seqlens_q.device)
+        return self.mask_cache[length, window, num_before]
 
     def rotary(self, head_dim: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim / 2] of this micro-batch's positions."""
@@ -72,7 +85,12 @@ class PackedDocuments(PackedSeqParams):
 
 
 def packed_documents(
-    cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_group: ProcessGroup | None = None
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    positions: Tensor,
+    cp_group: ProcessGroup | None = None,
+    prompts: Tensor | None = None,
+    num_keys: int = 0,
 ) -> PackedDocuments:
     """Make the `packed_seq_params` of a model's call for one micro-batch.
 
@@ -81,6 +99,10 @@ def packed_documents(
 
     With a `cp_group` of more than one rank, `cu_seqlens` and `max_seqlen` count whole documents, each a multiple of
     2 cp tokens, while `positions` and all that the model takes are this rank's share (models.document_order).
+
+    With `prompts` [D] int64 document d goes on from document prompts[d], if that is not -1: its tokens see that
+    document's too, which stands once for all that go on from it. `num_keys`: tokens of all documents, each with its
+    prompt; `max_seqlen` counts that as well. Not together with a `cp_group` of more than one rank.
     """
     return PackedDocuments(
         qkv_format="thd",
@@ -92,6 +114,8 @@ def packed_documents(
         positions=positions.reshape(-1),
         cp=1 if cp_group is None else cp_group.size(),
         cp_rank=0 if cp_group is None else cp_group.rank(),
+        prompts=prompts,
+        num_keys=num_keys,
     )
 
 
@@ -220,15 +244,18 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocument
     """Flash attention over document borders that stay on the device.
 
     Under cp, the two chunks that a rank has of a document are sequences of their own, with keys from the document's
-    start to the chunk's end. The kernels align the causal mask at the last query and the last key of each sequence.
+    start to the chunk's end; a document behind a shared prompt has the prompt's keys before its own. The kernels align
+    the causal mask at the last query and the last key of each sequence.
     """
     borders = Borders(documents.cu_seqlens_q, documents.cu_seqlens_q, documents.max_seqlen_q, documents.max_seqlen_q)
-    if documents.cp > 1:
+    if documents.cp > 1 or documents.prompts is not None:
         query_borders, key_borders, places = documents.prefixes
         key, value = key.index_select(0, places), value.index_select(0, places)
+        borders = borders._replace(queries=query_borders, keys=key_borders)
+    if documents.cp > 1:
         longest_query = documents.max_seqlen_q // (2 * documents.cp)
         longest_key = longest_query * (2 * documents.cp - documents.cp_rank)
-        borders = Borders(query_borders, key_borders, longest_query, longest_key)
+        borders = borders._replace(longest_query=longest_query, longest_key=longest_key)
     width = value.shape[-1]
     if width < query.shape[-1]:  # kernels take values as wide as keys
         value = pad(value, (0, query.shape[-1] - width))
@@ -259,8 +286,13 @@ def _by_length(
     for run in grouped.runs:
         q, whole = _heads_first(query, run), run.times(documents.cp)
         k, v = (_heads_first(tensor, whole) for tensor in (key, value))
-        if documents.cp > 1 or window is not None or sinks is not None:
-            mask = documents.mask(whole.length, window)
+        before = 0
+        if run.prompt is not None and run.prompts is not None:
+            before = run.prompt.length
+            prompts = (_heads_first(tensor, run.prompt).index_select(0, run.prompts) for tensor in (key, value))
+            k, v = (torch.cat(parts, 2) for parts in zip(prompts, (k, v), strict=True))
+        if documents.cp > 1 or window is not None or sinks is not None or before:
+            mask = documents.mask(whole.length, window, before)
             k, v = (tensor[:, :, : mask.shape[1]] for tensor in (k, v))
             if sinks is not None:
                 k, v, mask = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1)), _with_sinks(mask, sinks)

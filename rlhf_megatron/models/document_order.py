@@ -11,7 +11,7 @@ Legend: D documents, T tokens of all ranks, share = T / cp tokens of one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Run:
     start: int  # first token
     stop: int  # after the last token
     length: int  # tokens of each document
+    prompt: Run | None = None  # where the shared prompts of these documents are
+    prompts: Tensor | None = None  # [documents] which document of that run is the prompt of each
 
     def times(self, parts: int) -> Run:
         """The same documents whole, where this has one of `parts` equal parts of each."""
@@ -52,11 +54,16 @@ class ByLength:
     keys: Order | None  # [T] of the gathered keys, to whole documents; None: they lie so already
 
 
-def group_by_length(borders: Tensor, cp: int = 1) -> ByLength:
-    """`borders` [D + 1] of whole documents; under cp each is a multiple of 2 cp long. The orders are on its device."""
+def group_by_length(borders: Tensor, cp: int = 1, prompts: Tensor | None = None) -> ByLength:
+    """`borders` [D + 1] of whole documents; under cp each is a multiple of 2 cp long. The orders are on its device.
+
+    `prompts` [D]: the document that each goes on from, -1 of none; then documents of a run have prompts of one length.
+    """
     host = borders.to(device="cpu", dtype=torch.int64)
     lengths = host.diff()
     assert cp == 1 or not (lengths % (2 * cp)).any(), f"document lengths {lengths.tolist()} at cp {cp}"
+    if prompts is not None:
+        return _group_behind_prompts(lengths, prompts.cpu(), borders.device)
     by_length = None
     if len(_runs(lengths)) != lengths.unique().numel():
         by_length = lengths.argsort(stable=True)
@@ -68,6 +75,42 @@ def group_by_length(borders: Tensor, cp: int = 1) -> ByLength:
     if by_length is not None:
         keys = keys[_tokens(lengths, by_length)]
     return ByLength(runs, queries, Order.of(keys, borders.device))
+
+
+def _group_behind_prompts(lengths: Tensor, prompts: Tensor, device: torch.device) -> ByLength:
+    is_behind, base = prompts >= 0, int(lengths.max()) + 1
+    kinds = lengths + base * lengths[prompts.clamp(min=0)].where(is_behind, 0)  # both lengths in one number
+    order = kinds.argsort(stable=True)
+    places = order.argsort()  # of each document, once they are in that order
+    is_in_order = bool((order.diff() > 0).all())
+    tokens = None if is_in_order else Order.of(_tokens(lengths, order), device)
+    runs: dict[int, Run] = {}
+    start = first = 0  # token and document
+    firsts: dict[int, int] = {}  # of each run, the first document
+    values, counts = kinds[order].unique_consecutive(return_counts=True)
+    for kind, count in zip(values.tolist(), counts.tolist(), strict=True):
+        length, before = kind % base, kind // base
+        run = Run(start, start + length * count, length)
+        if before:
+            own = prompts[order[first : first + count]]
+            run = replace(run, prompt=runs[before], prompts=(places[own] - firsts[before]).to(device))
+        runs[kind], firsts[kind] = run, first
+        start, first = run.stop, first + count
+    return ByLength(tuple(run for run in runs.values() if run.length), tokens, tokens)
+
+
+def prompt_keys(borders: Tensor, prompts: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Return what documents behind shared prompts attend to: the borders of their key sequences [D + 1] int32, each the
+    document's prompt and then itself, and the place of each key among the tokens [num_keys]. `prompts` [D] as above.
+    """
+    lengths, starts = borders.diff().long(), borders[:-1].long()
+    before = lengths[prompts.clamp(min=0)].where(prompts >= 0, 0)
+    key_borders = _borders(before + lengths)
+    document = torch.repeat_interleave(before + lengths, output_size=num_keys)
+    place = torch.arange(num_keys, device=borders.device) - key_borders[document]
+    own = starts[document] + place - before[document]
+    of_prompt = starts[prompts.clamp(min=0)][document] + place
+    return key_borders.int(), of_prompt.where(place < before[document], own)
 
 
 def gathered_tokens(borders: Tensor, num_tokens: int, cp: int) -> Tensor:

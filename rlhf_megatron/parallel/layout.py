@@ -41,6 +41,7 @@ class Layout:
     first_layers: int = 0  # of the first pipeline stage; 0: as many as the others have
     last_layers: int = 0  # of the last one
     chunk_layers: tuple[int, ...] = ()  # of every model chunk, in the order of the model; (): as the numbers above say
+    shares_prompts: bool = False  # a micro-batch has a prompt once for all its samples (data.shared_prompts)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a shape that cannot be."""
@@ -199,4 +200,5 @@ def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
         chunk_layers=parse_layout(text) if (text := megatron.pipeline_model_parallel_layout) else (),
+        shares_prompts=megatron.share_prompts,
     )

@@ -12,10 +12,11 @@ from torch import Tensor
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import TokenBatch, TokenColumns, columns_of
 from rlhf_megatron.data.plan import NO_OP_LENGTH, ReplicaPlan, encoded, plan_replicas, restore
+from rlhf_megatron.data.shared_prompts import find_prompts
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.messages import Call
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.pack import forwarded_lengths
+from rlhf_megatron.workers.documents import forwarded_lengths
 
 codec.register(UpdateResult)
 
@@ -64,7 +65,8 @@ def plan_call(batch: TokenBatch, layout: Layout, token_budget: int) -> tuple[Rep
     """Return how a scattered call splits `batch`, one plan a replica. The same arguments give the same plans.
 
     `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have theirs together. The
-    last token of each document is not forwarded. Raises ValueError when a sample is over the budget.
+    last token of each document is not forwarded, and a prompt once for the samples of a micro-batch, where the layout
+    shares prompts. Raises ValueError when a sample is over the budget.
     """
     return plan_replicas(
         forwarded_lengths(batch.lengths).tolist(),
@@ -73,6 +75,7 @@ def plan_call(batch: TokenBatch, layout: Layout, token_budget: int) -> tuple[Rep
         document_multiple=layout.document_multiple,
         packed_multiple=layout.packed_multiple,
         micro_batch_multiple=layout.micro_batch_multiple,
+        prompts=find_prompts(batch) if layout.shares_prompts else None,
     )
 
 

@@ -33,6 +33,9 @@ def actor_layout(draft: Draft) -> None:
         if g.get(ulysses) not in (None, 1):
             draft.put("actor.megatron.context_parallel_size", g.whole(ulysses), (ulysses,), "ranks that split a sample")
         _layout(draft, "actor.megatron")
+        grouper = "actor.use_prefix_grouper"
+        if g.has(grouper) and g.flag(grouper):
+            draft.put("actor.megatron.share_prompts", True, (grouper,), "a prompt is computed once for its samples")
     lora(draft)
     replay = "actor.router_replay.mode"
     mode = str(g.look(replay) or "disabled").lower()

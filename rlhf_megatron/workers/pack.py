@@ -19,6 +19,9 @@ Under context parallelism each document is padded to 2 cp chunks of one size, of
 
 Targets are taken before the documents are cut.
 
+Where the layout shares prompts, those that several samples of a micro-batch have are documents of their own, behind the
+fillers, and what is left of such a sample goes on from its prompt's (`data.shared_prompts`).
+
 Legend: T tokens of the shard, S packed length, D documents, R rows of this rank.
 """
 
@@ -35,6 +38,7 @@ from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
 from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.workers.documents import documents_behind_prompts, whole_documents
 
 TENSORS = ("token_ids", "position_ids", "cu_seqlens", "rows", "targets", "sequence_ids")  # of every micro-batch
 
@@ -46,15 +50,19 @@ class MicroBatch:
     token_ids: Tensor  # [1, S / cp] int64, this rank's share
     position_ids: Tensor  # [1, S / cp] int64, from 0 in each document
     cu_seqlens: Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; lengths ascend
-    max_seqlen: int  # tokens of the longest document
+    max_seqlen: int  # tokens of the longest document, with its prompt
     rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask
     targets: Tensor  # [R] int64, the token after each row
     sequence_ids: Tensor  # [R] int64, the document of each row, in [0, num_sequences); the same on all cp ranks
-    num_sequences: int  # documents, filler not counted
+    num_sequences: int  # documents, fillers and shared prompts not counted
     columns: dict[str, Tensor]  # column name -> [R]
     documents: Tensor | None = None  # [S / cp] int64, the document of each token, -1 of none; where it was asked for
     sources: Tensor | None = None  # [S / cp] int64, the shard's token that each is, -1 of none; where it was asked for
     routes: tuple[Tensor, Tensor] | None = None  # experts that tokens are to meet: RoutedTokens of models.replay
+    prompts: Tensor | None = (
+        None  # [D] int64, the document that each goes on from, -1 of none; where prompts are shared
+    )
+    num_keys: int = 0  # tokens of all documents, each with its prompt; where prompts are shared
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,14 @@ def pack(
     sizes = torch.tensor([len(group) for group in plan.micro_batches])
     order = torch.tensor([sample for group in plan.micro_batches for sample in group], dtype=torch.int64)
     _check(batch, order)
-    order = _by_length(order, batch.lengths, sizes)
-    lengths = forwarded_lengths(batch.lengths)[order]
+    assert not (layout.shares_prompts and (with_documents or with_sources)), "config.rules.experts refuses these"
+    parts = (documents_behind_prompts if layout.shares_prompts else whole_documents)(batch, order, sizes)
+    order, lengths = parts.samples, parts.lengths
     padded = -(-lengths // layout.document_multiple) * layout.document_multiple
     document, positions = _share(padded, layout.cp, cp_rank)
     is_token = positions < lengths[document]
+    if parts.starts is not None:
+        positions = positions + parts.starts[document]
     source = batch.offsets[order][document] + positions.where(is_token, 0)  # packed token -> token of the shard
     token_ids = batch.token_ids[source].to(torch.int64).where(is_token, 0)
     is_real = torch.tensor(plan.samples)[order] != NO_OP
@@ -112,13 +123,14 @@ def pack(
     targets = batch.token_ids[predicted].to(torch.int64)
     gathered = {name: getattr(batch, name)[predicted] for name in columns if getattr(batch, name) is not None}
 
-    document_ends = sizes.cumsum(0).tolist()
-    token_ends = (padded.cumsum(0)[sizes.cumsum(0) - 1] // layout.cp).tolist()
+    ends = parts.sizes.cumsum(0)
+    token_ends = (padded.cumsum(0)[ends - 1] // layout.cp).tolist()
     row_ends = torch.searchsorted(row_index, torch.tensor(token_ends)).tolist()
     filler = _share(torch.tensor([layout.document_multiple]), layout.cp, cp_rank)[1]  # positions of a filler document
     is_used = is_token & is_real[document]
     micro_batches, seq_length = [], 0
-    for documents, tokens, rows in zip(_spans(document_ends), _spans(token_ends), _spans(row_ends), strict=True):
+    spans = (_spans(ends.tolist()), _spans(token_ends), _spans(row_ends))
+    for documents, tokens, rows, num_prompts in zip(*spans, parts.num_prompts.tolist(), strict=True):
         num_tokens = int(padded[documents].sum())
         length = _packed_length(num_tokens, plan, layout)
         num_filler = (length - num_tokens) // layout.document_multiple
@@ -129,25 +141,27 @@ def pack(
                 token_ids=torch.cat([torch.zeros_like(filler_positions), token_ids[tokens]])[None],
                 position_ids=torch.cat([filler_positions, positions[tokens]])[None],
                 cu_seqlens=_cu_seqlens(padded[documents], num_filler, layout.document_multiple),
-                max_seqlen=int(padded[documents.stop - 1]),
+                max_seqlen=parts.longest(documents, padded),
                 rows=row_index[rows] + (filler_positions.numel() - tokens.start),
                 targets=targets[rows],
-                sequence_ids=document[row_index[rows]] - documents.start,
-                num_sequences=documents.stop - documents.start,
+                sequence_ids=document[row_index[rows]] - (documents.start + num_prompts),
+                num_sequences=documents.stop - documents.start - num_prompts,
                 columns={name: column[rows] for name, column in gathered.items()},
                 documents=_of_tokens(document - documents.start, is_used, tokens, filler_positions)
                 if with_documents
                 else None,
                 sources=_of_tokens(source, is_used, tokens, filler_positions) if with_sources else None,
+                **parts.behind_prompts(documents, num_filler),
             )
         )
-    num_forwarded = int(lengths[is_real].sum()), int(is_real.sum())
+    num_forwarded = int(lengths[is_real].sum()), int(is_real.sum()) - int(parts.num_prompts.sum())
     return Packed(_on(micro_batches, torch.device(device)), predicted, batch.num_tokens, seq_length, num_forwarded)
 
 
 def _on(micro_batches: Sequence[MicroBatch], device: torch.device) -> tuple[MicroBatch, ...]:
     """All of them in one transfer."""
-    own = TENSORS if micro_batches[0].documents is None else (*TENSORS, "documents")
+    further = [name for name in ("documents", "prompts") if getattr(micro_batches[0], name) is not None]
+    own = (*TENSORS, *further)
     named = [{name: getattr(micro, name) for name in own} | micro.columns for micro in micro_batches]
     there = iter(moved([tensor for tensors in named for tensor in tensors.values()], device))
     found: list[dict[str, Any]] = [{name: next(there) for name in tensors} for tensors in named]
@@ -155,11 +169,6 @@ def _on(micro_batches: Sequence[MicroBatch], device: torch.device) -> tuple[Micr
         replace(micro, **{name: tensors.pop(name) for name in own}, columns=tensors)
         for micro, tensors in zip(micro_batches, found, strict=True)
     )
-
-
-def forwarded_lengths(lengths: Tensor) -> Tensor:
-    """[D] tokens of each document -> [D] tokens of it that a pass runs on: all but the last, and one at least."""
-    return (lengths - 1).clamp(min=1)
 
 
 def token_columns(kind: type[TokenBatch]) -> tuple[str, ...]:
@@ -177,13 +186,6 @@ def _share(lengths: Tensor, cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
     chunk = positions // (lengths // (2 * cp))[document]
     is_mine = (chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank)
     return document[is_mine], positions[is_mine]
-
-
-def _by_length(order: Tensor, lengths: Tensor, sizes: Tensor) -> Tensor:
-    """`order` with the documents of each micro-batch sorted by length."""
-    group = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
-    by_length = lengths[order].argsort(stable=True)
-    return order[by_length[group[by_length].argsort(stable=True)]]
 
 
 def _of_tokens(column: Tensor, is_used: Tensor, tokens: slice, filler: Tensor) -> Tensor:

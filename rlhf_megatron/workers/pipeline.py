@@ -46,7 +46,8 @@ def run_micro_batches(
             routers.enter(RoutedTokens(micro.documents, micro.num_sequences))
         if replay is not None:
             replay.enter(micro.routes, is_trained=not forward_only)
-        documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, world.cp_group)
+        lengths, prompts = (micro.cu_seqlens, micro.max_seqlen), (micro.prompts, micro.num_keys)
+        documents = packed_documents(*lengths, micro.position_ids, world.cp_group, *prompts)
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
         return hidden, partial(on_rows, micro)
 

@@ -37,6 +37,13 @@ LAYOUTS: list[dict[str, Any]] = [  # axes of dist_pool, and settings of Megatron
         "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     },
 ]
+SHARING: list[dict[str, Any]] = [
+    {},
+    {"dp": 2},
+    {"tp": 2, "sequence_parallel": True, "megatron": {"recompute_granularity": "selective"}},
+    {"tp": 2, "pp": 2, "vpp": 2},
+]
+"""Layouts in which samples of one prompt share it."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,12 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @functools.cache
-def case_of(name: str, loss: str) -> Case:
+def case_of(name: str, loss: str, has_equal_prompts: bool = False) -> Case:
     model = reference.make_model(name)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     batch = reference.make_batch()
+    if has_equal_prompts:
+        batch = reference.with_equal_prompts(batch)
     with torch.no_grad():
         log_probs, _ = reference.token_log_probs(model, batch)
     batch = reference.with_past(batch, log_probs)
@@ -91,6 +100,10 @@ def cells() -> Iterator[Any]:
         for number, layout in enumerate(LAYOUTS):
             marks = [pytest.mark.long] * (number not in QUICK.get(case, range(len(LAYOUTS))))
             yield pytest.param(case, layout, marks=marks, id=f"{'-'.join(case)}-{label(layout)}")
+    for layout in SHARING:
+        yield pytest.param(
+            ("qwen3_tied", "policy", True), {**layout, "shares_prompts": True}, id=f"shared-{label(layout)}"
+        )
 
 
 def gathered_log_probs(results: list[RankResult], offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

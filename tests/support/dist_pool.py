@@ -124,11 +124,13 @@ class DistPool:
         etp: int = 0,
         first_layers: int = 0,
         chunk_layers: tuple[int, ...] = (),
+        shares_prompts: bool = False,
         timeout_s: float = 120.0,
         **arguments: Any,
     ) -> list[Any]:
         """`job(world, **arguments)` on tp * pp * cp * dp ranks: its results in rank order. Raises JobError."""
-        layout = Layout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel, ep, etp, first_layers, 0, chunk_layers)
+        sizes, layers = (tp, pp, cp, vpp, sequence_parallel, ep, etp), (first_layers, 0, chunk_layers)
+        layout = Layout(tp * pp * cp * dp, *sizes, *layers, shares_prompts)
         world_size = layout.world_size
         workers = self._take(world_size)
         self._jobs += 1

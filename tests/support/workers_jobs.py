@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import Batch, LogProbs, MiniBatch
-from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
+from rlhf_megatron.data.plan import ReplicaPlan, take
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Head, Rule, join
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.runtime.dispatch import plan_call
 from rlhf_megatron.workers.contract import UpdateResult
 
 OPTIM = OptimConfig(
@@ -118,15 +119,7 @@ def make_actor(
 
 
 def share(world: World, batch: Batch, token_budget: int) -> tuple[Batch, ReplicaPlan]:
-    layout = world.layout
-    plan = plan_replicas(
-        batch.lengths.tolist(),
-        layout.dp,
-        token_budget * layout.cp,
-        document_multiple=layout.document_multiple,
-        packed_multiple=layout.packed_multiple,
-        micro_batch_multiple=layout.micro_batch_multiple,
-    )[world.coordinates.dp]
+    plan = plan_call(batch, world.layout, token_budget)[world.coordinates.dp]
     return take(batch, plan), plan
 
 
@@ -151,9 +144,15 @@ def shards(worker: Any, head: Head = "vocabulary") -> tuple[dict[str, Tensor], d
             torch.distributed.all_reduce(whole, group=held.group)
             grads[id(held.model)] = whole.view(held.model.shape)
     return (
-        {names[name]: grads[id(parameters[name])] for name in weights},
+        {names[name]: grads[id(parameters[name])] for name in weights if name in parameters},
         {names[name]: shard for name, shard in weights.items()},
     )
+
+
+def train_family(world: World, hf_config: dict[str, Any], **arguments: Any) -> RankResult:
+    """`train` for a model of another family, told by its config.json."""
+    reference.HF_CONFIGS["another"] = hf_config
+    return train(world, name="another", **arguments)
 
 
 def train(

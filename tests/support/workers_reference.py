@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ def make_batch(num_samples: int = 12, seed: int = 7) -> MiniBatch:
         metric_weights=weights,
         advantages=torch.randn(num_tokens, generator=generator) * mask,
     )
+
+
+def with_equal_prompts(batch: MiniBatch) -> MiniBatch:
+    """`batch` with one prompt for all samples whose prompts have one length."""
+    token_ids = batch.token_ids.clone()
+    for start, stop in pairwise(batch.offsets.tolist()):
+        length = int((~batch.response_mask[start:stop]).sum())
+        token_ids[start : start + length] = torch.arange(length) * length % VOCAB
+    return replace(batch, token_ids=token_ids)
 
 
 def columns_of(batch: TokenBatch) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ EP, ETP, DISPATCHER = "expert_model_parallel_size", "expert_tensor_parallel_size
 GROUPED, PERMUTED, OVERLAP = "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap"
 BALANCE, COEFF = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 Z_COEFF, BIAS_RATE = "moe_z_loss_coeff", "moe_router_bias_update_rate"
-REPLAY = "actor.router_replay"
+REPLAY, SHARED = "actor.router_replay", "share_prompts"
 KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
 
@@ -102,6 +102,8 @@ def of_replay(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield f"rollout.routes_gb ({most:g}) is of files that {REPLAY} r3 alone writes, not {mode}; remove it."
     if mode == "none":
         return
+    if config.actor.megatron.share_prompts:
+        yield f"{REPLAY} ({mode}) has a route for each token of each sample; set actor.megatron.{SHARED} to false."
     if not num_experts(hf_config):
         yield f"{REPLAY} ({mode}) is of experts, and the model has none; remove it."
     elif hf_config.get("num_experts_per_tok", 2) == 1:
@@ -131,6 +133,12 @@ def _terms(m: MegatronConfig) -> Iterator[Found]:
             f"{COEFF} ({m.moe_aux_loss_coeff}) needs {BALANCE}: seq_aux_loss (of each sample) or global_aux_loss (of"
             " the mini-batch). megatron-core's aux_loss is not there: it depends on how samples are packed.",
             (COEFF, BALANCE),
+        )
+    if m.share_prompts and (m.moe_aux_loss_coeff or m.moe_z_loss_coeff or m.moe_router_bias_update_rate):
+        yield (
+            f"{SHARED} (true) would count a prompt once for all its samples in the routers' losses and loads; set it"
+            f" to false, or {COEFF}, {Z_COEFF} and {BIAS_RATE} to 0.",
+            (SHARED, COEFF, Z_COEFF, BIAS_RATE),
         )
 
 

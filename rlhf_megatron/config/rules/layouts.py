@@ -38,7 +38,13 @@ def _axes(section: str, m: MegatronConfig) -> Findings:
         " use 2 or more, or set it to false.",
         (sequence_parallel, f"{section}.tensor_model_parallel_size"),
     )
-
+    shared = f"{section}.share_prompts"
+    yield wrong(
+        m.share_prompts and m.context_parallel_size > 1,
+        f"{shared} (true) keeps a prompt whole, but context_parallel_size ({m.context_parallel_size}) cuts it; use 1,"
+        " or set it to false.",
+        (shared, f"{section}.context_parallel_size"),
+    )
     for key in FIRST_LAST:
         yield wrong(
             getattr(m, key) is not None

@@ -46,6 +46,7 @@ class MegatronConfig:
     )
     context_parallel_size: int = doc("ranks that split each sample", 1, RANKS)
     sequence_parallel: bool = doc("tensor-parallel ranks also split norms and residuals, by token", False)
+    share_prompts: bool = doc("compute a prompt once for all its samples that are in one micro-batch", False)
     expert_model_parallel_size: int = doc("ranks that share the experts of a layer out", 1, COUNT)
     expert_tensor_parallel_size: int | None = doc(
         "ranks that split each expert; null: tensor_model_parallel_size", None, COUNT

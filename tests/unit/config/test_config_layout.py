@@ -56,6 +56,7 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
         ({"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 1}, "actor.megatron.virtual_pipeline_model_parallel_size (2) cuts pipeline stages into chunks, but pipeline_model_parallel_size is 1; use 2 or more stages, or remove it.", {"virtual_pipeline_model_parallel_size": 2}),
         ({"virtual_pipeline_model_parallel_size": 1}, "actor.megatron.virtual_pipeline_model_parallel_size (1) must be at least 2; the default is null.", {"virtual_pipeline_model_parallel_size": "null"}),
         (SP | TP1, "actor.megatron.sequence_parallel (true) splits tokens over tensor-parallel ranks, but tensor_model_parallel_size is 1; use 2 or more, or set it to false.", SP),
+        (CP2 | {"share_prompts": "true"}, "actor.megatron.share_prompts (true) keeps a prompt whole, but context_parallel_size (2) cuts it; use 1, or set it to false.", {"share_prompts": "true"}),
         # Distributed optimizer and overlap.
         ({"overlap_param_gather": "true"}, "actor.megatron.overlap_param_gather (true) needs use_distributed_optimizer, whose shards it gathers, and overlap_grad_reduce, which cuts parameters into buckets; set use_distributed_optimizer and overlap_grad_reduce to true, or it to false.", ALL_OVERLAP),
         (OPTIMIZER | {"overlap_param_gather": "true"}, "set overlap_grad_reduce to true, or it to false.", OPTIMIZER | {"overlap_grad_reduce": "true"}),
@@ -234,6 +235,7 @@ SGLANG = ["rollout.engine=sglang"]
         ("r3", SGLANG, EXPERTS, "actor.router_replay (r3) needs servers that tell which experts tokens met; set rollout.sglang.args"),
         ("r2", ["rollout.routes_gb=2"], EXPERTS, "rollout.routes_gb (2) is of files that actor.router_replay r3 alone writes"),
         ("r3", SGLANG, MIXTRAL, "actor.router_replay (r3) ends the server of a Mixtral"),
+        ("r2", ["actor.megatron.share_prompts=true"], EXPERTS, "actor.router_replay (r2) has a route for each token of each sample; set actor.megatron.share_prompts to false."),
     ],
 )  # fmt: skip
 def test_routing_is_replayed_where_there_is_one_to_replay(

@@ -220,7 +220,9 @@ def test_layouts_of_experts() -> None:
         f"+{section}.override_transformer_config.moe_permute_fusion=True",
         "+actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer=True",
         f"+{section}.override_transformer_config.num_layers_in_last_pipeline_stage=11",
+        "actor_rollout_ref.actor.use_prefix_grouper=True",
     )  # fmt: skip
+    assert values(found)["actor.megatron.share_prompts"] is True
     assert values(found)["actor.megatron.expert_model_parallel_size"] == 8
     assert values(found)["actor.megatron.expert_tensor_parallel_size"] == 1
     assert values(found)["actor.megatron.moe_token_dispatcher_type"] == "flex" and found.is_whole

@@ -1,0 +1,73 @@
+"""Samples of one prompt that are forwarded behind one copy of it: which they are, and how they are dealt together.
+
+    two samples  p q r a b   and   p q r c        what is forwarded of them: all but the last token of each
+    apart        p q r a | p q r                  7 tokens
+    shared       p q | r a | r                    5: the prompt but its last token once, then what is each sample's own
+
+The last token of a prompt stays with each sample, since it predicts the sample's first token. Attention gives what is
+a sample's own the keys of the prompt (`models.document_order`); all else works token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_megatron.data.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Of each sample: what it may share."""
+
+    numbers: tuple[int, ...]  # the same for samples of one prompt
+    lengths: tuple[int, ...]  # tokens that can be shared; 0: of a sample without a prompt, or that trains nothing
+
+
+def find_prompts(batch: TokenBatch) -> Prompts:
+    """A sample's prompt is what stands before its first token that trains. Equal tokens make one prompt."""
+    starts, trained = batch.offsets[:-1], batch.response_mask.nonzero().flatten()
+    first = torch.searchsorted(trained, starts)
+    behind = torch.cat([trained, trained.new_tensor([batch.num_tokens])])[first]  # the first token that trains
+    lengths = (behind - starts - 1).where(behind < batch.offsets[1:], 0).clamp(min=0)
+    token_ids, known = batch.token_ids.numpy(), dict[bytes, int]()
+    numbers = [
+        known.setdefault(token_ids[start : start + length].tobytes(), len(known))
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
+    return Prompts(tuple(numbers), tuple(lengths.tolist()))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Samples of one prompt that stay together."""
+
+    samples: tuple[int, ...]
+    length: int  # tokens
+    cost: int
+
+
+def units_of(
+    lengths: Sequence[int], prompts: Prompts, num_parts: int, room: int, attention_length: int
+) -> Iterator[Unit]:
+    """Yield all samples in units: those of a prompt in `num_parts` units of about as many samples, or in more where
+    that would be longer than `room`. Cost as `plan_replicas` counts it; an own token attends to its prompt as well.
+    """
+    by_prompt: dict[int, list[int]] = {}
+    for sample, number in enumerate(prompts.numbers):
+        by_prompt.setdefault(number, []).append(sample)
+    for members in by_prompt.values():
+        shared = prompts.lengths[members[0]]
+        most = -(-len(members) // num_parts) if shared else 1
+        alone = Unit((), shared, shared * (attention_length + shared))
+        unit = alone
+        for sample in members:
+            own = lengths[sample] - shared
+            if len(unit.samples) == most or unit.length + own > room:
+                yield unit
+                unit = alone
+            cost = unit.cost + own * (attention_length + own + 2 * shared)
+            unit = Unit((*unit.samples, sample), unit.length + own, cost)
+        yield unit

@@ -1,0 +1,180 @@
+"""Samples of one prompt: found by their tokens, dealt together, packed behind one copy of it."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, offsets_from_lengths
+from rlhf_megatron.data.plan import NO_OP, ReplicaPlan, plan_replicas, take
+from rlhf_megatron.data.shared_prompts import Prompts, find_prompts
+from rlhf_megatron.models.attention import _by_length, _varlen, packed_documents
+from rlhf_megatron.models.flash import Borders
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.dispatch import plan_call
+from rlhf_megatron.workers.pack import MicroBatch, pack
+
+SHARING = Layout(1, shares_prompts=True)
+
+
+def batch_of(samples: list[tuple[list[int], list[int]]]) -> TokenBatch:
+    """Each a prompt and a response that trains."""
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in samples])
+    return TokenBatch(
+        offsets=offsets_from_lengths(lengths),
+        token_ids=torch.tensor([token for sample in samples for token in chain(*sample)], dtype=torch.int32),
+        response_mask=torch.tensor([part == 1 for sample in samples for part in (0, 1) for _ in sample[part]]),
+    )
+
+
+PAIR = batch_of([([5, 6, 7], [1, 2, 3]), ([8, 9], [1, 2]), ([5, 6, 7], [4])])
+
+
+def test_equal_tokens_before_the_response_make_one_prompt() -> None:
+    assert find_prompts(PAIR) == Prompts(numbers=(0, 1, 0), lengths=(2, 1, 2))
+    nothing = batch_of([([5], [1, 2]), ([5, 6, 7], []), ([5, 6], [1])])
+    assert find_prompts(nothing).lengths == (0, 0, 1), "one token is each sample's own; without a response all is"
+
+
+def test_packed_by_hand() -> None:
+    """5 6 once; behind it 7 1 2 and 7, as the last token of a sample predicts nothing. 8 9 is nobody else's."""
+    plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 1, 2),), packed_length=9)
+    (micro,) = (packed := pack(PAIR, plan, SHARING)).micro_batches
+    assert micro.token_ids.tolist() == [[5, 6, 8, 9, 1, 7, 7, 1, 2]]
+    assert micro.position_ids.tolist() == [[0, 1, 0, 1, 2, 2, 2, 3, 4]]
+    assert micro.cu_seqlens.tolist() == [0, 2, 5, 6, 9]
+    assert micro.prompts is not None and micro.prompts.tolist() == [-1, -1, 0, 0]
+    assert (micro.max_seqlen, micro.num_keys, micro.num_sequences) == (5, 2 + 3 + 3 + 5, 3)
+    assert micro.rows.tolist() == [3, 4, 5, 6, 7, 8] and micro.targets.tolist() == [1, 2, 4, 1, 2, 3]
+    assert micro.sequence_ids.tolist() == [0, 0, 1, 2, 2, 2]
+    found = packed.unpack([torch.arange(1.0, 7.0)])
+    assert found.tolist() == [0, 0, 0, 4, 5, 6, 0, 0, 1, 2, 0, 0, 0, 3]
+    stages = pack(PAIR, ReplicaPlan((0, 1, 2), ((0, 1), (2,)), 10), Layout(2, pp=2, shares_prompts=True))
+    first, second = stages.micro_batches
+    assert first.token_ids.tolist() == [[0, 0, 8, 9, 1, 5, 6, 7, 1, 2]], "no other sample of its prompt is there"
+    assert first.prompts is not None and first.prompts.tolist() == [-1] * 4
+    assert second.num_keys == 10 and second.cu_seqlens.numel() == 9
+
+
+def test_a_filler_does_not_shift_prompts() -> None:
+    plan = ReplicaPlan((0, 1), ((0, 1),), 12)
+    batch = batch_of([([5, 6, 7], [1, 2]), ([5, 6, 7], [4])])
+    (micro,) = pack(batch, plan, Layout(2, pp=2, shares_prompts=True)).micro_batches
+    assert micro.token_ids.tolist() == [[0] * 7 + [5, 6, 7, 7, 1]]
+    assert micro.prompts is not None and micro.prompts.tolist() == [-1] * 8 + [7, 7]
+    assert micro.num_keys == 7 + 2 + 3 + 4
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> TokenBatch:
+    """Samples of up to four prompts in any order."""
+    prompts = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=4))
+    responses = st.lists(st.integers(0, 3), min_size=0, max_size=6)
+    samples = draw(st.lists(st.tuples(st.sampled_from(prompts), responses), min_size=1, max_size=24))
+    return batch_of([(prompt, response) for prompt, response in samples])
+
+
+@given(groups(), st.integers(1, 3), st.integers(14, 60), st.booleans())
+def test_each_sample_is_computed_once_behind_its_prompt(batch: TokenBatch, dp: int, budget: int, fills: bool) -> None:
+    """Packed and read back, each sample is all of its tokens but the last; no micro-batch is over the budget."""
+    layout = Layout(dp * (2 if fills else 1), pp=2 if fills else 1, shares_prompts=True)
+    plans, seen = plan_call(batch, layout, budget), []
+    assert len({len(plan.micro_batches) for plan in plans}) == 1
+    for plan in plans:
+        shard = take(batch, plan)
+        packed = pack(shard, plan, layout)
+        for micro, group in zip(packed.micro_batches, plan.micro_batches, strict=True):
+            assert micro.token_ids.numel() <= budget
+            parts = shard.token_ids.split(shard.lengths.tolist())
+            assert sorted(documents(micro)) == sorted(parts[i][: max(1, len(parts[i]) - 1)].tolist() for i in group)
+        targets = packed.unpack([micro.targets for micro in packed.micro_batches])
+        assert torch.equal(targets, shard.token_ids * shard.response_mask)
+        seen += [sample for sample in plan.samples if sample != NO_OP]
+    assert sorted(seen) == list(range(len(batch)))
+
+
+def documents(micro: MicroBatch) -> list[list[int]]:
+    """The tokens of each sample, read through the borders and the prompts; fillers and prompts left out."""
+    spans = [slice(*pair) for pair in pairwise(micro.cu_seqlens.tolist())]
+    assert micro.prompts is not None
+    behind = micro.prompts.tolist()
+    found = []
+    for span, prompt in list(zip(spans, behind, strict=True))[-micro.num_sequences :]:
+        before = [] if prompt < 0 else micro.token_ids[0, spans[prompt]].tolist()
+        found.append(before + micro.token_ids[0, span].tolist())
+        assert micro.position_ids[0, span].tolist() == list(range(len(before), len(found[-1])))
+    return found
+
+
+def test_groups_stay_together_and_are_parted_where_replicas_would_wait() -> None:
+    lengths, numbers = [100 + 4] * 32, tuple(n // 16 for n in range(32))
+    prompts = Prompts(numbers, (100,) * 32)
+
+    def loads(num_replicas: int, budget: int = 1000) -> list[list[tuple[int, ...]]]:
+        plans = plan_replicas(lengths, num_replicas, budget, prompts=prompts)
+        return [[tuple(numbers[plan.samples[i]] for i in group) for group in plan.micro_batches] for plan in plans]
+
+    assert sorted(loads(2)) == [[(0,) * 16], [(1,) * 16]], "a prompt a replica"
+    assert sorted(loads(4)) == [[(0,) * 8], [(0,) * 8], [(1,) * 8], [(1,) * 8]], "two replicas would have nothing"
+    assert all(len(set(group)) == 1 and len(group) <= 10 for share in loads(1, 140) for group in share)
+    with pytest.raises(ValueError, match="sample 0 has 104 tokens, over the budget of 90"):
+        loads(1, 90)
+
+
+def plain_varlen(query, key, value, borders: Borders, scale: float):
+    """What a kernel of flash attention computes, sequence by sequence."""
+    outputs = []
+    ends = zip(pairwise(borders.queries.tolist()), pairwise(borders.keys.tolist()), strict=True)
+    for (first, last), (start, stop) in ends:
+        q, k, v = (x.transpose(0, 1) for x in (query[first:last], key[start:stop], value[start:stop]))
+        assert last - first <= borders.longest_query and stop - start <= borders.longest_key
+        mask = torch.ones(last - first, stop - start, dtype=torch.bool).tril(stop - start - (last - first))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outputs.append(attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks", "kernel"])
+def test_attention_behind_a_prompt_is_that_of_whole_documents(kind: str) -> None:
+    """Prompts of 3 and 2 tokens with 3 and 1 documents behind them, one document without; gradients too."""
+    torch.manual_seed(0)
+    lengths, behind = [3, 2, 4, 2, 5, 2, 1], [-1, -1, -1, 0, 0, 1, 0]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    own = [list(range(start, stop)) for start, stop in pairwise(starts)]
+    whole = [(own[prompt] if prompt >= 0 else []) + own[d] for d, prompt in enumerate(behind)][2:]
+    order = torch.tensor([token for document in whole for token in document])
+    tensors = [torch.randn(starts[-1], heads, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=torch.float64) if kind == "sinks" else None
+    window = 3 if kind == "window" else None
+    scale = 1 / math.sqrt(6)
+
+    def packed(lengths: list[int], prompts: torch.Tensor | None = None, num_keys: int = 0):
+        borders = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        return packed_documents(borders, 8, torch.zeros(sum(lengths)), None, prompts, num_keys)
+
+    shared = packed(lengths, torch.tensor(behind), sum(lengths) + 3 + 3 + 3 + 2)
+    if kind == "kernel":
+        found = _varlen(*tensors, shared, scale, plain_varlen)
+    else:
+        found = _by_length(*tensors, shared, scale, window, sinks)
+    apart = _by_length(*(x[order] for x in tensors), packed([len(d) for d in whole]), scale, window, sinks)
+    for document, out in zip(own[2:], apart.split([len(d) for d in whole]), strict=True):
+        torch.testing.assert_close(found[document], out[-len(document) :], atol=1e-12, rtol=0)
+    weight = torch.randn_like(found)
+    weight[: starts[2]] = 0  # what stands in whole documents several times
+    is_own = torch.cat([torch.arange(len(d)) >= len(d) - n for d, n in zip(whole, lengths[2:], strict=True)])
+    grads = torch.autograd.grad((found * weight).sum(), tensors)
+    wanted = torch.autograd.grad((apart * weight[order])[is_own].sum(), tensors)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def test_samples_that_share_nothing_are_planned_as_ever() -> None:
+    batch = MiniBatch(PAIR.offsets, PAIR.token_ids, PAIR.response_mask, *[torch.zeros(PAIR.num_tokens)] * 3)
+    apart = [Prompts((0, 1, 2), (0, 0, 0)), None]
+    assert len({plan_replicas(batch.lengths.tolist(), 2, 8, prompts=prompts) for prompts in apart}) == 1
