@@ -88,6 +88,7 @@ CASES = (
     Case("tp2", "grpo", 2, {TP: 2, "actor.megatron.sequence_parallel": True}),
     Case("pp2", "grpo", 2, {PP: 2}),
     Case("dp2", "grpo", 2),
+    Case("dp2 shared prompts", "grpo", 2, {"actor.megatron.share_prompts": True}),
     Case("cp2", "grpo", 2, {CP: 2}),
     Case("tp2 pp2", "grpo", 4, {TP: 2, PP: 2}),
     Case("colocated", "grpo", 1, {"rollout.colocated": True}),

@@ -106,7 +106,8 @@ def test_norm_equals_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_groups", [2, 4])
-def test_varlen_kernel_equals_the_float32_path(num_groups: int) -> None:
+@pytest.mark.parametrize("behind", [None, [-1, -1, 0, 1, 1]], ids=["whole", "behind-prompts"])
+def test_varlen_kernel_equals_the_float32_path(num_groups: int, behind: list[int] | None) -> None:
     from rlhf_megatron.models.attention import _varlen
     from rlhf_megatron.models.flash import flash_kernel
 
@@ -118,7 +119,9 @@ def test_varlen_kernel_equals_the_float32_path(num_groups: int) -> None:
         for _ in range(2)
     )
     borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
-    docs = packed_documents(borders, 64, torch.cat([torch.arange(n) for n in lengths]).cuda())
+    prompts = None if behind is None else torch.tensor(behind, device="cuda")
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    docs = packed_documents(borders, 81, positions, None, prompts, sum(lengths) + 3 + 17 + 17)
     want = _by_length(q.float(), k.float(), v.float(), docs, 0.125)
     flash = flash_kernel(q.device, q.dtype, q.shape[-1]).call
     assert flash is not None
