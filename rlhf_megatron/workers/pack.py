@@ -59,10 +59,9 @@ class MicroBatch:
     documents: Tensor | None = None  # [S / cp] int64, the document of each token, -1 of none; where it was asked for
     sources: Tensor | None = None  # [S / cp] int64, the shard's token that each is, -1 of none; where it was asked for
     routes: tuple[Tensor, Tensor] | None = None  # experts that tokens are to meet: RoutedTokens of models.replay
-    prompts: Tensor | None = (
-        None  # [D] int64, the document that each goes on from, -1 of none; where prompts are shared
-    )
-    num_keys: int = 0  # tokens of all documents, each with its prompt; where prompts are shared
+    # Where prompts are shared.
+    prompts: Tensor | None = None  # [D] int64, the document that each goes on from, -1 of none
+    num_keys: int = 0  # tokens of all documents, each with its prompt
 
 
 @dataclass(frozen=True)
