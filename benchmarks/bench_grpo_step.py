@@ -10,7 +10,7 @@ Runs, each a process (group) of its own, in turns, `rounds` times:
 
     ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine, which take turns
     ours_dp2   two ranks (dp2) and two local engines
-    ours_dp2_shared  the same, and a prompt computed once for its samples in a micro-batch (share_prompts)
+    ours_dp2_shared   the same with share_prompts: a prompt is computed once for its samples in a micro-batch
     trl_1      benchmarks/trl_grpo.py (its settings are explained there) in one process with one thread
     trl_2      the same with two threads
     trl_dp2    two processes of one thread, data parallel over gloo
@@ -60,11 +60,11 @@ OURS = {
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
-ALIKE = {
+ALIKE = {  # TRL's runs of as many processes
     "ours_1": ("trl_1", "trl_2"),
     "ours_dp2": ("trl_dp2",),
     "ours_dp2_shared": ("trl_dp2",),
-}  # TRL's runs of as many processes
+}
 STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
 
 

@@ -69,26 +69,17 @@ def plan_replicas(
     Raises ValueError when a sample alone is over the budget.
     """
     assert num_replicas >= 1 and document_multiple >= 1 and micro_batch_multiple >= 1
+    assert prompts is None or document_multiple == 1, "context-parallel ranks share no prompt: config.rules.layouts"
     packed_multiple = math.lcm(packed_multiple, document_multiple)
     _check_budget(lengths, token_budget, packed_multiple, is_pooled=document_multiple > 1)
     room = token_budget // packed_multiple * packed_multiple
 
-    def packed(num_parts: int) -> tuple[list[Unit], list[Share]]:
-        if prompts is None:
-            padded = [_align(length, document_multiple) for length in lengths]
-            units = [Unit((i,), length, length * (attention_length + length)) for i, length in enumerate(padded)]
-        else:
-            units = list(units_of(lengths, prompts, num_parts, room, attention_length))
-        sizes = [unit.length for unit in units], [unit.cost for unit in units]
-        return units, pack(*sizes, num_replicas, micro_batch_multiple, room)
-
-    units, shares = packed(1)
-    num_parts = 2
-    while prompts is not None and imbalance(shares) > EVEN and num_parts <= len(lengths):
-        finer = packed(num_parts)
-        if max(totals_of(finer[1])) >= max(totals_of(shares)):
-            break
-        (units, shares), num_parts = finer, 2 * num_parts
+    bins = (num_replicas, micro_batch_multiple, room)
+    if prompts is None:
+        padded = [_align(length, document_multiple) for length in lengths]
+        units, shares = None, pack(padded, [length * (attention_length + length) for length in padded], *bins)
+    else:
+        units, shares = _of_prompts(lengths, prompts, attention_length, bins)
     longest = max(micro_batch.length or _align(NO_OP_LENGTH, document_multiple) for micro_batch in chain(*shares))
     packed_length = _align(longest, packed_multiple)
     return tuple(_replica_plan(share, units, packed_length) for share in shares)
@@ -156,12 +147,33 @@ def _check_budget(lengths: Sequence[int], token_budget: int, packed_multiple: in
         )
 
 
-def _replica_plan(share: Share, units: Sequence[Unit], packed_length: int) -> ReplicaPlan:
+def _of_prompts(
+    lengths: Sequence[int], prompts: Prompts, attention_length: int, bins: tuple[int, int, int]
+) -> tuple[list[Unit], list[Share]]:
+    """Pack samples by prompt. Returns the units that were packed, and the bins of each replica, which hold these."""
+    best: tuple[list[Unit], list[Share]] | None = None
+    num_parts = 1
+    while num_parts <= max(1, len(lengths)):
+        units = list(units_of(lengths, prompts, num_parts, bins[-1], attention_length))
+        shares = pack([unit.length for unit in units], [unit.cost for unit in units], *bins)
+        if best is not None and max(totals_of(shares)) >= max(totals_of(best[1])):
+            break
+        best, num_parts = (units, shares), 2 * num_parts
+        if imbalance(shares) <= EVEN:
+            break
+    assert best is not None
+    return best
+
+
+def _replica_plan(share: Share, units: Sequence[Unit] | None, packed_length: int) -> ReplicaPlan:
     """`share` comes dearest first, so empty bins, which become no-op samples, come last."""
     samples: list[int] = []
     micro_batches = []
     for micro_batch in share:
-        held = tuple(sample for unit in micro_batch.documents for sample in units[unit].samples) or (NO_OP,)
+        held = micro_batch.documents
+        if units is not None:
+            held = tuple(sample for unit in held for sample in units[unit].samples)
+        held = held or (NO_OP,)
         micro_batches.append(tuple(range(len(samples), len(samples) + len(held))))
         samples += held
     return ReplicaPlan(tuple(samples), tuple(micro_batches), packed_length)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,14 +21,14 @@ from rlhf_megatron.data.batch import TokenBatch
 
 @dataclass(frozen=True)
 class Prompts:
-    """Of each sample: what it may share."""
+    """Says of each sample which prompt it has, and how much of that it may share."""
 
     numbers: tuple[int, ...]  # the same for samples of one prompt
     lengths: tuple[int, ...]  # tokens that can be shared; 0: of a sample without a prompt, or that trains nothing
 
 
 def find_prompts(batch: TokenBatch) -> Prompts:
-    """A sample's prompt is what stands before its first token that trains. Equal tokens make one prompt."""
+    """Find each sample's prompt: what stands before its first token that trains. Equal tokens make one prompt."""
     starts, trained = batch.offsets[:-1], batch.response_mask.nonzero().flatten()
     first = torch.searchsorted(trained, starts)
     behind = torch.cat([trained, trained.new_tensor([batch.num_tokens])])[first]  # the first token that trains
@@ -40,9 +41,8 @@ def find_prompts(batch: TokenBatch) -> Prompts:
     return Prompts(tuple(numbers), tuple(lengths.tolist()))
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Samples of one prompt that stay together."""
+class Unit(NamedTuple):
+    """Some samples of one prompt; they go to one micro-batch."""
 
     samples: tuple[int, ...]
     length: int  # tokens

@@ -45,7 +45,7 @@ from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
 class PackedDocuments(PackedSeqParams):
     """megatron's packing parameters of one micro-batch, with what is derived from them once for all layers."""
 
-    positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document
+    positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document, or on from its prompt's
     cp: int = 1  # ranks that share the documents
     cp_rank: int = 0  # this one among them
     prompts: Tensor | None = None  # [D] int64, the document that each goes on from, -1 of none; None: of none at all

@@ -1,4 +1,4 @@
-"""What is forwarded of samples: whole documents, or shared prompts and what goes on from them (data.shared_prompts)."""
+"""Turns samples into the documents that a pass forwards: whole ones, or shared prompts and what goes on from them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,12 @@ class Documents:
     lengths: Tensor  # [D] tokens
     sizes: Tensor  # documents of each micro-batch
     num_prompts: Tensor  # of each micro-batch, those that are shared
-    starts: Tensor | None = None  # [D] the first token in its sample; None: 0
+    starts: Tensor  # [D] the first token in its sample: 0, or what its shared prompt has
     prompts: Tensor | None = None  # [D] the document that each goes on from, -1 of none; None: -1
-
-    def longest(self, documents: slice, padded: Tensor) -> int:
-        """Return the tokens of the longest of these documents, with its prompt. `padded`: [D] their lengths."""
-        if self.starts is None:
-            return int(padded[documents.stop - 1])
-        return int((padded + self.starts)[documents].max())
 
     def behind_prompts(self, documents: slice, num_filler: int) -> dict[str, Any]:
         """Return what a MicroBatch says of prompts, for these documents behind fillers of one token each."""
-        if self.prompts is None or self.starts is None:
+        if self.prompts is None:
             return {}
         own = self.prompts[documents]
         own = torch.cat([own.new_full((num_filler,), -1), own.where(own < 0, own - documents.start + num_filler)])
@@ -44,16 +38,16 @@ def forwarded_lengths(lengths: Tensor) -> Tensor:
 
 
 def whole_documents(batch: TokenBatch, order: Tensor, sizes: Tensor) -> Documents:
-    """The samples in `order`, of which each micro-batch has so many as `sizes` says; there sorted by length."""
+    """Take the samples in `order`, as many for each micro-batch as `sizes` says, and sort them there by length."""
     micro = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
     lengths = forwarded_lengths(batch.lengths)[order]
     place = _sorted_by(batch.lengths[order], micro)
-    return Documents(order[place], lengths[place], sizes, torch.zeros_like(sizes))
+    return Documents(order[place], lengths[place], sizes, torch.zeros_like(sizes), torch.zeros_like(order))
 
 
 def documents_behind_prompts(batch: TokenBatch, order: Tensor, sizes: Tensor) -> Documents:
-    """As `whole_documents`, but a prompt that several samples of a micro-batch have is a document, and what is left of
-    each of them another."""
+    """Do as `whole_documents`, but make a prompt that several samples of a micro-batch have one document, and what is
+    left of each of these samples another."""
     found = find_prompts(batch)
     micro = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
     before, number = torch.tensor(found.lengths)[order], torch.tensor(found.numbers)[order]
@@ -77,7 +71,7 @@ def documents_behind_prompts(batch: TokenBatch, order: Tensor, sizes: Tensor) ->
 
 
 def _sorted_by(*keys: Tensor) -> Tensor:
-    """The order by these, of which the last counts most."""
+    """Return the order by these keys, of which the last counts most."""
     order = torch.arange(len(keys[0]))
     for key in keys:
         order = order[key[order].argsort(stable=True)]

@@ -48,8 +48,8 @@ class MicroBatch:
     """The input of one forward pass. Columns are gathered at the target tokens."""
 
     token_ids: Tensor  # [1, S / cp] int64, this rank's share
-    position_ids: Tensor  # [1, S / cp] int64, from 0 in each document
-    cu_seqlens: Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; lengths ascend
+    position_ids: Tensor  # [1, S / cp] int64, from 0 in each document, or on from its prompt's
+    cu_seqlens: Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; by length
     max_seqlen: int  # tokens of the longest document, with its prompt
     rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask
     targets: Tensor  # [R] int64, the token after each row
@@ -111,8 +111,7 @@ def pack(
     padded = -(-lengths // layout.document_multiple) * layout.document_multiple
     document, positions = _share(padded, layout.cp, cp_rank)
     is_token = positions < lengths[document]
-    if parts.starts is not None:
-        positions = positions + parts.starts[document]
+    positions = positions + parts.starts[document]
     source = batch.offsets[order][document] + positions.where(is_token, 0)  # packed token -> token of the shard
     token_ids = batch.token_ids[source].to(torch.int64).where(is_token, 0)
     is_real = torch.tensor(plan.samples)[order] != NO_OP
@@ -140,7 +139,7 @@ def pack(
                 token_ids=torch.cat([torch.zeros_like(filler_positions), token_ids[tokens]])[None],
                 position_ids=torch.cat([filler_positions, positions[tokens]])[None],
                 cu_seqlens=_cu_seqlens(padded[documents], num_filler, layout.document_multiple),
-                max_seqlen=parts.longest(documents, padded),
+                max_seqlen=int((padded + parts.starts)[documents].max()),
                 rows=row_index[rows] + (filler_positions.numel() - tokens.start),
                 targets=targets[rows],
                 sequence_ids=document[row_index[rows]] - (documents.start + num_prompts),

@@ -46,8 +46,9 @@ def run_micro_batches(
             routers.enter(RoutedTokens(micro.documents, micro.num_sequences))
         if replay is not None:
             replay.enter(micro.routes, is_trained=not forward_only)
-        lengths, prompts = (micro.cu_seqlens, micro.max_seqlen), (micro.prompts, micro.num_keys)
-        documents = packed_documents(*lengths, micro.position_ids, world.cp_group, *prompts)
+        documents = packed_documents(
+            micro.cu_seqlens, micro.max_seqlen, micro.position_ids, world.cp_group, micro.prompts, micro.num_keys
+        )
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
         return hidden, partial(on_rows, micro)
 

@@ -134,11 +134,12 @@ def _terms(m: MegatronConfig) -> Iterator[Found]:
             " the mini-batch). megatron-core's aux_loss is not there: it depends on how samples are packed.",
             (COEFF, BALANCE),
         )
-    if m.share_prompts and (m.moe_aux_loss_coeff or m.moe_z_loss_coeff or m.moe_router_bias_update_rate):
+    given = {key: getattr(m, key) for key in (COEFF, Z_COEFF, BIAS_RATE) if getattr(m, key)}
+    if m.share_prompts and given:
         yield (
             f"{SHARED} (true) would count a prompt once for all its samples in the routers' losses and loads; set it"
-            f" to false, or {COEFF}, {Z_COEFF} and {BIAS_RATE} to 0.",
-            (SHARED, COEFF, Z_COEFF, BIAS_RATE),
+            f" to false, or to 0: {', '.join(f'{key} ({value:g})' for key, value in given.items())}.",
+            (SHARED, *given),
         )
 
 

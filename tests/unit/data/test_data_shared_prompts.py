@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, offsets_from_lengths
 from rlhf_megatron.data.plan import NO_OP, ReplicaPlan, plan_replicas, take
 from rlhf_megatron.data.shared_prompts import Prompts, find_prompts
 from rlhf_megatron.models.attention import _by_length, _varlen, packed_documents
 from rlhf_megatron.models.flash import Borders
-from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.layout import Layout, layout_of
 from rlhf_megatron.runtime.dispatch import plan_call
 from rlhf_megatron.workers.pack import MicroBatch, pack
 
@@ -39,6 +40,12 @@ def test_equal_tokens_before_the_response_make_one_prompt() -> None:
     assert find_prompts(PAIR) == Prompts(numbers=(0, 1, 0), lengths=(2, 1, 2))
     nothing = batch_of([([5], [1, 2]), ([5, 6, 7], []), ([5, 6], [1])])
     assert find_prompts(nothing).lengths == (0, 0, 1), "one token is each sample's own; without a response all is"
+
+
+def test_the_setting_reaches_the_layout_by_which_controller_and_ranks_go() -> None:
+    assert layout_of(MegatronConfig(share_prompts=True), 2) == Layout(2, shares_prompts=True)
+    apart, shared = (plan_call(PAIR, layout_of(MegatronConfig(share_prompts=x), 1), 9) for x in (False, True))
+    assert (len(apart[0].micro_batches), len(shared[0].micro_batches)) == (2, 1), "11 tokens apart, 9 shared"
 
 
 def test_packed_by_hand() -> None:

@@ -298,7 +298,7 @@ MOE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True, exper
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, "use moe for these"),
         (
             {"share_prompts": True, "moe_z_loss_coeff": 0.1},
-            "share_prompts (true) would count a prompt once for all its samples in the routers' losses and loads; set",
+            "losses and loads; set it to false, or to 0: moe_z_loss_coeff (0.1).",
         ),
         ({"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff (0.01) needs moe_router_load_balancing_type: seq_aux_loss"),
         (
