@@ -16,12 +16,13 @@ from typing import TypeVar
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.common import RESULTS, write_result
-from benchmarks.parity.cases import FAMILIES, Recipe, Role
+from benchmarks.parity.cases import DENSE_FAMILIES, EXPERT_FAMILIES, FAMILIES, Recipe, Role
 from benchmarks.parity.dumps import ROWS, Dumps, other_than_dumps
 from benchmarks.parity.layouts import LAYOUTS, TE
 from benchmarks.parity.measure import BAR, Row
 
 ROLES: dict[str, Role] = {"actor": "actor", "critic": "critic"}
+GROUPS = {"dense": DENSE_FAMILIES, "experts": EXPERT_FAMILIES}
 DUMPS = Path("runs") / "parity"
 Value = TypeVar("Value")
 
@@ -76,7 +77,8 @@ def chosen(names: str | None, known: dict[str, Value], what: str) -> dict[str, V
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description="every layout against float64")
     parser.add_argument("--layouts", help=f"comma-separated, of {', '.join(LAYOUTS)}; all when left out")
-    parser.add_argument("--families", help=f"comma-separated, of {', '.join(FAMILIES)}; all when left out")
+    every = f"comma-separated, of {', '.join(FAMILIES)}; {' or '.join(GROUPS)}; all when left out"
+    parser.add_argument("--families", help=every)
     parser.add_argument("--roles", help=f"comma-separated, of {', '.join(ROLES)}; both when left out")
     parser.add_argument("--max-ranks", type=int, default=8, help="leave out larger layouts (%(default)s)")
     parser.add_argument("--in-turns", action="store_true", help="one family a layout, in place of all")
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     layouts = [axes for axes in chosen(args.layouts, LAYOUTS, "layout").values() if axes.num_ranks <= args.max_ranks]
     if args.device == "cuda" and not args.layouts:  # Transformer Engine itself is asked for there
         layouts = [axes for axes in layouts if axes.impl != TE]
-    families = chosen(args.families, FAMILIES, "family")
+    families = GROUPS.get(args.families) or chosen(args.families, FAMILIES, "family")
     roles = chosen(args.roles, ROLES, "role")
 
     import torch

@@ -2,15 +2,15 @@
 
     two samples  p q r a b   and   p q r c        what is forwarded of them: all but the last token of each
     apart        p q r a | p q r                  7 tokens
-    shared       p q | r a | r                    5: the prompt but its last token once, then what is each sample's own
+    shared       p q r | a                        4: the prompt once, then what is each sample's own
 
-The last token of a prompt stays with each sample, since it predicts the sample's first token. Attention gives what is
-a sample's own the keys of the prompt (`models.document_order`); all else works token by token.
+The last token of the prompt predicts the first token of each of its samples. Attention gives what is a sample's own the
+keys of the prompt (`models.document_order`); all else works token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,13 +32,24 @@ def find_prompts(batch: TokenBatch) -> Prompts:
     starts, trained = batch.offsets[:-1], batch.response_mask.nonzero().flatten()
     first = torch.searchsorted(trained, starts)
     behind = torch.cat([trained, trained.new_tensor([batch.num_tokens])])[first]  # the first token that trains
-    lengths = (behind - starts - 1).where(behind < batch.offsets[1:], 0).clamp(min=0)
+    lengths = (behind - starts).where(behind < batch.offsets[1:], 0)
     token_ids, known = batch.token_ids.numpy(), dict[bytes, int]()
     numbers = [
         known.setdefault(token_ids[start : start + length].tobytes(), len(known))
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
     ]
     return Prompts(tuple(numbers), tuple(lengths.tolist()))
+
+
+def num_shared(prompts: Prompts, micro_batches: Iterable[Iterable[int]]) -> int:
+    """Count the tokens of prompts that are not forwarded, since another sample of the micro-batch has them."""
+    count = 0
+    for samples in micro_batches:
+        known: set[int] = set()
+        for number, length in ((prompts.numbers[sample], prompts.lengths[sample]) for sample in samples):
+            count += length if number in known else 0
+            known.add(number)
+    return count
 
 
 class Unit(NamedTuple):

@@ -47,6 +47,7 @@ def linear_log_prob(
     with_entropy: bool,
     with_sum_squares: bool = False,
     rows_R: Tensor | None = None,
+    has_repeats: bool = False,
     is_sequence_split: bool = False,
     sink: WeightGradSink | None = None,
     stash_bytes: int = 0,
@@ -68,8 +69,9 @@ def linear_log_prob(
         chunk_size: vocabulary rows handled at a time; bounds the memory of a tile.
         with_entropy: also return entropies, with their gradient.
         with_sum_squares: also return the sum of the squared probabilities of each row, without gradient.
-        rows_R: int64, distinct indices of the whole sequence; the head runs on these only. None: on all. May be empty:
-            the results are then empty and still carry a gradient function, so that backward hooks fire.
+        rows_R: int64, indices of the whole sequence; the head runs on these only. None: on all. May be empty: the
+            results are then empty and still carry a gradient function, so that backward hooks fire.
+        has_repeats: `rows_R` may have an index more than once: the gradients of such rows are added up.
         is_sequence_split: `hidden_SH` is part `tp_group.rank()` of the sequence: it is gathered, only the part is
             kept for the backward pass, and its gradient is summed over the group and split again.
         sink: where the weight's gradient is added, in float32; None: autograd gets it, in the weight's type.
@@ -121,6 +123,7 @@ def linear_log_prob(
         num_columns=min(max(vocab_size - vocab_start, 0), weight_VH.shape[0]),
         tp_group=group,
         is_sequence_split=is_sequence_split,
+        has_repeats=has_repeats,
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         with_sum_squares=with_sum_squares,

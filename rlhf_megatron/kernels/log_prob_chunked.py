@@ -50,6 +50,7 @@ class HeadCall:
     num_columns: int  # of the shard; the rest of its rows are padding
     tp_group: ProcessGroup | None  # of at least two ranks
     is_sequence_split: bool
+    has_repeats: bool  # several rows may be one token
     chunk_size: int
     with_entropy: bool
     with_sum_squares: bool
@@ -277,6 +278,7 @@ class _HiddenGradient:
         self._active_A, self._rows_R = active_A, rows_R
         self._num_rows, self._num_tokens = num_rows, num_tokens
         self._group, self._is_split = call.tp_group, call.is_sequence_split
+        self._has_repeats = call.has_repeats
         self._sum: GradientSum | None = None
 
     def add(self, rows: slice, grad_RC: Tensor, chunk: _Chunk) -> None:
@@ -290,7 +292,7 @@ class _HiddenGradient:
             gradient.mul_(self._row_scale_A[:, None])
         gradient = _spread(gradient, self._active_A, self._num_rows)
         if self._is_split:
-            gradient = _spread(gradient, self._rows_R, self._num_tokens)
+            gradient = _spread(gradient, self._rows_R, self._num_tokens, self._has_repeats)
         self._sum = GradientSum.start(gradient, self._group if self._num_rows else None, self._is_split)
 
     def result(self, hidden_SH: Tensor) -> Tensor:
@@ -299,7 +301,10 @@ class _HiddenGradient:
         if self._sum is None:  # no row has a gradient, or the shard is padding
             self._start()
         assert self._sum is not None
-        gradient = self._sum.wait().to(hidden_SH.dtype)
+        gradient = self._sum.wait()
+        if self._has_repeats and not self._is_split:  # added up before it is rounded
+            return _spread(gradient, self._rows_R, self._num_tokens, has_repeats=True).to(hidden_SH.dtype)
+        gradient = gradient.to(hidden_SH.dtype)
         return gradient if self._is_split else _spread(gradient, self._rows_R, self._num_tokens)
 
 
@@ -342,8 +347,9 @@ def _grad_tile(
     return ops.grad_logits_from_stash(kept.values_RC, kept.max_R, *of_rows)
 
 
-def _spread(rows_XH: Tensor, index_X: Tensor | None, num_rows: int) -> Tensor:
-    """[X, H] -> [num_rows, H], zero where `index_X` (distinct) does not point; None: already all of them."""
+def _spread(rows_XH: Tensor, index_X: Tensor | None, num_rows: int, has_repeats: bool = False) -> Tensor:
+    """[X, H] -> [num_rows, H], zero where `index_X` does not point; None: already all of them."""
     if index_X is None:
         return rows_XH
-    return rows_XH.new_zeros(num_rows, rows_XH.shape[1]).index_copy_(0, index_X, rows_XH)
+    whole = rows_XH.new_zeros(num_rows, rows_XH.shape[1])
+    return whole.index_add_(0, index_X, rows_XH) if has_repeats else whole.index_copy_(0, index_X, rows_XH)

@@ -93,7 +93,7 @@ class _ChosenLogits(torch.autograd.Function):
             buffer_VH = own if shard.sink is None else shard.sink.buffer_VH()
         for rows in _blocks(len(rows_R)):
             chosen_RNH = weight_VH[places_RN[rows]].to(dtype)
-            to_hidden_SH[rows_R[rows]] = torch.bmm(grad_RN[rows, None], chosen_RNH)[:, 0]
+            to_hidden_SH.index_add_(0, rows_R[rows], torch.bmm(grad_RN[rows, None], chosen_RNH)[:, 0])
             if buffer_VH is not None:
                 hidden_RH = whole_SH.index_select(0, rows_R[rows]).to(dtype)
                 products_MH = (grad_RN[rows, :, None] * hidden_RH[:, None]).flatten(0, 1)

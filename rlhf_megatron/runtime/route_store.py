@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MODULE = "rlhf_megatron.runtime.route_store"
 CONNECT_S = 30.0
+ANSWER_S = 300.0  # after which a store counts as gone
+HELD_S = 30.0  # the same of HELD, which the controller asks in each step
 HELD = "held"  # a message; the answer is a `routes.Held`
 
 
@@ -87,8 +90,8 @@ class Stores:
             found = self._ask(address, wanted)
         except OSError as error:
             raise ValueError(
-                f"the store at {address} does not hand out {name} ({error}): its machine or process is gone. The same"
-                " command goes on from the last checkpoint, and generates again what is lost."
+                f"the store at {address} does not hand out {name} ({error}): its machine or process is gone, or hangs."
+                " The same command goes on from the last checkpoint, and generates again what is lost."
             ) from error
         assert isinstance(found, RoutesFound)
         if found.problem:
@@ -112,32 +115,34 @@ class Stores:
 
     def held(self, address: str) -> Held:
         try:
-            found = self._ask(address, HELD)
-        except OSError:  # its machine is gone, and what it had with it
+            found = self._ask(address, HELD, HELD_S)
+        except OSError:  # its machine is gone, and what it had with it, or its process hangs
             return Held()
         assert isinstance(found, Held)
         return found
 
-    def _ask(self, address: str, message: object) -> object:
+    def _ask(self, address: str, message: object, answer_s: float | None = None) -> object:
+        """Raises OSError, also where no answer comes."""
+        answer_s = answer_s or ANSWER_S
         with self._lock:
             known = self._channels.get(address)
             if known is not None:
                 try:
-                    return self._exchange(known, message)
+                    return self._exchange(known, message, answer_s)
                 except (OSError, EOFError):  # it was started again
                     known.close()
             host, _, port = address.rpartition(":")
             connected = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
             self._channels[address] = channel.connect(connected, self.secret, CONNECT_S)
             try:
-                return self._exchange(self._channels[address], message)
+                return self._exchange(self._channels[address], message, answer_s)
             except EOFError as error:
                 raise ConnectionError(str(error)) from error
 
     @staticmethod
-    def _exchange(connection: channel.Channel, message: object) -> object:
+    def _exchange(connection: channel.Channel, message: object, answer_s: float) -> object:
         connection.send(message)
-        return connection.receive()
+        return connection.receive(time.monotonic() + answer_s)
 
 
 def reach_stores(secret: bytes) -> None:

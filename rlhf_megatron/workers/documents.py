@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,20 @@ from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.shared_prompts import find_prompts
 
 
+class Rows(NamedTuple):
+    """The places whose next token is in the response mask, document by document."""
+
+    places: Tensor  # [R] among the packed tokens
+    documents: Tensor  # [R] whose they are
+    predicted: Tensor  # [R] the shard's token that each predicts
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of micro-batch after micro-batch: shared prompts before samples, and each kind by length."""
 
     samples: Tensor  # [D] the sample of each; of a shared prompt, one that has it
-    lengths: Tensor  # [D] tokens
+    lengths: Tensor  # [D] tokens; 0 where nothing but the prompt of a sample is forwarded
     sizes: Tensor  # documents of each micro-batch
     num_prompts: Tensor  # of each micro-batch, those that are shared
     starts: Tensor  # [D] the first token in its sample: 0, or what its shared prompt has
@@ -27,9 +35,22 @@ class Documents:
         """Return what a MicroBatch says of prompts, for these documents behind fillers of one token each."""
         if self.prompts is None:
             return {}
-        own = self.prompts[documents]
+        is_there = self.lengths[documents] > 0
+        own, keys = self.prompts[documents][is_there], (self.lengths + self.starts)[documents][is_there]
         own = torch.cat([own.new_full((num_filler,), -1), own.where(own < 0, own - documents.start + num_filler)])
-        return {"prompts": own, "num_keys": num_filler + int((self.lengths + self.starts)[documents].sum())}
+        return {"prompts": own, "num_keys": num_filler + int(keys.sum())}
+
+    def with_first_rows(self, rows: Rows, offsets: Tensor) -> Rows:
+        """Give each document behind a shared prompt a first row, the prompt's last token, which has none itself."""
+        if self.prompts is None:
+            return rows
+        behind = (self.prompts >= 0).nonzero().flatten()
+        prompts = self.prompts[behind]
+        is_own = torch.ones(len(self.prompts), dtype=torch.bool).index_fill_(0, prompts, False)[rows.documents]
+        first = Rows(self.lengths.cumsum(0)[prompts] - 1, behind, (offsets[self.samples] + self.starts)[behind])
+        joined = [torch.cat([new, old[is_own]]) for new, old in zip(first, rows, strict=True)]
+        order = joined[1].argsort(stable=True)
+        return Rows(*(column[order] for column in joined))
 
 
 def forwarded_lengths(lengths: Tensor) -> Tensor:

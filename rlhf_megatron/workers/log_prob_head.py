@@ -126,6 +126,7 @@ class LogProbHead:
             with_entropy=with_entropy,
             with_sum_squares=with_sum_squares,
             rows_R=micro.rows,
+            has_repeats=micro.prompts is not None,
             is_sequence_split=world.layout.sequence_parallel,
             sink=sink if torch.is_grad_enabled() else None,
             stash_bytes=stash_bytes if torch.is_grad_enabled() else 0,

@@ -20,7 +20,8 @@ Under context parallelism each document is padded to 2 cp chunks of one size, of
 Targets are taken before the documents are cut.
 
 Where the layout shares prompts, those that several samples of a micro-batch have are documents of their own, behind the
-fillers, and what is left of such a sample goes on from its prompt's (`data.shared_prompts`).
+fillers, and what is left of such a sample goes on from its prompt's (`data.shared_prompts`), whose last token is a row
+of each of them.
 
 Legend: T tokens of the shard, S packed length, D documents, R rows of this rank.
 """
@@ -38,7 +39,7 @@ from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
 from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.workers.documents import documents_behind_prompts, whole_documents
+from rlhf_megatron.workers.documents import Rows, documents_behind_prompts, whole_documents
 
 TENSORS = ("token_ids", "position_ids", "cu_seqlens", "rows", "targets", "sequence_ids")  # of every micro-batch
 
@@ -51,10 +52,10 @@ class MicroBatch:
     position_ids: Tensor  # [1, S / cp] int64, from 0 in each document, or on from its prompt's
     cu_seqlens: Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; by length
     max_seqlen: int  # tokens of the longest document, with its prompt
-    rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask
+    rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask; some more than once
     targets: Tensor  # [R] int64, the token after each row
-    sequence_ids: Tensor  # [R] int64, the document of each row, in [0, num_sequences); the same on all cp ranks
-    num_sequences: int  # documents, fillers and shared prompts not counted
+    sequence_ids: Tensor  # [R] int64, the sample of each row, in [0, num_sequences); the same on all cp ranks
+    num_sequences: int  # samples
     columns: dict[str, Tensor]  # column name -> [R]
     documents: Tensor | None = None  # [S / cp] int64, the document of each token, -1 of none; where it was asked for
     sources: Tensor | None = None  # [S / cp] int64, the shard's token that each is, -1 of none; where it was asked for
@@ -116,14 +117,14 @@ def pack(
     token_ids = batch.token_ids[source].to(torch.int64).where(is_token, 0)
     is_real = torch.tensor(plan.samples)[order] != NO_OP
     is_row = batch.response_mask.roll(-1)[source] & is_token  # the next token trains; no sample's first token does
-    row_index = is_row.nonzero().flatten()
-    predicted = source[row_index] + 1  # the shard's token that each row predicts
-    targets = batch.token_ids[predicted].to(torch.int64)
-    gathered = {name: getattr(batch, name)[predicted] for name in columns if getattr(batch, name) is not None}
+    places = is_row.nonzero().flatten()
+    of_rows = parts.with_first_rows(Rows(places, document[places], source[places] + 1), batch.offsets)
+    targets = batch.token_ids[of_rows.predicted].to(torch.int64)
+    gathered = {name: getattr(batch, name)[of_rows.predicted] for name in columns if getattr(batch, name) is not None}
 
     ends = parts.sizes.cumsum(0)
     token_ends = (padded.cumsum(0)[ends - 1] // layout.cp).tolist()
-    row_ends = torch.searchsorted(row_index, torch.tensor(token_ends)).tolist()
+    row_ends = torch.searchsorted(of_rows.documents, ends).tolist()
     filler = _share(torch.tensor([layout.document_multiple]), layout.cp, cp_rank)[1]  # positions of a filler document
     is_used = is_token & is_real[document]
     micro_batches, seq_length = [], 0
@@ -140,9 +141,9 @@ def pack(
                 position_ids=torch.cat([filler_positions, positions[tokens]])[None],
                 cu_seqlens=_cu_seqlens(padded[documents], num_filler, layout.document_multiple),
                 max_seqlen=int((padded + parts.starts)[documents].max()),
-                rows=row_index[rows] + (filler_positions.numel() - tokens.start),
+                rows=of_rows.places[rows] + (filler_positions.numel() - tokens.start),
                 targets=targets[rows],
-                sequence_ids=document[row_index[rows]] - (documents.start + num_prompts),
+                sequence_ids=of_rows.documents[rows] - (documents.start + num_prompts),
                 num_sequences=documents.stop - documents.start - num_prompts,
                 columns={name: column[rows] for name, column in gathered.items()},
                 documents=_of_tokens(document - documents.start, is_used, tokens, filler_positions)
@@ -153,7 +154,8 @@ def pack(
             )
         )
     num_forwarded = int(lengths[is_real].sum()), int(is_real.sum()) - int(parts.num_prompts.sum())
-    return Packed(_on(micro_batches, torch.device(device)), predicted, batch.num_tokens, seq_length, num_forwarded)
+    found = _on(micro_batches, torch.device(device))
+    return Packed(found, of_rows.predicted, batch.num_tokens, seq_length, num_forwarded)
 
 
 def _on(micro_batches: Sequence[MicroBatch], device: torch.device) -> tuple[MicroBatch, ...]:
@@ -209,9 +211,10 @@ def _packed_length(num_tokens: int, plan: ReplicaPlan, layout: Layout) -> int:
 
 
 def _cu_seqlens(lengths: Tensor, num_filler: int, filler_length: int) -> Tensor:
-    """[D + 1] int32: the borders of `num_filler` documents of `filler_length`, then of documents of these lengths."""
+    """[D + 1] int32: the borders of `num_filler` documents of `filler_length`, then of documents of these lengths; one
+    without tokens is left out."""
     filler = torch.arange(num_filler + 1) * filler_length
-    return torch.cat([filler, filler[-1] + lengths.cumsum(0)]).to(torch.int32)
+    return torch.cat([filler, filler[-1] + lengths[lengths > 0].cumsum(0)]).to(torch.int32)
 
 
 def _check(batch: TokenBatch, order: Tensor) -> None:

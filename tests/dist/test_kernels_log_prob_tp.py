@@ -53,6 +53,7 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3}
 @dataclass(frozen=True)
 class Options:
     num_rows: int | None = None
+    has_repeats: bool = False
     is_split: bool = False
     has_sink: bool = False
     stash_bytes: int = 0
@@ -65,6 +66,8 @@ OPTIONS = {
     "rows, some without a gradient": Options(num_rows=13, without=6),
     "split": Options(is_split=True),
     "split, rows, sink": Options(num_rows=13, is_split=True, has_sink=True, without=2),
+    "rows of one token": Options(num_rows=24, has_repeats=True, without=6),
+    "split, rows of one token": Options(num_rows=24, has_repeats=True, is_split=True, has_sink=True),
     "split, no gradient": Options(num_rows=13, is_split=True, has_sink=True, without=13),
     "stash": Options(num_rows=13, stash_bytes=10**6, without=2),
     "no rows": Options(num_rows=0, is_split=True, has_sink=True),
@@ -90,6 +93,8 @@ def make_problem(num_vocab_rows: int, vocab_size: int, dtype: torch.dtype, optio
     hidden_SH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     weight_VH = torch.randn(num_vocab_rows, HIDDEN, generator=generator, dtype=torch.float64)
     rows_R = None if options.num_rows is None else torch.randperm(NUM_TOKENS, generator=generator)[: options.num_rows]
+    if options.has_repeats:
+        rows_R = torch.randint(0, NUM_TOKENS // 4, (options.num_rows or 0,), generator=generator)
     num_rows = NUM_TOKENS if rows_R is None else len(rows_R)
     targets_R = torch.randint(0, vocab_size, (num_rows,), generator=generator)
     grads_R = torch.randn(num_rows, generator=generator, dtype=torch.float64)
@@ -147,6 +152,7 @@ def sharded(
             with_entropy=True,
             with_sum_squares=True,
             rows_R=problem.rows_R,
+            has_repeats=options.has_repeats,
             is_sequence_split=options.is_split,
             sink=sink,
             stash_bytes=options.stash_bytes,

@@ -241,6 +241,8 @@ global_seqlen/min | tokens | min | {REPLICAS} | of a replica, were samples dealt
 global_seqlen/minmax_diff | tokens | ratio | {REPLICAS} | max - min
 global_seqlen/balanced_max | tokens | max | {REPLICAS} | of a replica as samples are dealt for the log-probs
 global_seqlen/balanced_min | tokens | min | {REPLICAS} | of a replica as samples are dealt for the log-probs
+global_seqlen/shared | tokens | sum | {STEP} + | with share_prompts: what the log-probs need not forward, since another
+  sample of the micro-batch has the same prompt
 # Memory
 memory/<phase>_device_bytes | bytes | max | {RANKS} - | colocated: of a rank's trainer on its device at the end of the
   phase

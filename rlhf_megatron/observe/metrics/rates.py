@@ -22,7 +22,8 @@ from rlhf_megatron.config.rules.parts import num_ranks
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.plan import NO_OP
+from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
+from rlhf_megatron.data.shared_prompts import find_prompts, num_shared
 from rlhf_megatron.models.families.base import FAMILIES, family_for
 from rlhf_megatron.models.families.latent import latent_rules, read_latent
 from rlhf_megatron.observe.metrics.batch import response_lengths
@@ -228,17 +229,24 @@ def utilisation(
 
 
 def balance(batch: TokenBatch, work: Workload) -> dict[str, float]:
-    """Tokens of the actor's replicas: dealt in the samples' order, and as the log-probs' call deals them."""
+    """Tokens of the actor's replicas: dealt in the samples' order, and as the log-probs' call deals them; where prompts
+    are shared, the tokens that it need not forward."""
     lengths, num_replicas = batch.lengths, work.actor_layout.dp
+    has_shared = work.actor_layout.shares_prompts
     total = float(lengths.sum())
     in_order = [float(part.sum()) for part in lengths.tensor_split(num_replicas)]
     balanced = [total]
-    if num_replicas > 1:
+    plans: Sequence[ReplicaPlan] = ()
+    if num_replicas > 1 or has_shared:
         plans = plan_call(batch, work.actor_layout, work.token_budget)
         balanced = [float(lengths[[i for i in plan.samples if i != NO_OP]].sum()) for plan in plans]
     low, high = min(in_order), max(in_order)
     found = {"mean": total / num_replicas, "max": high, "min": low, "minmax_diff": high - low}
     found |= {"balanced_max": max(balanced), "balanced_min": min(balanced)}
+    if has_shared:
+        micro_batches = ([plan.samples[i] for i in group] for plan in plans for group in plan.micro_batches)
+        real = ([sample for sample in group if sample != NO_OP] for group in micro_batches)
+        found["shared"] = float(num_shared(find_prompts(batch), real))
     return {f"global_seqlen/{name}": value for name, value in found.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
@@ -26,8 +27,8 @@ class Component:
     params: Any
     written: Mapping[str, Any]  # the parameters as the configuration has them
 
-    @property
-    def needs_process(self) -> bool:
+    @cached_property
+    def needs_process(self) -> bool:  # asked for each sample
         return OWN_PROCESS in self.entry.needs or (isinstance(self.params, Searching) and self.params.needs_process)
 
 

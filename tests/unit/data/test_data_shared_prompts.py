@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import chain, pairwise
 
 import pytest
@@ -37,27 +38,27 @@ PAIR = batch_of([([5, 6, 7], [1, 2, 3]), ([8, 9], [1, 2]), ([5, 6, 7], [4])])
 
 
 def test_equal_tokens_before_the_response_make_one_prompt() -> None:
-    assert find_prompts(PAIR) == Prompts(numbers=(0, 1, 0), lengths=(2, 1, 2))
+    assert find_prompts(PAIR) == Prompts(numbers=(0, 1, 0), lengths=(3, 2, 3))
     nothing = batch_of([([5], [1, 2]), ([5, 6, 7], []), ([5, 6], [1])])
-    assert find_prompts(nothing).lengths == (0, 0, 1), "one token is each sample's own; without a response all is"
+    assert find_prompts(nothing).lengths == (1, 0, 2), "without a response all is the sample's own"
 
 
 def test_the_setting_reaches_the_layout_by_which_controller_and_ranks_go() -> None:
     assert layout_of(MegatronConfig(share_prompts=True), 2) == Layout(2, shares_prompts=True)
     apart, shared = (plan_call(PAIR, layout_of(MegatronConfig(share_prompts=x), 1), 9) for x in (False, True))
-    assert (len(apart[0].micro_batches), len(shared[0].micro_batches)) == (2, 1), "11 tokens apart, 9 shared"
+    assert (len(apart[0].micro_batches), len(shared[0].micro_batches)) == (2, 1), "11 tokens apart, 8 shared"
 
 
 def test_packed_by_hand() -> None:
-    """5 6 once; behind it 7 1 2 and 7, as the last token of a sample predicts nothing. 8 9 is nobody else's."""
-    plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 1, 2),), packed_length=9)
+    """5 6 7 once; behind it 1 2 and nothing, as the last token of a sample predicts nothing. 8 9 is nobody else's."""
+    plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 1, 2),), packed_length=8)
     (micro,) = (packed := pack(PAIR, plan, SHARING)).micro_batches
-    assert micro.token_ids.tolist() == [[5, 6, 8, 9, 1, 7, 7, 1, 2]]
-    assert micro.position_ids.tolist() == [[0, 1, 0, 1, 2, 2, 2, 3, 4]]
-    assert micro.cu_seqlens.tolist() == [0, 2, 5, 6, 9]
-    assert micro.prompts is not None and micro.prompts.tolist() == [-1, -1, 0, 0]
-    assert (micro.max_seqlen, micro.num_keys, micro.num_sequences) == (5, 2 + 3 + 3 + 5, 3)
-    assert micro.rows.tolist() == [3, 4, 5, 6, 7, 8] and micro.targets.tolist() == [1, 2, 4, 1, 2, 3]
+    assert micro.token_ids.tolist() == [[5, 6, 7, 8, 9, 1, 1, 2]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert micro.cu_seqlens.tolist() == [0, 3, 6, 8]
+    assert micro.prompts is not None and micro.prompts.tolist() == [-1, -1, 0]
+    assert (micro.max_seqlen, micro.num_keys, micro.num_sequences) == (5, 3 + 3 + 5, 3)
+    assert micro.rows.tolist() == [4, 5, 2, 2, 6, 7] and micro.targets.tolist() == [1, 2, 4, 1, 2, 3]
     assert micro.sequence_ids.tolist() == [0, 0, 1, 2, 2, 2]
     found = packed.unpack([torch.arange(1.0, 7.0)])
     assert found.tolist() == [0, 0, 0, 4, 5, 6, 0, 0, 1, 2, 0, 0, 0, 3]
@@ -72,9 +73,10 @@ def test_a_filler_does_not_shift_prompts() -> None:
     plan = ReplicaPlan((0, 1), ((0, 1),), 12)
     batch = batch_of([([5, 6, 7], [1, 2]), ([5, 6, 7], [4])])
     (micro,) = pack(batch, plan, Layout(2, pp=2, shares_prompts=True)).micro_batches
-    assert micro.token_ids.tolist() == [[0] * 7 + [5, 6, 7, 7, 1]]
-    assert micro.prompts is not None and micro.prompts.tolist() == [-1] * 8 + [7, 7]
-    assert micro.num_keys == 7 + 2 + 3 + 4
+    assert micro.token_ids.tolist() == [[0] * 8 + [5, 6, 7, 1]]
+    assert micro.prompts is not None and micro.prompts.tolist() == [-1] * 9 + [8]
+    assert micro.num_keys == 8 + 3 + 4
+    assert (micro.rows.tolist(), micro.targets.tolist()) == ([10, 10, 11], [4, 1, 2])
 
 
 @st.composite
@@ -88,34 +90,51 @@ def groups(draw: st.DrawFn) -> TokenBatch:
 
 @given(groups(), st.integers(1, 3), st.integers(14, 60), st.booleans())
 def test_each_sample_is_computed_once_behind_its_prompt(batch: TokenBatch, dp: int, budget: int, fills: bool) -> None:
-    """Packed and read back, each sample is all of its tokens but the last; no micro-batch is over the budget."""
+    """Packed and read back, a response token is predicted behind all that stands before it in its sample, and a prompt
+    is forwarded once; no micro-batch is over the budget."""
     layout = Layout(dp * (2 if fills else 1), pp=2 if fills else 1, shares_prompts=True)
     plans, seen = plan_call(batch, layout, budget), []
     assert len({len(plan.micro_batches) for plan in plans}) == 1
     for plan in plans:
-        shard = take(batch, plan)
+        shard, found, num_forwarded = take(batch, plan), [], 0
         packed = pack(shard, plan, layout)
         for micro, group in zip(packed.micro_batches, plan.micro_batches, strict=True):
             assert micro.token_ids.numel() <= budget
-            parts = shard.token_ids.split(shard.lengths.tolist())
-            assert sorted(documents(micro)) == sorted(parts[i][: max(1, len(parts[i]) - 1)].tolist() for i in group)
-        targets = packed.unpack([micro.targets for micro in packed.micro_batches])
-        assert torch.equal(targets, shard.token_ids * shard.response_mask)
+            found += [(id(micro), *row) for row in rows_of(micro)]
+            num_forwarded += sum(num_own_tokens(shard, [i for i in group if plan.samples[i] != NO_OP]))
+        assert packed.num_forwarded[0] == num_forwarded
+        samples = set()
+        for token, (micro_id, number, tokens) in zip(packed.token_index.tolist(), found, strict=True):
+            start = int(shard.offsets[shard.offsets <= token].max())
+            assert tokens == shard.token_ids[start : token + 1].tolist()
+            samples.add((micro_id, number, start))
+        assert len({start for *_, start in samples}) == len({sample[:2] for sample in samples}) == len(samples)
+        assert sorted(packed.token_index.tolist()) == shard.response_mask.nonzero().flatten().tolist()
         seen += [sample for sample in plan.samples if sample != NO_OP]
     assert sorted(seen) == list(range(len(batch)))
 
 
-def documents(micro: MicroBatch) -> list[list[int]]:
-    """The tokens of each sample, read through the borders and the prompts; fillers and prompts left out."""
+def rows_of(micro: MicroBatch) -> Iterator[tuple[int, list[int]]]:
+    """Yield of each row which sample it is of, and the tokens that its place sees, read through the borders and the
+    prompts, with the one that it predicts."""
     spans = [slice(*pair) for pair in pairwise(micro.cu_seqlens.tolist())]
     assert micro.prompts is not None
-    behind = micro.prompts.tolist()
-    found = []
-    for span, prompt in list(zip(spans, behind, strict=True))[-micro.num_sequences :]:
-        before = [] if prompt < 0 else micro.token_ids[0, spans[prompt]].tolist()
-        found.append(before + micro.token_ids[0, span].tolist())
-        assert micro.position_ids[0, span].tolist() == list(range(len(before), len(found[-1])))
-    return found
+    behind, rows = micro.prompts.tolist(), (micro.rows.tolist(), micro.targets.tolist(), micro.sequence_ids.tolist())
+    for place, target, number in zip(*rows, strict=True):
+        (document,) = (d for d, span in enumerate(spans) if span.start <= place < span.stop)
+        seen = [] if behind[document] < 0 else micro.token_ids[0, spans[behind[document]]].tolist()
+        seen += micro.token_ids[0, spans[document].start : place + 1].tolist()
+        assert micro.position_ids[0, place] == len(seen) - 1 and 0 <= number < micro.num_sequences
+        yield number, [*seen, target]
+
+
+def num_own_tokens(shard: TokenBatch, group: list[int]) -> Iterator[int]:
+    """Yield the tokens of each sample that a micro-batch of these forwards: the prompt with its first one only."""
+    found, known = find_prompts(shard), set[int]()
+    for sample in group:
+        number, shared = found.numbers[sample], found.lengths[sample]
+        yield max(1, int(shard.lengths[sample]) - 1) - (shared if number in known else 0)
+        known.add(number)
 
 
 def test_groups_stay_together_and_are_parted_where_replicas_would_wait() -> None:

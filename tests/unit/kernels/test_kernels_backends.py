@@ -27,7 +27,7 @@ class Case:
     added to all. `temperature` "rows": one each, from 0.5 to 2. `without`: which upstream gradients are zero."""
 
     num_tokens: int = 6
-    num_rows: int | None = None  # of the tokens, chosen by `rows_R`; None: all, without `rows_R`
+    num_rows: int | None = None  # chosen by `rows_R`, several of a token where there are more; None: without `rows_R`
     vocab_rows: int = 53
     vocab_size: int = 53
     chunk_size: int = 16
@@ -54,6 +54,8 @@ CASES = {
     "no token": Case(num_tokens=0),
     "no row": Case(num_rows=0),
     "some rows": Case(num_tokens=9, num_rows=4, temperature="rows"),
+    "rows of one token": Case(num_tokens=4, num_rows=14, temperature="rows", without="some rows"),
+    "rows of one token, stash": Case(num_tokens=4, num_rows=14, stash_bytes=ENOUGH),
     "targets at the borders of chunks": Case(targets=(0, 15, 16, 31, 32, 52)),
     "logits about -200": Case(offset=-200.0),
     "logits about 200": Case(offset=200.0),
@@ -106,6 +108,8 @@ def inputs(case: Case) -> Inputs:
     weight_VH[case.vocab_size :] *= 30.0  # padding that would win if it counted
     num_rows = case.num_tokens if case.num_rows is None else case.num_rows
     rows_R = None if case.num_rows is None else torch.randperm(case.num_tokens, generator=generator)[:num_rows]
+    if rows_R is not None and len(rows_R) < num_rows:
+        rows_R = torch.randint(0, case.num_tokens, (num_rows,), generator=generator)
     targets_R = torch.randint(0, case.vocab_size, (num_rows,), generator=generator)
     if case.targets is not None:
         targets_R = torch.tensor(case.targets)
@@ -138,7 +142,7 @@ def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
         grad_RV = grad_RV - given.grad_entropies_R[:, None] * p_RV * (log_p_RV + entropies_R[:, None])
     grad_RV = grad_RV * inv_R1 * (1 - tanh_RV.square())
     grad_hidden_TH = torch.zeros(case.num_tokens, case.hidden, dtype=torch.float64)
-    grad_hidden_TH[rows_R] = grad_RV @ weight_VH
+    grad_hidden_TH.index_add_(0, rows_R, grad_RV @ weight_VH)
     grad_weight_VH = torch.zeros(case.vocab_rows, case.hidden, dtype=torch.float64)
     grad_weight_VH[: case.vocab_size] = grad_RV.T @ hidden_RH
     found = {"log-probs": (log_p_RV * is_target_RV).sum(1), "squares": (p_RV * p_RV).sum(1)}
@@ -162,6 +166,7 @@ def outcome(case: Case, backend: Backend, device: str) -> dict[str, Tensor]:
         with_entropy=case.with_entropy,
         with_sum_squares=True,
         rows_R=None if given.rows_R is None else given.rows_R.to(device),
+        has_repeats=case.num_rows is not None and case.num_rows > case.num_tokens,
         stash_bytes=case.stash_bytes,
         softcap=case.softcap,
         backend=backend,

@@ -37,10 +37,13 @@ def test_the_likeliest_are_those_of_all_logits(dtype: torch.dtype, chunk_size: i
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("has_repeats", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 40, 2 * ROWS])
-def test_chosen_logits_and_their_gradients(num_tokens: int, has_sink: bool) -> None:
-    """Rows of more than a block, or none; a token that is chosen twice gets both gradients."""
+def test_chosen_logits_and_their_gradients(num_tokens: int, has_repeats: bool, has_sink: bool) -> None:
+    """Rows of more than a block, or none; a token that is chosen twice, or has two rows, gets both gradients."""
     hidden, weight, rows = drawn(num_tokens, torch.float64)
+    if has_repeats:
+        rows = torch.cat([rows, rows[::3]])
     ids = torch.randint(0, V, (len(rows), 5), generator=torch.Generator().manual_seed(1))
     ids[:, 1] = ids[:, 0]
     upstream = torch.randn(ids.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

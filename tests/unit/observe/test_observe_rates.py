@@ -125,6 +125,10 @@ def test_balance_by_hand() -> None:
     assert (found["min"], found["max"], found["minmax_diff"], found["mean"]) == (9.0, 18.0, 9.0, 13.5)
     assert found["balanced_min"] + found["balanced_max"] == 27.0 and found["balanced_max"] <= 15.0
     assert set(balance(batch, work()).values()) == {27.0, 0.0}, "one replica has all"
+    alike = replace(batch, token_ids=torch.zeros_like(batch.token_ids))  # one prompt, of a token
+    of_sharing = [replace(work(dp), actor_layout=Layout(dp, shares_prompts=True)) for dp in (1, 2)]
+    assert [balance(alike, one)["global_seqlen/shared"] for one in of_sharing] == [5.0, 4.0], "once a replica"
+    assert balance(batch, of_sharing[0])["global_seqlen/shared"] == 0.0
 
 
 def test_what_rates_refer_to() -> None:

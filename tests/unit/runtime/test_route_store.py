@@ -1,6 +1,7 @@
 """Routes by handle (runtime/route_store.py): a real store process, asked as ranks of another machine ask it."""
 
 import shutil
+import signal
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from rlhf_megatron.data import routes
 from rlhf_megatron.recovery.route_files import RouteFiles
+from rlhf_megatron.runtime import route_store
 from rlhf_megatron.runtime.route_store import RouteStore, reach_stores
 
 SECRET = b"s" * 64
@@ -74,6 +76,21 @@ def test_a_store_that_is_gone_has_lost_its_files_until_it_is_back(
     reach_stores(b"t" * 64)
     assert not routes.are_there(handles[1:2]), "another secret"
     again.close()
+
+
+def test_a_store_that_hangs_holds_nobody_up(store: RouteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = from_afar(routes.write_routes(str(tmp_path / "routes"), ids_of(9)))
+    assert routes.elsewhere is not None and routes.elsewhere.held(store.address).num_bytes > 0
+    for limit in ("CONNECT_S", "ANSWER_S", "HELD_S"):
+        monkeypatch.setattr(route_store, limit, 0.2)
+    store._process.send_signal(signal.SIGSTOP)
+    assert routes.elsewhere.held(store.address) == routes.Held()
+    with pytest.raises(ValueError, match=r"timed out.*or hangs"):
+        routes.select_routes(handle, np.array([0]), WANTED, TOP_K)
+    store._process.send_signal(signal.SIGCONT)
+    for limit in ("CONNECT_S", "ANSWER_S"):
+        monkeypatch.setattr(route_store, limit, 30.0)
+    assert routes.select_routes(handle, np.array([0]), WANTED, TOP_K).num_tokens == 9
 
 
 def test_a_file_that_a_machines_end_has_cut_off_or_changed_is_not_there(tmp_path: Path) -> None:
