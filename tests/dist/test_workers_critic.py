@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from workers_critic_jobs import CriticResult, score, train_critic
 from workers_jobs import OVERLAPPED, SHARDED, summed, whole
 
 from rlhf_megatron.config.schema import FSDPConfig
-from rlhf_megatron.data.batch import ValueMiniBatch, places_behind, with_places_behind
+from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, places_behind, with_places_behind
 from rlhf_megatron.data.plan import restore
 
 pytestmark = pytest.mark.dist
@@ -30,6 +30,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [  # axes of dist_pool, and settings
     ("qwen3_tied", {"tp": 2, "sequence_parallel": True, "megatron": {"transformer_impl": "transformer_engine"}}),
     ("llama", {"pp": 2, "vpp": 2, "megatron": {"recompute_granularity": "selective"}}),
     ("qwen3_tied", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True, "megatron": OVERLAPPED}),
+    ("equal prompts", {"shares_prompts": True}),
+    ("equal prompts", {"tp": 2, "sequence_parallel": True, "shares_prompts": True}),
 ]
 
 
@@ -46,14 +48,16 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, Case]:
-    return {name: make_case(name) for name in reference.HF_CONFIGS}
+    made = {name: make_case(name, reference.make_batch()) for name in reference.HF_CONFIGS}
+    return made | {"equal prompts": make_case("qwen3_tied", reference.with_equal_prompts(reference.make_batch()))}
 
 
-def make_case(name: str) -> Case:
+def make_case(name: str, tokens: TokenBatch) -> Case:
     model = reference.make_value_model(name)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
-        batch = reference.make_value_batch(reference.all_values(model, reference.make_batch()))
+        batch = reference.make_value_batch(reference.all_values(model, tokens))
+    batch = replace(batch, token_ids=tokens.token_ids)
     exact = reference.run_value_steps(reference.make_value_model(name).double(), batch)
     draws = reference.in_float32(
         lambda: reference.make_value_model(name), lambda model: reference.run_value_steps(model, batch)
