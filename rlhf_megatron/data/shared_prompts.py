@@ -64,7 +64,8 @@ def units_of(
     lengths: Sequence[int], prompts: Prompts, num_parts: int, room: int, attention_length: int
 ) -> Iterator[Unit]:
     """Yield all samples in units: those of a prompt in `num_parts` units of about as many samples, or in more where
-    that would be longer than `room`. Cost as `plan_replicas` counts it; an own token attends to its prompt as well.
+    that would be longer than `room`. Cost as `plan_replicas` counts it; an own token attends to its prompt as well. A
+    further sample without own tokens counts as one: it has a row in the head.
     """
     by_prompt: dict[int, list[int]] = {}
     for sample, number in enumerate(prompts.numbers):
@@ -76,9 +77,10 @@ def units_of(
         unit = alone
         for sample in members:
             own = lengths[sample] - shared
-            if len(unit.samples) == most or unit.length + own > room:
+            if unit.samples and (len(unit.samples) == most or unit.length + max(own, 1) > room):
                 yield unit
                 unit = alone
+            own = max(own, 1) if unit.samples else own
             cost = unit.cost + own * (attention_length + own + 2 * shared)
             unit = Unit((*unit.samples, sample), unit.length + own, cost)
         yield unit

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.data.batch import MiniBatch, TokenBatch, offsets_from_lengths
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, offsets_from_lengths, select
 from rlhf_megatron.data.plan import NO_OP, ReplicaPlan, plan_replicas, take
 from rlhf_megatron.data.shared_prompts import Prompts, find_prompts
 from rlhf_megatron.models.attention import _by_length, _varlen, packed_documents
@@ -150,6 +150,18 @@ def test_groups_stay_together_and_are_parted_where_replicas_would_wait() -> None
     assert all(len(set(group)) == 1 and len(group) <= 10 for share in loads(1, 140) for group in share)
     with pytest.raises(ValueError, match="sample 0 has 104 tokens, over the budget of 90"):
         loads(1, 90)
+
+
+def test_many_samples_of_which_nothing_but_the_prompt_is_forwarded_are_parted() -> None:
+    """They cost no token, but each a row of the head, whose memory the budget bounds, too."""
+    batch = batch_of([([5, 6, 7], [n]) for n in range(64)])
+    (plan,) = plan_call(batch, SHARING, 10)
+    assert [len(group) for group in plan.micro_batches] == [8] * 8, "3 tokens and 7 further samples"
+    assert all(
+        micro.token_ids.numel() == 3 and len(micro.rows) == 8 for micro in pack(batch, plan, SHARING).micro_batches
+    )
+    (alone,) = plan_call(select(batch, [0]), SHARING, 3)
+    assert alone.packed_length == 3
 
 
 def plain_varlen(query, key, value, borders: Borders, scale: float):
