@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
-
-import torch
 
 from rlhf_megatron.data.batch import TokenBatch
 
@@ -29,16 +28,13 @@ class Prompts:
 
 def find_prompts(batch: TokenBatch) -> Prompts:
     """Find each sample's prompt: what stands before its first token that trains. Equal tokens make one prompt."""
-    starts, trained = batch.offsets[:-1], batch.response_mask.nonzero().flatten()
-    first = torch.searchsorted(trained, starts)
-    behind = torch.cat([trained, trained.new_tensor([batch.num_tokens])])[first]  # the first token that trains
-    lengths = (behind - starts).where(behind < batch.offsets[1:], 0)
-    token_ids, known = batch.token_ids.numpy(), dict[bytes, int]()
-    numbers = [
-        known.setdefault(token_ids[start : start + length].tobytes(), len(known))
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-    ]
-    return Prompts(tuple(numbers), tuple(lengths.tolist()))
+    trains, token_ids, known = batch.response_mask.numpy(), batch.token_ids.numpy(), dict[bytes, int]()
+    numbers, lengths = [], []
+    for start, stop in pairwise(batch.offsets.tolist()):
+        length = int(trains[start:stop].argmax()) if stop > start else 0  # to the first that trains; 0 where none does
+        lengths.append(length)
+        numbers.append(known.setdefault(token_ids[start : start + length].tobytes(), len(known)))
+    return Prompts(tuple(numbers), tuple(lengths))
 
 
 def num_shared(prompts: Prompts, micro_batches: Iterable[Iterable[int]]) -> int:

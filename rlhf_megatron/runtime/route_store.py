@@ -115,34 +115,38 @@ class Stores:
 
     def held(self, address: str) -> Held:
         try:
-            found = self._ask(address, HELD, HELD_S)
+            found = self._ask(address, HELD)
         except OSError:  # its machine is gone, and what it had with it, or its process hangs
             return Held()
         assert isinstance(found, Held)
         return found
 
-    def _ask(self, address: str, message: object, answer_s: float | None = None) -> object:
-        """Raises OSError, also where no answer comes."""
-        answer_s = answer_s or ANSWER_S
+    def _ask(self, address: str, message: object) -> object:
+        """Raises OSError, also where no answer comes in time."""
         with self._lock:
             known = self._channels.get(address)
             if known is not None:
                 try:
-                    return self._exchange(known, message, answer_s)
+                    return self._exchange(known, message)
                 except (OSError, EOFError):  # it was started again
-                    known.close()
+                    pass
             host, _, port = address.rpartition(":")
             connected = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
             self._channels[address] = channel.connect(connected, self.secret, CONNECT_S)
             try:
-                return self._exchange(self._channels[address], message, answer_s)
+                return self._exchange(self._channels[address], message)
             except EOFError as error:
                 raise ConnectionError(str(error)) from error
 
     @staticmethod
-    def _exchange(connection: channel.Channel, message: object, answer_s: float) -> object:
-        connection.send(message)
-        return connection.receive(time.monotonic() + answer_s)
+    def _exchange(connection: channel.Channel, message: object) -> object:
+        """What fails ends the connection: a late answer must not be taken for that to the next message."""
+        try:
+            connection.send(message)
+            return connection.receive(time.monotonic() + (HELD_S if message == HELD else ANSWER_S))
+        except (OSError, EOFError):
+            connection.close()
+            raise
 
 
 def reach_stores(secret: bytes) -> None:

@@ -244,8 +244,11 @@ def balance(batch: TokenBatch, work: Workload) -> dict[str, float]:
     found = {"mean": total / num_replicas, "max": high, "min": low, "minmax_diff": high - low}
     found |= {"balanced_max": max(balanced), "balanced_min": min(balanced)}
     if has_shared:
-        micro_batches = ([plan.samples[i] for i in group] for plan in plans for group in plan.micro_batches)
-        real = ([sample for sample in group if sample != NO_OP] for group in micro_batches)
+        real = (
+            [plan.samples[i] for i in group if plan.samples[i] != NO_OP]
+            for plan in plans
+            for group in plan.micro_batches
+        )
         found["shared"] = float(num_shared(find_prompts(batch), real))
     return {f"global_seqlen/{name}": value for name, value in found.items()}
 

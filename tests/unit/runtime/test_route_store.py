@@ -90,6 +90,8 @@ def test_a_store_that_hangs_holds_nobody_up(store: RouteStore, tmp_path: Path, m
     store._process.send_signal(signal.SIGCONT)
     for limit in ("CONNECT_S", "ANSWER_S"):
         monkeypatch.setattr(route_store, limit, 30.0)
+    monkeypatch.setattr(route_store, "HELD_S", 1e-9)
+    assert routes.elsewhere.held(store.address) == routes.Held(), "the answer comes, but late"
     assert routes.select_routes(handle, np.array([0]), WANTED, TOP_K).num_tokens == 9
 
 
