@@ -37,7 +37,9 @@ EXTRAS = {
     "parquet": ["pyarrow>=14"],
     "json-schema": ["jsonschema>=4.20"],
     "math": ["math-verify>=0.9,<1"],
-    "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler (pycosat has no wheels), so not part of dev
+    "reasoning-gym": [
+        "reasoning-gym>=0.1.25,<0.2"
+    ],  # needs a C compiler (pycosat has no wheels), so not part of dev
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow-skinny>=2.20"],
     "swanlab": ["swanlab>=0.10"],
@@ -93,9 +95,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
     package_data={
-        "rlhf_megatron.observe.report": ["assets/*"],
+        "rlhf_megatron.controller.observe.report": ["assets/*"],
         "rlhf_megatron.cli": ["starters/*"],
-        **{f"rlhf_megatron.{room}": ["*.txt", "*.yaml"] for room in ("algorithms", "config", "verl")},
+        "rlhf_megatron.algorithms": ["*.txt"],
+        "rlhf_megatron.config": ["*.txt"],
+        "rlhf_megatron.jobs.from_verl": ["*.yaml"],
     },
     install_requires=REQUIRES,
     extras_require=EXTRAS,

@@ -86,7 +86,9 @@ def overrides_of(job: Job) -> list[str]:
 def run(job: Job) -> dict[str, Any]:
     """One run, as a line of runs.jsonl."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run_dir = train("quickstart_warm", f"{job.member.name}-seed{job.seed}", job.runs, overrides_of(job))
+    run_dir = train(
+        "quickstart_warm", f"{job.member.name}-seed{job.seed}", job.runs, overrides_of(job)
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {**row_of(job, run_dir), "cpu_s": significant(cpu_s)}
@@ -95,7 +97,11 @@ def run(job: Job) -> dict[str, Any]:
 def row_of(job: Job, run_dir: Path) -> dict[str, Any]:
     """Curves of a finished run, of the share of right answers: rewards beside exact_match weigh 0 in the score."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    accuracy = [[row["step"], significant(row["val/accuracy"])] for row in rows if row["kind"] == "evaluation"]
+    accuracy = [
+        [row["step"], significant(row["val/accuracy"])]
+        for row in rows
+        if row["kind"] == "evaluation"
+    ]
     reward = [significant(row["reward/part/exact_match"]) for row in rows if row["kind"] == "step"]
     return {
         "name": job.member.name,
@@ -120,12 +126,20 @@ def read_rows(path: Path, chosen: Iterable[Member]) -> list[dict[str, Any]]:
 
 
 def write(runs: Path, steps: int, seeds: Sequence[int]) -> Path:
-    rows = [row for row in read_rows(runs / "runs.jsonl", members()) if row["steps"] == steps and row["seed"] in seeds]
+    rows = [
+        row
+        for row in read_rows(runs / "runs.jsonl", members())
+        if row["steps"] == steps and row["seed"] in seeds
+    ]
     order = [member.name for member in members()]
     rows.sort(key=lambda row: (order.index(row["name"]), row["seed"]))
-    command = f"python -m benchmarks.algorithm_curves --seeds {' '.join(map(str, seeds))} --steps {steps}"
+    command = (
+        f"python -m benchmarks.algorithm_curves --seeds {' '.join(map(str, seeds))} --steps {steps}"
+    )
     return write_result(
-        RESULT, command, {"steps": steps, "seeds": list(seeds), "base": [*BASE, *TRAINING], "runs": rows}
+        RESULT,
+        command,
+        {"steps": steps, "seeds": list(seeds), "base": [*BASE, *TRAINING], "runs": rows},
     )
 
 
@@ -145,7 +159,10 @@ def run_all(jobs: Sequence[Job], num_processes: int) -> int:
             with (job.runs / "runs.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             last = row["accuracy"][-1][1]
-            print(f"{row['name']:30} seed {row['seed']}  accuracy {last:.3f}  {row['cpu_s']:6.1f} CPU s", flush=True)
+            print(
+                f"{row['name']:30} seed {row['seed']}  accuracy {last:.3f}  {row['cpu_s']:6.1f} CPU s",
+                flush=True,
+            )
     return num_failed
 
 
@@ -157,7 +174,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--runs", type=Path, default=RUNS, help="directory of the runs")
     parser.add_argument("--draw", action="store_true", help="only draw, from the result file")
-    parser.add_argument("--collect", action="store_true", help="only write the result file, from the finished runs")
+    parser.add_argument(
+        "--collect", action="store_true", help="only write the result file, from the finished runs"
+    )
     args = parser.parse_args()
     if args.draw:
         from benchmarks.algorithm_page import draw
@@ -171,9 +190,16 @@ def main() -> int:
         print(machine(), versions(), flush=True)
         for seed in args.seeds:
             warm_model(seed, runs)
-        done = {(row["name"], row["seed"], row["steps"]) for row in read_rows(runs / "runs.jsonl", members())}
-        jobs = [Job(m, seed, args.steps, runs) for m in members(tuple(args.only)) for seed in args.seeds]
-        num_failed = run_all([j for j in jobs if (j.member.name, j.seed, j.steps) not in done], args.jobs)
+        done = {
+            (row["name"], row["seed"], row["steps"])
+            for row in read_rows(runs / "runs.jsonl", members())
+        }
+        jobs = [
+            Job(m, seed, args.steps, runs) for m in members(tuple(args.only)) for seed in args.seeds
+        ]
+        num_failed = run_all(
+            [j for j in jobs if (j.member.name, j.seed, j.steps) not in done], args.jobs
+        )
     print(write(runs, args.steps, args.seeds))
     return int(num_failed > 0)
 

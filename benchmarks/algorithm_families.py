@@ -21,7 +21,9 @@ SEQUENCE_MEAN = "actor.loss_agg_mode=seq-mean-token-mean"
 CONSTANT_NORM = "actor.loss_agg_mode=seq-mean-token-sum-norm"
 ON_POLICY = "actor.mini_batch_size=512"
 BFLOAT16_ENGINE = "rollout.dtype=bfloat16"
-DIGITS = "{name: function, weight: 0.0, params: {path: 'benchmarks.algorithm_families:right_digits'}}"
+DIGITS = (
+    "{name: function, weight: 0.0, params: {path: 'benchmarks.algorithm_families:right_digits'}}"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ def estimator(name: str, *overrides: str, note: str = "") -> Member:
 
 def loss(name: str, *overrides: str, note: str = "", adv_estimator: str = "grpo") -> Member:
     """A policy loss without parameters of its own in `overrides` has its defaults, not the quickstart's."""
-    chosen = (f"algorithm.adv_estimator={adv_estimator}", f"actor.policy_loss={{loss_mode: {name}, params: {{}}}}")
+    chosen = (
+        f"algorithm.adv_estimator={adv_estimator}",
+        f"actor.policy_loss={{loss_mode: {name}, params: {{}}}}",
+    )
     return Member(name, (*chosen, *overrides), note)
 
 
@@ -80,7 +85,11 @@ FAMILIES: tuple[Family, ...] = (
             estimator("opo"),
             Member(
                 "gpg",
-                ("algorithm.adv_estimator=gpg", "actor.policy_loss={loss_mode: gpg, params: {}}", ON_POLICY),
+                (
+                    "algorithm.adv_estimator=gpg",
+                    "actor.policy_loss={loss_mode: gpg, params: {}}",
+                    ON_POLICY,
+                ),
                 "estimator and loss; one optimizer step a step, since the loss has no ratio",
             ),
         ),
@@ -117,7 +126,10 @@ FAMILIES: tuple[Family, ...] = (
         "Token baselines",
         (
             estimator("optimal_token_baseline"),
-            estimator("tir_optimal_token_baseline", note="the same as optimal_token_baseline where there are no tools"),
+            estimator(
+                "tir_optimal_token_baseline",
+                note="the same as optimal_token_baseline where there are no tools",
+            ),
         ),
     ),
     Family("Sequence ratio", (loss("gspo", SEQUENCE_MEAN), loss("geo_mean", SEQUENCE_MEAN))),
@@ -128,7 +140,10 @@ FAMILIES: tuple[Family, ...] = (
         "Divergence",
         (
             loss(
-                "dppo_tv", CENTERED, CONSTANT_NORM, note="advantages and aggregation of the authors' runs, as dr_grpo"
+                "dppo_tv",
+                CENTERED,
+                CONSTANT_NORM,
+                note="advantages and aggregation of the authors' runs, as dr_grpo",
             ),
             loss("dppo_kl", CENTERED, CONSTANT_NORM, note="likewise"),
         ),
@@ -136,7 +151,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("Quadratic", (loss("dro"),)),
     Family(
         "Plain policy gradient",
-        (loss("reinforce", ON_POLICY, note="one optimizer step a step, since the loss has no ratio"),),
+        (
+            loss(
+                "reinforce",
+                ON_POLICY,
+                note="one optimizer step a step, since the loss has no ratio",
+            ),
+        ),
     ),
     Family(
         "Rollout correction",

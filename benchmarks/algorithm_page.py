@@ -58,7 +58,10 @@ def generated(result: Row) -> str:
 
 def finals_before(result: Row) -> dict[int, float]:
     """Seed -> accuracy of the weights that every algorithm starts from."""
-    return {row["seed"]: row["accuracy"][0][1] for row in sorted(result["runs"], key=lambda row: row["seed"])}
+    return {
+        row["seed"]: row["accuracy"][0][1]
+        for row in sorted(result["runs"], key=lambda row: row["seed"])
+    }
 
 
 def table_lines(result: Row, family: Family) -> list[str]:
@@ -77,7 +80,9 @@ def figures_of(rows: Sequence[Row]) -> str:
     low, high = mean_interval(after)
     interval = f" [{max(0.0, low):.3f}, {min(1.0, high):.3f}]" if len(rows) > 1 else ""
     few = f" ({len(rows)} seed{'s' if len(rows) > 1 else ''})" if len(rows) < 3 else ""
-    first, last = (mean(mean(row["reward"][part]) for row in rows) for part in (slice(5), slice(-5, None)))
+    first, last = (
+        mean(mean(row["reward"][part]) for row in rows) for part in (slice(5), slice(-5, None))
+    )
     cells = (
         f"{mean(after):.3f}{interval}{few}",
         f"{first:.3f} to {last:.3f}",
@@ -100,8 +105,17 @@ def smoothed(values: Sequence[float], width: int = NUM_SMOOTHED) -> list[float]:
 def draw_member(axes: Any, rows: Sequence[Row], label: str, color: str) -> None:
     steps = [step for step, _ in rows[0]["accuracy"]]
     by_step = [[row["accuracy"][i][1] for row in rows] for i in range(len(steps))]
-    axes.plot(steps, [mean(values) for values in by_step], "o-", markersize=3, color=color, label=label)
-    axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=color, alpha=0.15, linewidth=0)
+    axes.plot(
+        steps, [mean(values) for values in by_step], "o-", markersize=3, color=color, label=label
+    )
+    axes.fill_between(
+        steps,
+        list(map(min, by_step)),
+        list(map(max, by_step)),
+        color=color,
+        alpha=0.15,
+        linewidth=0,
+    )
     rewards = [mean(values) for values in zip(*(row["reward"] for row in rows), strict=True)]
     axes.plot(range(1, len(rewards) + 1), smoothed(rewards), color=color, linewidth=0.8)
 
@@ -133,7 +147,9 @@ def draw_figure(result: Row, path: Path) -> None:
 
     num_rows = -(-len(FAMILIES) // NUM_COLUMNS)
     size = (3.3 * NUM_COLUMNS, 2.2 * num_rows)
-    figure, panels = pyplot.subplots(num_rows, NUM_COLUMNS, figsize=size, dpi=90, sharex=True, sharey=True)
+    figure, panels = pyplot.subplots(
+        num_rows, NUM_COLUMNS, figsize=size, dpi=90, sharex=True, sharey=True
+    )
     for axes, family in zip(panels.flat, FAMILIES, strict=False):
         draw_family(axes, result, family)
     for axes in panels.flat[len(FAMILIES) :]:

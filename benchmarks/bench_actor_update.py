@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import ROOT, ratios, significant, take_turns, write_result
-from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.config.schema import ActorConfig, OptimConfig
-from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
-from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world
-from rlhf_megatron.workers.actor import Actor, Phase
-from rlhf_megatron.workers.megatron import MegatronBackend
+from rlhf_megatron.data.batch import MiniBatch, compute_offsets
+from rlhf_megatron.data.replica_plan import ReplicaPlan, plan_replicas, take_replica_shard
+from rlhf_megatron.ranks.parallel.world import World, create_world
+from rlhf_megatron.ranks.workers.actor import ActorModel, TrainingPhase
+from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP_GRAD = 2e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
 CLIP, DUAL_CLIP = 0.2, 3.0
@@ -63,10 +63,14 @@ def shapes() -> dict[str, Shape]:
         "initializer_range": 0.03,
     }
     generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(32, generator=generator) * 0.6 + 4.5).exp().long().clamp(16, 256).tolist()
+    lengths = (
+        (torch.randn(32, generator=generator) * 0.6 + 4.5).exp().long().clamp(16, 256).tolist()
+    )
     return {
         "quickstart": Shape(quickstart, [6] * 128, [4] * 128, 1280, (128, 64)),
-        "lognormal": Shape(larger, [8] * 32, [length - 8 for length in lengths], 4096, (32, 16, 8, 4)),
+        "lognormal": Shape(
+            larger, [8] * 32, [length - 8 for length in lengths], 4096, (32, 16, 8, 4)
+        ),
     }
 
 
@@ -79,7 +83,7 @@ def make_batch(shape: Shape, seed: int = 1) -> MiniBatch:
     weights = mask / mask.sum()
     uniform = -torch.log(torch.tensor(float(vocab)))
     return MiniBatch(
-        offsets=offsets_from_lengths(torch.tensor([prompt + response for prompt, response in pairs])),
+        offsets=compute_offsets(torch.tensor([prompt + response for prompt, response in pairs])),
         token_ids=torch.randint(2, vocab, (mask.numel(),), generator=generator),
         response_mask=mask,
         loss_weights=weights,
@@ -90,17 +94,19 @@ def make_batch(shape: Shape, seed: int = 1) -> MiniBatch:
 
 
 class Ours:
-    """`Actor.update` as the loop calls it: packing included."""
+    """`ActorModel.update` as the loop calls it: packing included."""
 
     def __init__(self, shape: Shape, batch: MiniBatch, world: World) -> None:
-        optim = OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=EPS, clip_grad=CLIP_GRAD)
+        optim = OptimConfig(
+            lr=LR, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=EPS, clip_grad=CLIP_GRAD
+        )
         config = ActorConfig(optim=optim)
-        weights = random_source(shape.hf_config, seed=1)
-        phases = {"rl": Phase(optim, 1000)}
+        weights = make_random_source(shape.hf_config, seed=1)
+        phases = {"rl": TrainingPhase(optim, 1000)}
         backend = MegatronBackend(shape.hf_config, weights, world, torch.float32, config.megatron)
-        self.actor = Actor(backend, config, phases)
+        self.actor = ActorModel(backend, config, phases)
         self.plan: ReplicaPlan = plan_replicas(batch.lengths.tolist(), 1, shape.token_budget)[0]
-        self.shard = take(batch, self.plan)
+        self.shard = take_replica_shard(batch, self.plan)
 
     def __call__(self) -> tuple[float, float]:
         """(loss, gradient norm)"""
@@ -117,14 +123,19 @@ class PlainLoop:
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         exempt = [p for p in self.model.parameters() if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": exempt, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": WEIGHT_DECAY},
+                {"params": exempt, "weight_decay": 0.0},
+            ],
             lr=LR,
             betas=BETAS,
             eps=EPS,
             fused=True,
         )
         order = sorted(range(len(batch)), key=lambda i: -int(batch.lengths[i]))
-        self.chunks = [padded(batch, order[i : i + chunk_rows]) for i in range(0, len(order), chunk_rows)]
+        self.chunks = [
+            padded(batch, order[i : i + chunk_rows]) for i in range(0, len(order), chunk_rows)
+        ]
 
     def __call__(self) -> tuple[float, float]:
         """(loss, gradient norm)"""
@@ -140,12 +151,21 @@ class PlainLoop:
 
     def _loss(self, chunk: PaddedChunk) -> Tensor:
         kept = torch.arange(chunk.first_row, chunk.token_ids.shape[1] - 1)
-        out = self.model(chunk.token_ids, attention_mask=chunk.attention_mask, logits_to_keep=kept, use_cache=False)
+        out = self.model(
+            chunk.token_ids,
+            attention_mask=chunk.attention_mask,
+            logits_to_keep=kept,
+            use_cache=False,
+        )
         targets = chunk.token_ids[:, chunk.first_row + 1 :]
         log_probs = out.logits.log_softmax(-1).gather(2, targets[..., None])[..., 0]
         ratio = (log_probs - chunk.old_log_probs).exp()
-        clipped = torch.maximum(-chunk.advantages * ratio, -chunk.advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
-        bounded = torch.where(chunk.advantages < 0, torch.minimum(clipped, -chunk.advantages * DUAL_CLIP), clipped)
+        clipped = torch.maximum(
+            -chunk.advantages * ratio, -chunk.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)
+        )
+        bounded = torch.where(
+            chunk.advantages < 0, torch.minimum(clipped, -chunk.advantages * DUAL_CLIP), clipped
+        )
         return (bounded * chunk.loss_weights).sum()
 
 
@@ -184,8 +204,12 @@ def transformers_model(hf_config: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    missing, unexpected = model.load_state_dict(dict(random_hf_tensors(hf_config, seed=1)), strict=False)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    missing, unexpected = model.load_state_dict(
+        dict(generate_random_hf_tensors(hf_config, seed=1)), strict=False
+    )
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
     return model.train()
@@ -195,7 +219,9 @@ def check_agreement(ours: tuple[float, float], plain: tuple[float, float]) -> di
     """Relative differences of loss and gradient norm. Raises RuntimeError when the two do not do the same work."""
     loss, norm = (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, plain, strict=True))
     if max(loss, norm) > AGREEMENT:
-        raise RuntimeError(f"loss and gradient norm {ours} differ from the baseline's {plain}: not the same work.")
+        raise RuntimeError(
+            f"loss and gradient norm {ours} differ from the baseline's {plain}: not the same work."
+        )
     return {"loss": loss, "grad_norm": norm}
 
 
@@ -214,7 +240,9 @@ def measure(shape: Shape, world: World, repetitions: int) -> dict[str, Any]:
         "num_micro_batches": len(ours.plan.micro_batches),
         "agreement": {key: significant(max(d[key] for d in differences)) for key in differences[0]},
         "seconds": {name: timing.summary() for name, timing in timings.items()},
-        "tokens_per_cpu_s": {name: round(tokens / min(timing.cpu_s)) for name, timing in timings.items()},
+        "tokens_per_cpu_s": {
+            name: round(tokens / min(timing.cpu_s)) for name, timing in timings.items()
+        },
         "baseline": best,
         "ratio": ratios(timings["actor"], timings[best]),
     }
@@ -227,8 +255,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="directory of the result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    world = create_world(Layout(1), torch.device("cpu"))
-    chosen = {name: shape for name, shape in shapes().items() if not args.shape or name in args.shape}
+    world = create_world(ParallelLayout(1), torch.device("cpu"))
+    chosen = {
+        name: shape for name, shape in shapes().items() if not args.shape or name in args.shape
+    }
     rows = {}
     for name, shape in chosen.items():
         rows[name] = measure(shape, world, args.repetitions)
@@ -243,7 +273,11 @@ def main() -> None:
         "shapes": rows,
         "ratio": {name: row["ratio"]["cpu_min"] for name, row in rows.items()},
     }
-    print(write_result("actor_update", command, result, **({"directory": args.output} if args.output else {})))
+    print(
+        write_result(
+            "actor_update", command, result, **({"directory": args.output} if args.output else {})
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -19,29 +19,29 @@ from collections.abc import Sequence
 
 from benchmarks.common import significant, write_result
 from rlhf_megatron.data import codec
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.rollout.sockets import allow_open_files
-from rlhf_megatron.runtime.channel import Channel
-from rlhf_megatron.runtime.messages import BUILD, Leave, Reply
-from rlhf_megatron.runtime.processes import machine_id
-from rlhf_megatron.runtime.remote import HostLink, RemoteGroup
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
+from rlhf_megatron.runtime.control_messages import BUILD, LeaveRequest, RoleCallReply
+from rlhf_megatron.runtime.message_channel import MessageChannel
+from rlhf_megatron.runtime.process_control import read_machine_id
+from rlhf_megatron.runtime.remote_worker_group import HostLink, RemoteWorkerGroup
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 
 def answer(sockets: Sequence[socket.socket]) -> None:
     """Stand for all ranks until they are told to leave."""
     selector = selectors.DefaultSelector()
     for sock in sockets:
-        channel = Channel(sock)
-        channel.send(Reply(BUILD))
+        channel = MessageChannel(sock)
+        channel.send(RoleCallReply(BUILD))
         selector.register(sock, selectors.EVENT_READ, channel)
     while selector.get_map():
         for key, _ in selector.select():
             message = key.data.receive()
-            if isinstance(message, Leave):
+            if isinstance(message, LeaveRequest):
                 selector.unregister(key.fileobj)
                 key.data.close()
             else:
-                key.data.send(Reply(message.id))
+                key.data.send(RoleCallReply(message.id))
 
 
 def measure(num_ranks: int, repeats: int) -> dict[str, float]:
@@ -56,14 +56,17 @@ def measure(num_ranks: int, repeats: int) -> dict[str, float]:
     for _, theirs in pairs:
         theirs.close()
     links = [
-        HostLink(rank, f"[rank {rank}]", Channel(ours), child, machine_id()) for rank, (ours, _) in enumerate(pairs)
+        HostLink(rank, f"[rank {rank}]", MessageChannel(ours), child, read_machine_id())
+        for rank, (ours, _) in enumerate(pairs)
     ]
-    group = RemoteGroup(Layout(num_ranks), links, 600.0, 600.0, lambda where, message: None)
+    group = RemoteWorkerGroup(
+        ParallelLayout(num_ranks), links, 600.0, 600.0, lambda where, message: None
+    )
     group.wait_until_built()
     found = []
     for _ in range(repeats):
         began, cpu = time.monotonic(), time.process_time()
-        assert group.broadcast("host.nothing", step=1).result() == [None] * num_ranks
+        assert group.broadcast_call("host.nothing", step=1).result() == [None] * num_ranks
         found.append((time.process_time() - cpu, time.monotonic() - began))
     group.close()
     os.waitpid(child, 0)
@@ -71,18 +74,24 @@ def measure(num_ranks: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/calls.json")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the result in benchmarks/results/calls.json"
+    )
     args = parser.parse_args()
-    allow_open_files()
-    codec.encode(Reply(BUILD))
+    raise_open_file_limit()
+    codec.encode_message(RoleCallReply(BUILD))
     rows = []
     for num_ranks in args.ranks:
         row = {"ranks": num_ranks} | measure(num_ranks, args.repeats)
         if rows:
-            row["exponent"] = math.log(row["cpu_s"] / rows[-1]["cpu_s"], num_ranks / rows[-1]["ranks"])
+            row["exponent"] = math.log(
+                row["cpu_s"] / rows[-1]["cpu_s"], num_ranks / rows[-1]["ranks"]
+            )
         rows.append({name: significant(value) for name, value in row.items()})
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
     if args.write:

@@ -30,25 +30,30 @@ import torch
 from benchmarks.bench_in_flight import VOCABULARY, Servers, cpu_of
 from benchmarks.common import ROOT, significant, write_result
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.controller.observe.metrics.batch_metrics import (
+    compute_batch_metrics,
+    compute_variance_metrics,
+    iter_distributions,
+    make_logged_samples,
+)
+from rlhf_megatron.controller.observe.metrics.mismatch_check import make_mismatch_step
+from rlhf_megatron.controller.recovery.run_journal import StepJournal
+from rlhf_megatron.controller.scheduler.algorithm_setup import RunData, load_algorithm_setup
+from rlhf_megatron.controller.scheduler.step_stages import StepStages
+from rlhf_megatron.controller.sync.weight_sync import PolicySync
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import LogProbs, PromptBatch, TokenBatch
-from rlhf_megatron.observe.metrics.batch import batch_metrics, distributions, samples_of, variance_metrics
-from rlhf_megatron.observe.metrics.mismatch import mismatch_record
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.data.batch import PromptBatch, TokenBatch, TokenLogProbs
+from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rollout.drivers.pool import Drivers
-from rlhf_megatron.rollout.engine import EngineAddress, Groups
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.samples import Limits
-from rlhf_megatron.runtime.dispatch import join, scatter_calls
-from rlhf_megatron.runtime.messages import Reply
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.parts import RunData, load_parts
-from rlhf_megatron.scheduler.stages import Stages
-from rlhf_megatron.sync.weight_sync import Sync
-from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.rollout.drivers.driver_pool import DriverPool
+from rlhf_megatron.rollout.engine_interface import EngineAddress, SampleGroups
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang.sglang_samples import ServerLimits
+from rlhf_megatron.runtime.call_dispatch import join_replica_results, make_scattered_call
+from rlhf_megatron.runtime.control_messages import RoleCallReply
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 NUM_DRIVERS = 2
 
@@ -74,7 +79,9 @@ class Meter:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()  # of the main thread
         self.beside: Counter[str] = Counter()  # of others
-        self.bytes: dict[str, int] = {}  # of the process at the peak of the part, beyond what stood at first
+        self.bytes: dict[
+            str, int
+        ] = {}  # of the process at the peak of the part, beyond what stood at first
         self.drivers_s = 0.0  # of other processes
         # Of these seconds: between the last answer and the first micro-batch, without what is made up.
         self.waited_s = 0.0
@@ -148,7 +155,7 @@ class Engines(EngineFleet):
         self._servers = Servers(shape.num_engines, shape.response_length, is_sglang=True)
         self._servers.ask("go")
         self._meter = meter
-        drivers = Drivers(NUM_DRIVERS)
+        drivers = DriverPool(NUM_DRIVERS)
         self._pids = drivers.pids
         addresses = [
             EngineAddress(f"engine{i}", "sglang", f"http://127.0.0.1:{port}", "t" * 32)
@@ -156,12 +163,14 @@ class Engines(EngineFleet):
         ]
         engines = [SGLangEngine(address, Path("/nowhere")) for address in addresses]
         for engine in engines:
-            engine._limits = Limits(VOCABULARY, is_deterministic=False)  # which a run asks for once
-        super().__init__(engines, 3600.0, 0, drivers=drivers)
-        while not drivers.are_ready:
+            engine._limits = ServerLimits(
+                VOCABULARY, is_deterministic=False
+            )  # which a run asks for once
+        super().__init__(engines, 3600.0, 0, driver_pool=drivers)
+        while not drivers.are_all_ready:
             time.sleep(0.1)
 
-    def generate(self, *args: Any) -> Groups:
+    def generate(self, *args: Any) -> SampleGroups:
         there, all_s, own_s = cpu_of(self._pids), time.process_time(), time.thread_time()
         found = super().generate(*args)
         self._meter.answered()
@@ -178,28 +187,40 @@ class Ranks:
     """Stands for a pool: messages are encoded and decoded as channels do, ranks answer at once."""
 
     def __init__(self, num_ranks: int, meter: Meter) -> None:
-        self.layout = Layout(world_size=num_ranks)
+        self.layout = ParallelLayout(world_size=num_ranks)
         self.layouts = {"actor": self.layout}
         self._meter = meter
 
-    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+    def scatter(
+        self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
+    ) -> Future[Any]:
         name = f"call {method}"
         with self._meter.of(name):
-            scattered = scatter_calls(1, method, batch, self.layout, token_budget, arguments)
+            scattered = make_scattered_call(1, method, batch, self.layout, token_budget, arguments)
         values = []
         for rank in range(self.layout.world_size):
             with self._meter.of(name):
-                message = b"".join(codec.encode_parts(scattered.call(rank)))
+                message = b"".join(codec.encode_message_pieces(scattered.make_rank_call(rank)))
             if method == "actor.update" and rank == 0:
                 self._meter.updates()
             with self._meter.of(MADE_UP):
-                value = self._answer(codec.decode(codec.decode(message).shard), bool(arguments.get("with_entropy")))
-                reply = bytearray(codec.encode(Reply(1, value)))
+                value = self._answer(
+                    codec.decode_message(codec.decode_message(message).shard),
+                    bool(arguments.get("with_entropy")),
+                )
+                reply = bytearray(codec.encode_message(RoleCallReply(1, value)))
             with self._meter.of(name):
-                values.append(codec.decode(reply).value)
+                values.append(codec.decode_message(reply).value)
         future: Future[Any] = Future()
         with self._meter.of(name):
-            future.set_result(join(method, [values[r] for r in scattered.leaders], scattered.plans, batch.offsets))
+            future.set_result(
+                join_replica_results(
+                    method,
+                    [values[r] for r in scattered.leader_ranks],
+                    scattered.replica_plans,
+                    batch.offsets,
+                )
+            )
         return future
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
@@ -209,7 +230,7 @@ class Ranks:
         if hasattr(batch, "loss_weights"):
             return UpdateResult({"actor/pg_loss": 1.0}, 1.0, 1e-6, False)
         log_probs = -(batch.token_ids % 977).float() / 977 * batch.response_mask
-        return LogProbs(log_probs, -log_probs if with_entropy else None)
+        return TokenLogProbs(log_probs, -log_probs if with_entropy else None)
 
 
 class Text:
@@ -222,7 +243,9 @@ class Text:
 def prompts_of(shape: Shape) -> PromptBatch:
     count = shape.num_groups
     return PromptBatch(
-        prompt_ids=tuple(tuple(range(100 + i, 100 + i + shape.prompt_length)) for i in range(count)),
+        prompt_ids=tuple(
+            tuple(range(100 + i, 100 + i + shape.prompt_length)) for i in range(count)
+        ),
         prompts=tuple(f"prompt {i}" for i in range(count)),
         labels=("",) * count,
         sources=("benchmark",) * count,
@@ -254,42 +277,44 @@ def measure(shape: Shape, directory: Path) -> Meter:
     engines, ranks, text = Engines(shape, meter), Ranks(shape.num_ranks, meter), Text()
     made_up: Any = text
     data = RunData(None, (), made_up, ())
-    parts = replace(load_parts(config), needs_reference=True)
+    parts = replace(load_algorithm_setup(config), needs_reference=True)
     group: Any = ranks
-    journal = Journal(directory / "journal", "benchmark")
-    stages = Stages(config, Workers(group), engines, data, parts, Sync(-1), scores, journal=journal)
+    journal = StepJournal(directory / "journal", "benchmark")
+    stages = StepStages(
+        config, RoleProxies(group), engines, data, parts, PolicySync(-1), scores, journal=journal
+    )
     thresholds: Any = lambda found: None  # noqa: E731
-    stages.mismatch._stop_past_thresholds = thresholds
+    stages.mismatch_check._raise_past_thresholds = thresholds
     for name in ("append", "write"):
         setattr(journal, name, meter.wrapped("journal of groups", getattr(journal, name)))
-    journal._replace = meter.aside("journal of batches", journal._replace)
+    journal._write_batch_record = meter.aside("journal of batches", journal._write_batch_record)
     prompts = prompts_of(shape)
-    stages.begin()
+    stages.begin_step()
     with meter.of("samples to a batch"):
-        rollout = stages.generate(1, prompts)
+        rollout = stages.generate_rollout(1, prompts)
     with meter.of(MADE_UP):
         engines.close()
     with meter.of("rewards"):
-        scored = stages.score(1, rollout)
+        scored = stages.score_rollout(1, rollout)
     del rollout
-    stages.mismatch = meter.wrapped("mismatch metrics", stages.mismatch)
-    stages.mismatch.first_step = 0
+    stages.mismatch_check = meter.wrapped("mismatch metrics", stages.mismatch_check)
+    stages.mismatch_check.first_step = 0
     with meter.of("annotation"):
-        annotated = stages.annotate(1, scored)
+        annotated = stages.annotate_step(1, scored)
     del scored
     with meter.of("advantages"):
-        train = stages.advantages(1, annotated)
+        train = stages.compute_advantages(1, annotated)
     del annotated
     with meter.of("mini-batches"):
-        _, metrics = stages.update(1, train)
+        _, metrics = stages.update_models(1, train)
     with meter.of("metrics of the batch"):
-        metrics |= batch_metrics(train) | variance_metrics(train, metrics)
-        samples_of(1, train, 8, 1)
-    journal.settle()
+        metrics |= compute_batch_metrics(train) | compute_variance_metrics(train, metrics)
+        make_logged_samples(1, train, 8, 1)
+    journal.wait_for_write()
     with meter.of("mismatch record"):
-        mismatch_record(1, train, lambda ids: "")
+        make_mismatch_step(1, train, lambda ids: "")
     with meter.of("distributions"):
-        for _ in distributions(train, 0):
+        for _ in iter_distributions(train, 0):
             pass
     return meter
 
@@ -306,7 +331,9 @@ def peak() -> int:
     return int(found[1]) * 1024
 
 
-LARGE = tuple(Shape(num_groups, 8, 64, 8192, 1024, 1024) for num_groups in (64, 256, 1024))  # is it linear?
+LARGE = tuple(
+    Shape(num_groups, 8, 64, 8192, 1024, 1024) for num_groups in (64, 256, 1024)
+)  # is it linear?
 WHOLE = Shape(2048, 8, 64, 8192, 1024, 1024)  # the step whose figures follow
 
 
@@ -336,7 +363,9 @@ def of_large() -> dict[str, Any]:
     first, last, millions = sizes[0], sizes[-1], WHOLE.num_tokens / 1e6
     growth = math.log(last["num_samples"] / first["num_samples"])
     exponents = {  # of the sum over tokens: 1 is linear, what every size has alike makes it less
-        name: 1 + math.log(last[name] / first[name]) / growth for name in first if name.endswith("us_a_token")
+        name: 1 + math.log(last[name] / first[name]) / growth
+        for name in first
+        if name.endswith("us_a_token")
     }
     print("exponents:  " + "  ".join(f"{name} {value:.3g}" for name, value in exponents.items()))
     whole = {
@@ -345,13 +374,22 @@ def of_large() -> dict[str, Any]:
         "answer_to_update_cpu_s": last["answer_to_update_us_a_token"] * millions,
         "gigabytes": last["bytes_a_token"] * millions / 1e3,
     }
-    print("a step of 16,384 samples:  " + "  ".join(f"{name} {value:.4g}" for name, value in whole.items()))
+    print(
+        "a step of 16,384 samples:  "
+        + "  ".join(f"{name} {value:.4g}" for name, value in whole.items())
+    )
     sizes = [{name: significant(value) for name, value in size.items()} for size in sizes]
-    return {"sizes": sizes, "exponents": {k: significant(v) for k, v in exponents.items()}, "whole_step": whole}
+    return {
+        "sizes": sizes,
+        "exponents": {k: significant(v) for k, v in exponents.items()},
+        "whole_step": whole,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=Shape.num_groups)
     parser.add_argument("--samples", type=int, default=Shape.num_samples)
     parser.add_argument("--response", type=int, default=Shape.response_length)
@@ -360,12 +398,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="large steps in place of the others")
     parser.add_argument(
-        "--write", action="store_true", help="keep the result in benchmarks/results/controller[_large].json"
+        "--write",
+        action="store_true",
+        help="keep the result in benchmarks/results/controller[_large].json",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
-    shape = Shape(args.groups, args.samples, Shape.prompt_length, args.response, args.ranks, args.engines)
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 17
+    )  # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
+    shape = Shape(
+        args.groups, args.samples, Shape.prompt_length, args.response, args.ranks, args.engines
+    )
     best: dict[str, float] = {}
     used: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -373,13 +417,21 @@ def main() -> None:
     if args.large:
         found = of_large()
         if args.write:
-            print(write_result("controller_large", "python -m benchmarks.bench_controller --large", found))
+            print(
+                write_result(
+                    "controller_large", "python -m benchmarks.bench_controller --large", found
+                )
+            )
         return
     for repeat in range(args.repeats):
         with tempfile.TemporaryDirectory() as directory:
             meter = measure(shape, Path(directory))
         if repeat == 0:  # later ones find memory that the first has left
-            used = {part: round(count / shape.num_tokens, 1) for part, count in meter.bytes.items() if part != MADE_UP}
+            used = {
+                part: round(count / shape.num_tokens, 1)
+                for part, count in meter.bytes.items()
+                if part != MADE_UP
+            }
         for part, seconds in (meter.seconds | meter.beside | {"drivers": meter.drivers_s}).items():
             best[part] = min(best.get(part, seconds), seconds)
     del best[MADE_UP]

@@ -30,12 +30,17 @@ import numpy as np
 import torch
 
 from benchmarks.common import ROOT, ratios, significant, take_turns, write_result
-from rlhf_megatron.checkpoint.hf_reader import read_hf_config
-from rlhf_megatron.checkpoint.hf_writer import TensorSpec, plan_files, safetensors_header, write_index
-from rlhf_megatron.conversion.model import open_model, units_of
-from rlhf_megatron.conversion.run import convert
-from rlhf_megatron.conversion.targets import HFTarget, TorchDistTarget
-from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.weights.conversion.conversion_targets import HFTarget, TorchDistTarget
+from rlhf_megatron.weights.conversion.conversion_writer import convert_model
+from rlhf_megatron.weights.conversion.stored_model import group_items_into_units, open_stored_model
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.hf_reader import read_hf_config
+from rlhf_megatron.weights.hf_writer import (
+    TensorSpec,
+    build_safetensors_header,
+    plan_weight_files,
+    write_weight_index,
+)
 
 GB = 10**9
 CONFIG: dict[str, Any] = {
@@ -65,12 +70,16 @@ def make(directory: Path, num_bytes: int, is_sparse: bool) -> Path:
     config = {**CONFIG, "num_experts": int(experts), "num_hidden_layers": 4}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    specs = [TensorSpec(hf.name, "bfloat16", hf.shape) for rule in table_for(config) for hf in rule.hf]
-    files = plan_files(specs)
-    write_index(directory, files)
+    specs = [
+        TensorSpec(hf.name, "bfloat16", hf.shape)
+        for rule in make_weight_table(config)
+        for hf in rule.hf_tensors
+    ]
+    files = plan_weight_files(specs)
+    write_weight_index(directory, files)
     noise = np.random.default_rng(0).integers(0, 255, 1 << 26, dtype=np.uint8)
     for name, members in files.items():
-        begin, _ = safetensors_header(members)
+        begin, _ = build_safetensors_header(members)
         total = len(begin) + sum(spec.num_bytes for spec in members)
         with open(directory / name, "wb") as file:
             file.write(begin)
@@ -91,15 +100,15 @@ def copy(source: Path, out: Path) -> None:
 
 
 def to_torch_dist(source: Path, out: Path, num_processes: int) -> None:
-    model = open_model(source)
-    items = model.items()
-    convert(model, items, TorchDistTarget(model, items), out, num_processes)
+    model = open_stored_model(source)
+    items = model.make_conversion_items()
+    convert_model(model, items, TorchDistTarget(model, items), out, num_processes)
 
 
 def to_hf(source: Path, out: Path, num_processes: int) -> None:
-    model = open_model(source)
-    items = model.items()
-    convert(model, items, HFTarget(model, items), out, num_processes)
+    model = open_stored_model(source)
+    items = model.make_conversion_items()
+    convert_model(model, items, HFTarget(model, items), out, num_processes)
 
 
 def throughput(root: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -126,15 +135,22 @@ def throughput(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         "bytes": num_bytes,
         "extrapolated": {name: extrapolated(name, num_bytes, seconds) for name in PUBLISHED},
         "runs": {name: timing.summary() for name, timing in timings.items()},
-        "ratios": {name: ratios(timings[name], timings["copy"]) for name in ("to_torch_dist", "to_hf")},
+        "ratios": {
+            name: ratios(timings[name], timings["copy"]) for name in ("to_torch_dist", "to_hf")
+        },
     }
 
 
 def extrapolated(name: str, num_bytes: int, seconds: dict[str, float]) -> dict[str, float]:
     """Minutes of each way for a published model in bfloat16, at the rate of `num_bytes` in so many `seconds`."""
-    total = 2 * sum(prod(hf.shape) for rule in table_for(read_hf_config(ROOT / "examples" / name)) for hf in rule.hf)
+    total = 2 * sum(
+        prod(hf.shape)
+        for rule in make_weight_table(read_hf_config(ROOT / "examples" / name))
+        for hf in rule.hf_tensors
+    )
     return {"gb": significant(total / GB)} | {
-        f"{way}_minutes": significant(total / num_bytes * spent / 60) for way, spent in seconds.items()
+        f"{way}_minutes": significant(total / num_bytes * spent / 60)
+        for way, spent in seconds.items()
     }
 
 
@@ -166,12 +182,19 @@ def _held(pid: int) -> int:
 
 def memory(root: Path, gigabytes: float, num_processes: int) -> dict[str, Any]:
     source = make(root / "sparse", int(gigabytes * GB), is_sparse=True)
-    model = open_model(source)
-    items = model.items()
-    unit = max(sum(items[number].num_bytes for number in unit) for unit in units_of(items))
+    model = open_stored_model(source)
+    items = model.make_conversion_items()
+    unit = max(
+        sum(items[number].num_bytes for number in unit) for unit in group_items_into_units(items)
+    )
     began = time.monotonic()
     peak = peak_bytes(lambda: to_torch_dist(source, root / "out", num_processes))
-    found = {"gb": gigabytes, "largest_unit": unit, "peak": peak, "seconds": round(time.monotonic() - began, 1)}
+    found = {
+        "gb": gigabytes,
+        "largest_unit": unit,
+        "peak": peak,
+        "seconds": round(time.monotonic() - began, 1),
+    }
     shutil.rmtree(root / "out")
     shutil.rmtree(source)
     return found
@@ -183,13 +206,19 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--memory", action="store_true", help="memory instead, on sparse files of one and ten times it")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="memory instead, on sparse files of one and ten times it",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         result: dict[str, Any] = {"settings": {"gb": args.gb, "processes": args.processes}}
         if args.memory:
-            result["memory"] = [memory(Path(root), args.gb * times, args.processes) for times in (1, 10)]
+            result["memory"] = [
+                memory(Path(root), args.gb * times, args.processes) for times in (1, 10)
+            ]
         else:
             result |= throughput(Path(root), args)
     command = f"python -m benchmarks.bench_convert --gb {args.gb:g} --processes {args.processes}"

@@ -31,17 +31,17 @@ from typing import Any
 from benchmarks.common import ROOT, significant, spread, write_result
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.controller.scheduler.algorithm_setup import load_run_prompts, make_run_data
 from rlhf_megatron.data.batch import PromptBatch
-from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.engine import EngineAddress, GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.fleet.start import EngineSetup
-from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.local.process import start_local_engines
-from rlhf_megatron.rollout.requests import build_requests
-from rlhf_megatron.scheduler.parts import load_data, run_data
+from rlhf_megatron.rollout.engine_interface import EngineAddress, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.http_client import HttpClient
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.rollout.rollout_requests import build_generate_requests
+from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory
 
 CONFIGS = {"quickstart": "configs/quickstart_sglang.yaml", "smollm2": "configs/smollm2_sglang.yaml"}
 ENGINES = ("local", "sglang", "sglang_seeded")
@@ -61,30 +61,38 @@ class Repetition:
 
 def workloads(config: RunConfig, repetitions: int) -> dict[str, list[list[GenerateRequest]]]:
     """Requests of each repetition; the first one is a warm-up."""
-    sets, tokenizer = load_data(config.model, config.data)
-    data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
+    sets, tokenizer = load_run_prompts(config.model, config.data)
+    data = make_run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
     assert data.stream is not None
     found: dict[str, list[list[GenerateRequest]]] = {"step": [], "decode": []}
     for step in range(1, repetitions + 2):
-        prompts = data.stream.next(step)
-        usual = SamplingParams(config.data.max_response_length, config.rollout.temperature, data.stop_token_ids)
+        prompts = data.stream.draw_step_prompts(step)
+        usual = SamplingParams(
+            config.data.max_response_length, config.rollout.temperature, data.stop_token_ids
+        )
         found["step"].append(_requests(config, prompts, usual, step))
         long = SamplingParams(DECODE_TOKENS, config.rollout.temperature)
         found["decode"].append(_requests(config, prompts, long, step)[::DECODE_PART])
     return found
 
 
-def _requests(config: RunConfig, prompts: PromptBatch, params: SamplingParams, step: int) -> list[GenerateRequest]:
-    return build_requests(prompts, config.rollout.n, params, config.trainer.seed, step)
+def _requests(
+    config: RunConfig, prompts: PromptBatch, params: SamplingParams, step: int
+) -> list[GenerateRequest]:
+    return build_generate_requests(prompts, config.rollout.n, params, config.trainer.seed, step)
 
 
 @contextmanager
-def running(name: str, config: RunConfig, folder: Path) -> Iterator[tuple[EngineFleet, tuple[EngineAddress, ...]]]:
+def running(
+    name: str, config: RunConfig, folder: Path
+) -> Iterator[tuple[EngineFleet, tuple[EngineAddress, ...]]]:
     """One engine of a kind, with the model's weights."""
     with ExitStack() as stack:
-        transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, TRANSFER_BYTES))
+        transfer = stack.enter_context(
+            make_transfer_directory(config.rollout.transfer_dir, TRANSFER_BYTES)
+        )
         servers = stack.enter_context(_start(name, config, folder / name, transfer.path))
-        engines = [connect(address, transfer.path) for address in servers.addresses]
+        engines = [connect_engine(address, transfer.path) for address in servers.addresses]
         fleet = EngineFleet(engines, config.rollout.request_timeout_s, request_retries=0)
         stack.callback(fleet.close)
         yield fleet, servers.addresses
@@ -98,7 +106,7 @@ def _start(name: str, config: RunConfig, folder: Path, transfer_dir: Path) -> En
             1,
             folder,
             transfer_dir=transfer_dir,
-            dtype=EngineSetup.of(config).dtype,
+            dtype=EngineSetup.from_config(config).dtype,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             startup_timeout_s=rollout.startup_timeout_s,
@@ -106,11 +114,15 @@ def _start(name: str, config: RunConfig, folder: Path, transfer_dir: Path) -> En
     arguments = {key: value for key, value in rollout.sglang.args.items() if key != SEEDED}
     arguments |= {"load_format": "auto"} | ({SEEDED: True} if name == "sglang_seeded" else {})
     sglang = replace(rollout.sglang, args=arguments)
-    return EngineSetup.of(replace(config, rollout=replace(rollout, sglang=sglang))).start(folder, transfer_dir, None)
+    return EngineSetup.from_config(
+        replace(config, rollout=replace(rollout, sglang=sglang))
+    ).start_servers(folder, transfer_dir, None)
 
 
 def measure(
-    fleet: EngineFleet, addresses: Sequence[EngineAddress], repetitions: Sequence[list[GenerateRequest]]
+    fleet: EngineFleet,
+    addresses: Sequence[EngineAddress],
+    repetitions: Sequence[list[GenerateRequest]],
 ) -> list[Repetition]:
     """All but the first."""
     found = []
@@ -120,10 +132,17 @@ def measure(
         groups = fleet.generate(requests)
         seconds = time.perf_counter() - start
         samples = [sample for group in groups for sample in group]
-        num_prompt_tokens = sum(len(request.prompt_ids) * len(request.seeds) for request in requests)
+        num_prompt_tokens = sum(
+            len(request.prompt_ids) * len(request.seeds) for request in requests
+        )
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         found.append(
-            Repetition(seconds, num_tokens, num_prompt_tokens, sum(sample.num_cached_tokens for sample in samples))
+            Repetition(
+                seconds,
+                num_tokens,
+                num_prompt_tokens,
+                sum(sample.num_cached_tokens for sample in samples),
+            )
         )
     return found[1:]
 
@@ -138,7 +157,9 @@ def _empty_caches(addresses: Sequence[EngineAddress]) -> None:
 
 def row_of(repetitions: Sequence[Repetition]) -> dict[str, Any]:
     return {
-        "tokens_per_s": significant(statistics.median(r.num_tokens / r.seconds for r in repetitions)),
+        "tokens_per_s": significant(
+            statistics.median(r.num_tokens / r.seconds for r in repetitions)
+        ),
         "seconds": spread([r.seconds for r in repetitions]),
         "tokens": [r.num_tokens for r in repetitions],
         "cached_share": significant(
@@ -152,7 +173,11 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     if "local" not in rows:
         return {}
     base = rows["local"]["tokens_per_s"]
-    return {name: significant(row["tokens_per_s"] / base) for name, row in rows.items() if name != "local"}
+    return {
+        name: significant(row["tokens_per_s"] / base)
+        for name, row in rows.items()
+        if name != "local"
+    }
 
 
 def bench_model(config: RunConfig, engines: Sequence[str], repetitions: int) -> dict[str, Any]:
@@ -172,7 +197,11 @@ def bench_model(config: RunConfig, engines: Sequence[str], repetitions: int) -> 
                         f" {100 * row['cached_share']:.0f} % of prompt tokens cached",
                         flush=True,
                     )
-    return {"start_s": start_s, "workloads": rows, "ratio": {name: ratios(row) for name, row in rows.items()}}
+    return {
+        "start_s": start_s,
+        "workloads": rows,
+        "ratio": {name: ratios(row) for name, row in rows.items()},
+    }
 
 
 def main() -> int:
@@ -180,7 +209,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the configurations")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the configurations"
+    )
     parser.add_argument("--no-file", action="store_true", help="print only")
     args = parser.parse_args()
     models = {}

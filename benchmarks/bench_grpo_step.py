@@ -58,14 +58,31 @@ OURS = {
     "ours_dp2": DP2,
     "ours_dp2_shared": [*DP2, "actor.megatron.share_prompts=true"],
 }
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr",
+    "127.0.0.1",
+    "--nproc-per-node",
+    "2",
+]
+TRL = {
+    "trl_1": ([], 1),
+    "trl_2": ([], 2),
+    "trl_dp2": (TORCHRUN, 1),
+}  # launcher, threads of a process
 ALIKE = {  # TRL's runs of as many processes
     "ours_1": ("trl_1", "trl_2"),
     "ours_dp2": ("trl_dp2",),
     "ours_dp2_shared": ("trl_dp2",),
 }
-STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
+STAGES = {
+    "generate": ("generate",),
+    "log_probs": ("annotate",),
+    "update": ("update",),
+    "sync": ("sync",),
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,9 @@ class Shape:
 
 
 SHAPES = {
-    "quickstart": Shape(32, 16, 128, 0, 4, 1280, num_steps=24),  # short steps beside a start of seconds
+    "quickstart": Shape(
+        32, 16, 128, 0, 4, 1280, num_steps=24
+    ),  # short steps beside a start of seconds
     "long": Shape(8, 8, 32, 512, 64, 1152),
     "smollm2": Shape(2, 4, 8, 256, 512, 3072, lr=1e-5, num_rounds=1, num_steps=4),
 }
@@ -105,30 +124,37 @@ def make_model(directory: Path, shape: str) -> str:
         return "warm"
     from safetensors.torch import save_file
 
-    from rlhf_megatron.checkpoint.source import random_hf_tensors
+    from rlhf_megatron.weights.weight_source import generate_random_hf_tensors
 
     shutil.copytree(MODEL, directory)
     config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 1024}
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(dict(random_hf_tensors(config, seed=1)), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dict(generate_random_hf_tensors(config, seed=1)),
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return "random"
 
 
 def write_prompts(path: Path, model: Path, shape: str) -> None:
     """Prompts for TRL: the quickstart's, in its own order, or one of the shape's length; ours reads the same."""
     from rlhf_megatron.config.load import load_run_config
-    from rlhf_megatron.data.prompts import load_prompts
+    from rlhf_megatron.data.prompts import load_prompt_sets
     from rlhf_megatron.data.tokenizer import load_tokenizer
 
     if shape != "quickstart":
         tokenizer, wanted = load_tokenizer(model), SHAPES[shape].prompt_tokens
-        prompts = [tokenizer.decode(tokenizer.encode(f"{n % 10}" + TEXT[shape] * wanted)[:wanted]) for n in range(64)]
+        prompts = [
+            tokenizer.decode(tokenizer.encode(f"{n % 10}" + TEXT[shape] * wanted)[:wanted])
+            for n in range(64)
+        ]
         rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
         path.write_text(json.dumps(rows))
         path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     config = load_run_config(ROOT / "configs/quickstart.yaml").config
-    items = load_prompts(config.data, load_tokenizer(model)).train
+    items = load_prompt_sets(config.data, load_tokenizer(model)).train_items
     path.write_text(json.dumps([{"prompt": item.prompt, "answer": item.label} for item in items]))
 
 
@@ -156,12 +182,19 @@ def run_ours(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
     }
     if shape.prompt_tokens:
         overrides |= {"data.task": "null", "data.max_prompt_length": shape.prompt_tokens + 8}
-        overrides |= {f"data.{part}_files": f"[{folder / 'prompts.jsonl'}]" for part in ("train", "val")}
+        overrides |= {
+            f"data.{part}_files": f"[{folder / 'prompts.jsonl'}]" for part in ("train", "val")
+        }
         reward = folder / "reward.py"
-        reward.write_text("def score(response):\n    return float(len(response) % 2)\n")  # as TRL's: all groups differ
+        reward.write_text(
+            "def score(response):\n    return float(len(response) % 2)\n"
+        )  # as TRL's: all groups differ
         overrides |= {"reward.name": "function", "reward.params": f"{{path: '{reward}:score'}}"}
     command = [sys.executable, "-m", "rlhf_megatron", "train", "configs/quickstart.yaml"]
-    _run(command + [f"{key}={value}" for key, value in overrides.items()] + OURS[name], folder / f"{name}.log")
+    _run(
+        command + [f"{key}={value}" for key, value in overrides.items()] + OURS[name],
+        folder / f"{name}.log",
+    )
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["kind"] == "step"]
     return [our_step(before, row) for before, row in pairwise(rows)]
@@ -179,7 +212,15 @@ def run_trl(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
     (launcher, threads), output = TRL[name], folder / f"{name}.json"
     command = [str(TRL_PYTHON), *launcher, "benchmarks/trl_grpo.py", str(folder / "model")]
     command += [str(folder / "prompts.json")]
-    command += [str(output), "--steps", str(num_steps), "--threads", str(threads), "--shape", json.dumps(asdict(shape))]
+    command += [
+        str(output),
+        "--steps",
+        str(num_steps),
+        "--threads",
+        str(threads),
+        "--shape",
+        json.dumps(asdict(shape)),
+    ]
     # Threads that wait must not spin: on a machine that others use too they would take each other's core.
     _run(command, folder / f"{name}.log", OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     return json.loads(output.read_text())["steps"]
@@ -202,17 +243,28 @@ def _run(command: list[str], log: Path, **env: str) -> None:
     }
     with log.open("w") as out:
         code = subprocess.run(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, timeout=TIMEOUT_S
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            timeout=TIMEOUT_S,
         ).returncode
     if code:
-        raise RuntimeError(f"{' '.join(command[:4])} ... exited with {code}:\n{log.read_text()[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command[:4])} ... exited with {code}:\n{log.read_text()[-3000:]}"
+        )
 
 
 def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
     """Per run and stage the spread of seconds; the ratios of our runs to TRL's better one."""
-    tokens = {name: statistics.fmean(step.pop("response_tokens") for step in rows) for name, rows in steps.items()}
+    tokens = {
+        name: statistics.fmean(step.pop("response_tokens") for step in rows)
+        for name, rows in steps.items()
+    }
     seconds = {
-        name: {stage: spread([step[stage] for step in rows]) for stage in rows[0]} for name, rows in steps.items()
+        name: {stage: spread([step[stage] for step in rows]) for stage in rows[0]}
+        for name, rows in steps.items()
     }
     for stages in seconds.values():
         for stage, values in stages.items():
@@ -248,18 +300,25 @@ def cpu_summary(cpu_s: dict[str, list[float]], more_steps: int) -> dict[str, Any
     for name, alike in ALIKE.items():
         if name in by_step and (of_trl := [by_step[other] for other in alike if other in by_step]):
             ratio[name] = significant(by_step[name] / min(of_trl))
-    return {"cpu_s_per_step": {name: significant(value) for name, value in by_step.items()}, "cpu_ratio": ratio}
+    return {
+        "cpu_s_per_step": {name: significant(value) for name, value in by_step.items()},
+        "cpu_ratio": ratio,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="quickstart")
     parser.add_argument("--rounds", type=int, help="the shape's, where it is left out")
-    parser.add_argument("--steps", type=int, help="measured steps of a run, 2 at least; the shape's")
+    parser.add_argument(
+        "--steps", type=int, help="measured steps of a run, 2 at least; the shape's"
+    )
     parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL], default=[*OURS, *TRL])
     args = parser.parse_args()
     if not TRL_PYTHON.is_file():
-        print(f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes it (benchmarks/requirements-trl.txt).")
+        print(
+            f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes it (benchmarks/requirements-trl.txt)."
+        )
         return 1
     steps: dict[str, Steps] = {name: [] for name in args.runs}
     cpu_s: dict[str, list[float]] = {name: [] for name in args.runs}
@@ -271,7 +330,9 @@ def main() -> int:
         write_prompts(folder / "prompts.json", folder / "model", args.shape)
         for count in [SHORT] + [num_steps] * num_rounds:
             for name in args.runs:
-                run: Callable[[str, Path, int, Shape], Steps] = run_ours if name in OURS else run_trl
+                run: Callable[[str, Path, int, Shape], Steps] = (
+                    run_ours if name in OURS else run_trl
+                )
                 before = children_cpu_s()
                 measured = run(name, folder, count, shape)
                 cpu_s[name].append(children_cpu_s() - before)
@@ -284,7 +345,9 @@ def main() -> int:
     pins = [word for word in trl_requirements if "==" in word]
     output = "grpo_step" if args.shape == "quickstart" else f"grpo_step_{args.shape}"
     facts = {"shape": asdict(shape), "weights": weights, "trl_environment": pins}
-    print(write_result(output, command, {**facts, **result, "other_machines": other_machines(output)}))
+    print(
+        write_result(output, command, {**facts, **result, "other_machines": other_machines(output)})
+    )
     return 0
 
 
@@ -308,8 +371,14 @@ def print_table(result: dict[str, Any]) -> None:
     for name, ratio in result["ratio_by_run"].items():
         cpu = result["cpu_ratio"].get(name)
         text = f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum)"
-        print(text + (f"; CPU time {cpu:.3f} of TRL's with as many processes" if cpu is not None else ""))
-    print("mean response tokens: " + ", ".join(f"{name} {mean:g}" for name, mean in result["response_tokens"].items()))
+        print(
+            text
+            + (f"; CPU time {cpu:.3f} of TRL's with as many processes" if cpu is not None else "")
+        )
+    print(
+        "mean response tokens: "
+        + ", ".join(f"{name} {mean:g}" for name, mean in result["response_tokens"].items())
+    )
 
 
 if __name__ == "__main__":

@@ -29,13 +29,18 @@ import numpy as np
 from aiohttp import web
 
 from benchmarks.common import significant, write_result
-from rlhf_megatron.rollout import http
-from rlhf_megatron.rollout.drivers.pool import Drivers
-from rlhf_megatron.rollout.engine import Engine, EngineAddress, GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sockets import allow_open_files
+from rlhf_megatron.rollout import http_client
+from rlhf_megatron.rollout.drivers.driver_pool import DriverPool
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    GenerateRequest,
+    InferenceEngine,
+    SamplingParams,
+)
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.local.local_client import LocalEngine
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 
 NUM_PROCESSES = 4  # of servers: each may open as many files as the controller
 PROMPT = 64  # tokens
@@ -46,23 +51,35 @@ ROOM = 1 << 20  # samples that an engine says it decodes at once
 def sample_of(length: int, is_sglang: bool) -> bytes:
     """A sample as the server says it, with numbers as long as they are."""
     rng = np.random.default_rng(1)
-    ids, log_probs = rng.integers(0, VOCABULARY, length).tolist(), -rng.exponential(0.5, length).astype(np.float32)
+    ids, log_probs = (
+        rng.integers(0, VOCABULARY, length).tolist(),
+        -rng.exponential(0.5, length).astype(np.float32),
+    )
     values = [float(value) for value in log_probs]
     if not is_sglang:
-        sample = {"token_ids": ids, "log_probs": values, "finish_reason": "length", "policy_version": -1}
+        sample = {
+            "token_ids": ids,
+            "log_probs": values,
+            "finish_reason": "length",
+            "policy_version": -1,
+        }
         return json.dumps(sample).encode()
     meta = {
         "finish_reason": {"type": "length", "length": length},
-        "output_token_logprobs": [[value, token, None] for value, token in zip(values, ids, strict=True)],
+        "output_token_logprobs": [
+            [value, token, None] for value, token in zip(values, ids, strict=True)
+        ],
         "completion_tokens": length,
         "weight_version": "default",
     }
-    return json.dumps({"text": "", "output_ids": ids, "meta_info": meta}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"text": "", "output_ids": ids, "meta_info": meta}, separators=(",", ":")
+    ).encode()
 
 
 def serve(num_engines: int, length: int, is_sglang: bool, parent: Connection) -> None:
     """Tell the ports, then answer `count` with the calls that wait and `go` by letting all end."""
-    allow_open_files()
+    raise_open_file_limit()
     sample = sample_of(length, is_sglang)
     waiting = [0]
     go = asyncio.Event()
@@ -72,22 +89,33 @@ def serve(num_engines: int, length: int, is_sglang: bool, parent: Connection) ->
         if "token_ids_logprob" in body:  # how a client of SGLang asks for the vocabulary
             text = f"valid range is [0, {VOCABULARY})"
             return web.json_response({"error": {"message": text}}, status=400)
-        counts = [len(body["input_ids"])] if is_sglang else [len(one["seeds"]) for one in body["requests"]]
+        counts = (
+            [len(body["input_ids"])]
+            if is_sglang
+            else [len(one["seeds"]) for one in body["requests"]]
+        )
         waiting[0] += 1
         await go.wait()
         groups = b",".join(b"[%b]" % b",".join([sample] * count) for count in counts)
-        return web.Response(body=groups if is_sglang else b'{"groups":[%b]}' % groups, content_type="application/json")
+        return web.Response(
+            body=groups if is_sglang else b'{"groups":[%b]}' % groups,
+            content_type="application/json",
+        )
 
     async def info(request: web.Request) -> web.Response:
         state = {"effective_max_running_requests_per_dp": ROOM}
-        return web.json_response({"max_num_seqs": ROOM, "version": None, "internal_states": [state]})
+        return web.json_response(
+            {"max_num_seqs": ROOM, "version": None, "internal_states": [state]}
+        )
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"ok": True})
 
     async def main() -> None:
         app = web.Application(client_max_size=1 << 28)
-        app.add_routes([web.post("/generate", generate), web.get("/info", info), web.get("/health", health)])
+        app.add_routes(
+            [web.post("/generate", generate), web.get("/info", info), web.get("/health", health)]
+        )
         app.router.add_get("/server_info", info)
         app.router.add_post("/abort", health)
         runner = web.AppRunner(app, access_log=None)
@@ -147,37 +175,50 @@ def cpu_of(processes: Sequence[int]) -> float:
 
 def requests_of(num_groups: int, num_samples: int, length: int) -> list[GenerateRequest]:
     params = SamplingParams(length)
-    return [GenerateRequest(tuple(range(i, i + PROMPT)), tuple(range(num_samples)), params) for i in range(num_groups)]
+    return [
+        GenerateRequest(tuple(range(i, i + PROMPT)), tuple(range(num_samples)), params)
+        for i in range(num_groups)
+    ]
 
 
 def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
     """All groups in flight at once, and then their answers."""
-    drivers = Drivers(args.drivers) if args.drivers else None
+    drivers = DriverPool(args.drivers) if args.drivers else None
     num_groups, num_tokens = args.groups, args.groups * args.samples * args.response
-    engines: list[Engine] = []
+    engines: list[InferenceEngine] = []
     for i, port in enumerate(servers.ports):
         url = f"http://127.0.0.1:{port}"
         if args.tokens:
-            engines.append(SGLangEngine(EngineAddress(f"engine{i}", "sglang", url, "t" * 32), Path("/nowhere")))
+            engines.append(
+                SGLangEngine(EngineAddress(f"engine{i}", "sglang", url, "t" * 32), Path("/nowhere"))
+            )
         else:
             engines.append(LocalEngine(EngineAddress(f"engine{i}", "local", url, "t" * 32)))
-    fleet = EngineFleet(engines, 3600.0, 0, drivers=drivers)
+    fleet = EngineFleet(engines, 3600.0, 0, driver_pool=drivers)
     pids = drivers.pids if drivers is not None else []
-    while drivers is not None and not drivers.are_ready:
+    while drivers is not None and not drivers.are_all_ready:
         time.sleep(0.1)
-    requests = requests_of(num_groups, args.samples, args.response)  # a run has its prompts, in flight or not
+    requests = requests_of(
+        num_groups, args.samples, args.response
+    )  # a run has its prompts, in flight or not
     with fleet.open_session() as session:
-        threads, stood, cpu, began = threading.active_count(), resident(), time.process_time(), time.monotonic()
+        threads, stood, cpu, began = (
+            threading.active_count(),
+            resident(),
+            time.process_time(),
+            time.monotonic(),
+        )
         stood_there, cpu_there = sum(map(resident, pids)), cpu_of(pids)
         for key, request in enumerate(requests):
-            session.submit(key, [request])
-        most = http.run(_most(), 60.0)
+            session.submit_requests(key, [request])
+        most = http_client.run_in_event_loop(_most(), 60.0)
         while servers.ask("count") < min(num_groups, most):
-            session.poll()
+            session.poll_finished()
         sent_s, sent_cpu = time.monotonic() - began, time.process_time() - cpu
         found = {
-            "on_their_way": len(session._work._running),
-            "connections": len(os.listdir("/proc/self/fd")) + sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+            "on_their_way": len(session._generation._task_by_call),
+            "connections": len(os.listdir("/proc/self/fd"))
+            + sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
             "threads_more": threading.active_count() - threads,
             "bytes_a_group": (resident() - stood) / num_groups,
             "bytes_a_group_in_drivers": (sum(map(resident, pids)) - stood_there) / num_groups,
@@ -186,7 +227,7 @@ def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
         cpu, began, num_done = time.process_time(), time.monotonic(), 0
         sent_cpu_there, cpu_there = cpu_of(pids) - cpu_there, cpu_of(pids)
         while num_done < num_groups:
-            num_done += len(session.poll())
+            num_done += len(session.poll_finished())
         answer_cpu, answer_cpu_there = time.process_time() - cpu, cpu_of(pids) - cpu_there
         found |= {
             "send_cpu_ms_a_group": sent_cpu / num_groups * 1e3,
@@ -202,21 +243,33 @@ def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
 
 
 async def _most() -> int:
-    return http.connections()._value
+    return http_client.get_connection_slots()._value
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--response", type=int, help="tokens")
     parser.add_argument("--drivers", type=int, help="0: this process asks and reads")
-    parser.add_argument("--tokens", action="store_true", help="256 groups of 8,192 tokens and 2 drivers, as SGLang")
-    parser.add_argument("--soft-limit", type=int, default=1024, help="of open files, as the process begins")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/in_flight*.json")
+    parser.add_argument(
+        "--tokens", action="store_true", help="256 groups of 8,192 tokens and 2 drivers, as SGLang"
+    )
+    parser.add_argument(
+        "--soft-limit", type=int, default=1024, help="of open files, as the process begins"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the result in benchmarks/results/in_flight*.json"
+    )
     args = parser.parse_args()
-    usual = {"groups": 256, "response": 8192, "drivers": 2} if args.tokens else {"groups": 20000, "response": 16}
+    usual = (
+        {"groups": 256, "response": 8192, "drivers": 2}
+        if args.tokens
+        else {"groups": 20000, "response": 16}
+    )
     for name, value in ({"drivers": 0} | usual).items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -227,12 +280,20 @@ def main() -> None:
     finally:
         servers.end()
     limits = f"{args.soft_limit} files, at most {hard}"
-    print(f"{args.groups} groups of {args.samples} samples to {args.engines} engines; {limits}; {args.drivers} drivers")
+    print(
+        f"{args.groups} groups of {args.samples} samples to {args.engines} engines; {limits}; {args.drivers} drivers"
+    )
     for name, value in found.items():
         print(f"{value:12.5g}  {name}")
     if args.write:
         shape = {**vars(args), "hard_limit": hard}
-        name = "in_flight_tokens" if args.tokens else "in_flight_drivers" if args.drivers else "in_flight"
+        name = (
+            "in_flight_tokens"
+            if args.tokens
+            else "in_flight_drivers"
+            if args.drivers
+            else "in_flight"
+        )
         command = f"python -m benchmarks.bench_in_flight{' --tokens' if args.tokens else ''}"
         command += f" --drivers {args.drivers}" if args.drivers and not args.tokens else ""
         print(write_result(name, command, {"shape": shape, "found": found}))

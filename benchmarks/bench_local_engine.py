@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.local.generator import Generator
-from rlhf_megatron.rollout.local.model import load_model
+from rlhf_megatron.rollout.engine_interface import GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.local.batch_generator import BatchGenerator
+from rlhf_megatron.rollout.local.local_model import load_local_model
 
 RESULTS = Path(__file__).parent / "results" / "local_engine.json"
 
@@ -57,7 +57,11 @@ def tiny_model(path: Path) -> None:
 def workloads() -> dict[str, list[GenerateRequest]]:
     rng = np.random.default_rng(0)
     quick = [
-        GenerateRequest(tuple(rng.integers(1, 17, 6).tolist()), tuple(range(16 * i, 16 * i + 16)), SamplingParams(4))
+        GenerateRequest(
+            tuple(rng.integers(1, 17, 6).tolist()),
+            tuple(range(16 * i, 16 * i + 16)),
+            SamplingParams(4),
+        )
         for i in range(32)
     ]
     lengths = np.clip(rng.lognormal(4.0, 0.8, 64).astype(int), 1, 256)
@@ -70,7 +74,11 @@ def workloads() -> dict[str, list[GenerateRequest]]:
 
 def stock_generate(model: Any, requests: list[GenerateRequest], rows_at_once: int) -> None:
     """transformers decodes a batch until its longest row is done; `rows_at_once` rows are a batch."""
-    rows = [(request.prompt_ids, request.params.max_new_tokens) for request in requests for _ in request.seeds]
+    rows = [
+        (request.prompt_ids, request.params.max_new_tokens)
+        for request in requests
+        for _ in request.seeds
+    ]
     rows.sort(key=lambda row: row[1])
     for start in range(0, len(rows), rows_at_once):
         batch = rows[start : start + rows_at_once]
@@ -89,7 +97,9 @@ def stock_generate(model: Any, requests: list[GenerateRequest], rows_at_once: in
         assert out.shape == (len(batch), ids.shape[1] + longest), out.shape
 
 
-def measure(runs: dict[str, Callable[[], object]], repetitions: int, device: str) -> dict[str, list[float]]:
+def measure(
+    runs: dict[str, Callable[[], object]], repetitions: int, device: str
+) -> dict[str, list[float]]:
     """Seconds of each repetition. All runs take turns, so that a busy machine hits them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(repetitions + 1):
@@ -114,13 +124,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         tiny_model(path)
-        ours = load_model(path, args.dtype, args.device, load_weights=True)
+        ours = load_local_model(path, args.dtype, args.device, load_weights=True)
         stock = Qwen3ForCausalLM.from_pretrained(path, dtype=args.dtype, attn_implementation="sdpa")
         stock = stock.to(args.device).eval()
         for name, requests in workloads().items():
             num_rows = sum(len(request.seeds) for request in requests)
-            num_tokens = sum(len(request.seeds) * request.params.max_new_tokens for request in requests)
-            generator = Generator(ours, num_rows, 1 << 20)
+            num_tokens = sum(
+                len(request.seeds) * request.params.max_new_tokens for request in requests
+            )
+            generator = BatchGenerator(ours, num_rows, 1 << 20)
             runs: dict[str, Callable[[], object]] = {
                 "local": lambda g=generator, r=requests: g.generate(r),
                 "transformers": lambda r=requests, n=num_rows: stock_generate(stock, r, n),
@@ -138,11 +150,15 @@ def main() -> None:
                 "local_tokens_per_s": round(num_tokens / medians["local"]),
                 "speedup": round(best / medians["local"], 3),
             }
-            print(f"{name}: local {medians['local']:.3f} s, transformers {best:.3f} s: {best / medians['local']:.2f}x")
+            print(
+                f"{name}: local {medians['local']:.3f} s, transformers {best:.3f} s: {best / medians['local']:.2f}x"
+            )
     report = {
         "command": f"python -m benchmarks.bench_local_engine --device {args.device} --dtype {args.dtype}",
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if args.device != "cpu"
+        else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
         "repetitions": args.repetitions,

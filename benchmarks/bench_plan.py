@@ -24,16 +24,18 @@ from benchmarks.common import ROOT, significant, write_result
 MODELS = ("deepseek_v3", "kimi_k2")
 FILES = 163  # of the generated index
 GB = 10**9
-_NO_ROOM = "are missing on the disk"  # which a dry run ends with on a machine that has no terabyte free
+_NO_ROOM = (
+    "are missing on the disk"  # which a dry run ends with on a machine that has no terabyte free
+)
 
 
 def write_index(model: str, directory: Path) -> Path:
     """config.json and an index of the tensors that its model has, without files."""
-    from rlhf_megatron.checkpoint.hf_reader import INDEX, read_hf_config
-    from rlhf_megatron.models.families.base import table_for
+    from rlhf_megatron.weights.families.model_family import make_weight_table
+    from rlhf_megatron.weights.hf_reader import INDEX, read_hf_config
 
     hf_config = read_hf_config(ROOT / "examples" / model)
-    names = [hf.name for rule in table_for(hf_config) for hf in rule.hf]
+    names = [hf.name for rule in make_weight_table(hf_config) for hf in rule.hf_tensors]
     files = {
         name: f"model-{number * FILES // len(names) + 1:05d}-of-{FILES:05d}.safetensors"
         for number, name in enumerate(names)
@@ -51,7 +53,17 @@ def commands(model: str, index: Path) -> dict[str, list[str]]:
     return {
         "plan sync": ["plan", "sync", recipe, "--network", "h200-8x400g"],
         "plan memory": ["plan", "memory", recipe, "--gpu", "h200"],
-        "plan layout": ["plan", "layout", shape, "--gpus", "512", "--gpu", "h200", "--seq", "32768"],
+        "plan layout": [
+            "plan",
+            "layout",
+            shape,
+            "--gpus",
+            "512",
+            "--gpu",
+            "h200",
+            "--seq",
+            "32768",
+        ],
         "convert --dry-run": [
             "convert",
             str(index),
@@ -75,14 +87,23 @@ def measure(words: list[str]) -> dict[str, Any]:
         out.seek(0)
         text = out.read().decode()
     if os.waitstatus_to_exitcode(status) and _NO_ROOM not in text:
-        raise RuntimeError(f"{' '.join(words)}: exit code {os.waitstatus_to_exitcode(status)}\n{text}")
+        raise RuntimeError(
+            f"{' '.join(words)}: exit code {os.waitstatus_to_exitcode(status)}\n{text}"
+        )
     found = {"wall_s": significant(seconds), "cpu_s": significant(used.ru_utime + used.ru_stime)}
-    return {**found, "peak_gb": significant(used.ru_maxrss * 1024 / GB), "lines": len(text.splitlines())}
+    return {
+        **found,
+        "peak_gb": significant(used.ru_maxrss * 1024 / GB),
+        "lines": len(text.splitlines()),
+    }
 
 
 def run(model: str, folder: Path) -> dict[str, Any]:
     """Every command, for one model."""
-    return {name: measure(words) for name, words in commands(model, write_index(model, folder / model)).items()}
+    return {
+        name: measure(words)
+        for name, words in commands(model, write_index(model, folder / model)).items()
+    }
 
 
 def main() -> None:
@@ -94,7 +115,9 @@ def main() -> None:
         for model in args.models:
             rows[model] = run(model, Path(folder))
             for name, row in rows[model].items():
-                print(f"{model}, {name}: {row['wall_s']:.1f} s, {row['cpu_s']:.1f} s of CPU, {row['peak_gb']:.2f} GB")
+                print(
+                    f"{model}, {name}: {row['wall_s']:.1f} s, {row['cpu_s']:.1f} s of CPU, {row['peak_gb']:.2f} GB"
+                )
     print(write_result("plan", "python -m benchmarks.bench_plan", {"models": rows}))
 
 

@@ -22,14 +22,19 @@ from typing import Any
 import torch
 
 from benchmarks.common import Timings, ratios, significant, take_turns, write_result
-from rlhf_megatron.resharding.digest import digest, digest_part
+from rlhf_megatron.weights.tensor_digest import digest_tensor, digest_tensor_part
 
 MIB = 1 << 20
 SIZES_MIB = (1, 8, 64, 512)
 ARENA_MIB = 512
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYER = [576 * 576, 192 * 576, 192 * 576, 576 * 576, 1536 * 576, 1536 * 576, 576 * 1536, 576, 576]
-COLUMNS = ((576, 1536), (896, 4864), (4096, 4096), (4096, 14336))  # down and output projections of models
+COLUMNS = (
+    (576, 1536),
+    (896, 4864),
+    (4096, 4096),
+    (4096, 14336),
+)  # down and output projections of models
 RANKS = (2, 8)
 PROJECTIONS = {
     "q": (0, 1),
@@ -45,7 +50,9 @@ MODEL = [49152 * 576, *(LAYER * 30), 576]  # numbers in the tensors of SmolLM2-1
 
 def measure(dtype: torch.dtype, sizes: Sequence[int], repetitions: int) -> dict[str, Any]:
     """Digests and copies of tensors that hold `sizes` numbers, in turns."""
-    sources = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(dtype)
+    sources = torch.randn(
+        sum(sizes), generator=torch.Generator().manual_seed(1), dtype=torch.float32
+    ).to(dtype)
     targets = torch.empty_like(sources).copy_(sources)
     parts = [arena.split(list(sizes)) for arena in (sources, targets)]
 
@@ -55,20 +62,24 @@ def measure(dtype: torch.dtype, sizes: Sequence[int], repetitions: int) -> dict[
 
     def take_digests() -> None:
         for source in parts[0]:
-            digest(source)
+            digest_tensor(source)
 
     timings = take_turns({"digest": take_digests, "copy": copy}, repetitions)
     return _compared(timings, "digest", "copy", sources.nbytes)
 
 
-def measure_columns(dtype: torch.dtype, shape: tuple[int, int], num_ranks: int, repetitions: int) -> dict[str, Any]:
+def measure_columns(
+    dtype: torch.dtype, shape: tuple[int, int], num_ranks: int, repetitions: int
+) -> dict[str, Any]:
     """The columns of the second rank, as it holds them, against a plain digest of as many bytes."""
     count = shape[1] // num_ranks
     times = max(1, 4 * MIB // (shape[0] * count * dtype.itemsize))
-    parts = torch.randn(times, shape[0], count, generator=torch.Generator().manual_seed(1)).to(dtype)
+    parts = torch.randn(times, shape[0], count, generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
     runs = {
-        "columns": lambda: [digest_part(part, shape, 1, count) for part in parts],
-        "plain": lambda: [digest(part) for part in parts],
+        "columns": lambda: [digest_tensor_part(part, shape, 1, count) for part in parts],
+        "plain": lambda: [digest_tensor(part) for part in parts],
     }
     return _compared(take_turns(runs, repetitions), "columns", "plain", parts.nbytes)
 
@@ -85,14 +96,22 @@ def measure_rank(dtype: torch.dtype, num_ranks: int, repetitions: int) -> dict[s
         held.append((part, (tensor.shape[0], tensor.shape[1]), axis, count))
         whole.append(tensor)
     runs = {
-        "rank": lambda: [digest_part(part, shape, axis, start) for part, shape, axis, start in held],
-        "whole": lambda: [digest(tensor) for tensor in whole],
+        "rank": lambda: [
+            digest_tensor_part(part, shape, axis, start) for part, shape, axis, start in held
+        ],
+        "whole": lambda: [digest_tensor(tensor) for tensor in whole],
     }
-    return _compared(take_turns(runs, repetitions), "rank", "whole", sum(tensor.nbytes for tensor in whole))
+    return _compared(
+        take_turns(runs, repetitions), "rank", "whole", sum(tensor.nbytes for tensor in whole)
+    )
 
 
-def _compared(timings: Mapping[str, Timings], run: str, baseline: str, num_bytes: int) -> dict[str, Any]:
-    rates = {name: significant(num_bytes / min(found.wall_s) / 1e9) for name, found in timings.items()}
+def _compared(
+    timings: Mapping[str, Timings], run: str, baseline: str, num_bytes: int
+) -> dict[str, Any]:
+    rates = {
+        name: significant(num_bytes / min(found.wall_s) / 1e9) for name, found in timings.items()
+    }
     return {
         **{name: found.summary() for name, found in timings.items()},
         "gigabytes_per_s": rates,
@@ -128,7 +147,9 @@ def main() -> None:
         for num_ranks in RANKS:
             case = f"rank of {num_ranks}, {name}"
             runs[case] = row = measure_rank(dtype, num_ranks, args.repetitions)
-            print(f"digest, {case}: {row['ratio']['cpu_min']:.2f} times that of the whole model in one rank")
+            print(
+                f"digest, {case}: {row['ratio']['cpu_min']:.2f} times that of the whole model in one rank"
+            )
     command = f"python -m benchmarks.bench_receipt --repetitions {args.repetitions}"
     result = {"runs": runs, "ratio": {name: row["ratio"]["cpu_min"] for name, row in runs.items()}}
     print(write_result("receipt", command, result))

@@ -31,7 +31,13 @@ def measure(command: list[str], run_dir: Path, out: Path) -> tuple[float, float]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     arguments = [*command, "report", str(run_dir), "--out", str(out), "--open", "no"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=environment)
+    subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+    )
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -52,7 +58,10 @@ def main() -> None:
         pictures = {path.name: path.stat().st_size for path in sorted(out.glob("*.png"))}
         inputs = {path.name: path.stat().st_size for path in sorted(run_dir.iterdir())}
     seconds = {
-        name: {"wall_s": spread([wall for wall, _ in found]), "cpu_s": spread([cpu for _, cpu in found])}
+        name: {
+            "wall_s": spread([wall for wall, _ in found]),
+            "cpu_s": spread([cpu for _, cpu in found]),
+        }
         for name, found in times.items()
     }
     result = {

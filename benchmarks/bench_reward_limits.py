@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import significant, write_result
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
 
 
 class Server(ThreadingHTTPServer):
@@ -36,7 +36,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.lock, self.arrivals, self.at_once, self.most = threading.Lock(), list[float](), 0, 0
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def stop(self) -> None:
         self.shutdown()
@@ -70,12 +72,19 @@ def samples(count: int) -> list[RewardSample]:
     return [RewardSample("", "x" * (1 + number), "", "s", "stop", 1) for number in range(count)]
 
 
-def score(port: int, count: int, workers: int, patience_s: float, **limits: float) -> tuple[list[RewardResult], float]:
+def score(
+    port: int, count: int, workers: int, patience_s: float, **limits: float
+) -> tuple[list[RewardResult], float]:
     """(results, wall seconds)."""
     server = {"url": f"http://127.0.0.1:{port}/classify", "patience_s": patience_s, **limits}
     params = {"servers": [server], "patience_s": patience_s}
-    config = RewardConfig(name="reward_server", params=params, num_workers=workers, max_error_rate=1.0)
-    with tempfile.TemporaryDirectory() as folder, make_scorer(config, Path(folder) / "log") as scorer:
+    config = RewardConfig(
+        name="reward_server", params=params, num_workers=workers, max_error_rate=1.0
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        make_reward_scorer(config, Path(folder) / "log") as scorer,
+    ):
         scorer(samples(2 * workers))  # all workers are there
         start = time.monotonic()
         return scorer(samples(count)), time.monotonic() - start
@@ -86,17 +95,31 @@ def check(results: list[RewardResult]) -> dict[str, int]:
     wrong = [i for i, one in enumerate(results) if one.status == "ok" and one.score != i + 1]
     wrong += [i for i, one in enumerate(results) if one.status not in ("ok", "masked:endpoint")]
     if wrong:
-        raise ValueError(f"samples {wrong[:5]} have a wrong status or score, the first {results[wrong[0]]}")
+        raise ValueError(
+            f"samples {wrong[:5]} have a wrong status or score, the first {results[wrong[0]]}"
+        )
     return dict(Counter(one.status for one in results))
 
 
 def limited(args: argparse.Namespace) -> dict[str, Any]:
     server, count = Server(), int(args.rate * args.seconds)
-    results, _ = score(server.server_address[1], count, args.workers, 120.0, requests_per_s=args.rate, concurrency=4)
+    results, _ = score(
+        server.server_address[1],
+        count,
+        args.workers,
+        120.0,
+        requests_per_s=args.rate,
+        concurrency=4,
+    )
     server.stop()
     arrivals = sorted(server.arrivals)[-count:]
     rate = (count - 1) / (arrivals[-1] - arrivals[0])
-    found = {"statuses": check(results), "allowed": args.rate, "arrived": significant(rate), "at_once": server.most}
+    found = {
+        "statuses": check(results),
+        "allowed": args.rate,
+        "arrived": significant(rate),
+        "at_once": server.most,
+    }
     if not 0.95 <= rate / args.rate <= 1.05 or server.most > 4:
         raise ValueError(f"the limits were not held within 5 %: {found}")
     return found
@@ -137,7 +160,9 @@ def main() -> None:
     if set(result["away"]["statuses"]) != {"ok"}:
         raise ValueError(f"samples were lost while the server was away: {result['away']}")
     print(result)
-    print(f"wrote {write_result('reward_limits', 'python -m benchmarks.bench_reward_limits', result)}")
+    print(
+        f"wrote {write_result('reward_limits', 'python -m benchmarks.bench_reward_limits', result)}"
+    )
 
 
 if __name__ == "__main__":

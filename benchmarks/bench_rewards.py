@@ -37,7 +37,7 @@ from benchmarks.common import ROOT, significant, spread, versions, write_result
 from benchmarks.reward_samples import Bad
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
 
 FUNCTION = f"{ROOT / 'benchmarks' / 'reward_samples.py'}:similarity"
 
@@ -52,10 +52,16 @@ class Workload:
 
 
 WORKLOADS = {
-    "function": Workload("function", {"path": FUNCTION}, reward_samples.texts, reward_samples.OF_FUNCTION),
+    "function": Workload(
+        "function", {"path": FUNCTION}, reward_samples.texts, reward_samples.OF_FUNCTION
+    ),
     "math_verify": Workload("math_verify", {}, reward_samples.answers, reward_samples.OF_MATH),
-    "function_burning": Workload("function", {"path": FUNCTION}, reward_samples.texts, reward_samples.BURNING, True),
-    "math_verify_endless": Workload("math_verify", {}, reward_samples.answers, reward_samples.ENDLESS, True),
+    "function_burning": Workload(
+        "function", {"path": FUNCTION}, reward_samples.texts, reward_samples.BURNING, True
+    ),
+    "math_verify_endless": Workload(
+        "math_verify", {}, reward_samples.answers, reward_samples.ENDLESS, True
+    ),
 }
 
 
@@ -72,18 +78,24 @@ def spoil(
     return spoilt, where
 
 
-def check(clean: Sequence[RewardResult], results: Sequence[RewardResult], where: dict[int, Bad]) -> dict[str, Any]:
+def check(
+    clean: Sequence[RewardResult], results: Sequence[RewardResult], where: dict[int, Bad]
+) -> dict[str, Any]:
     """Statuses by kind. Raises ValueError for a sample with a wrong one, or a good sample with another score."""
     counts: dict[str, Counter[str]] = {}
     wrong = []
     for place, result in enumerate(results):
         bad = where.get(place)
-        is_right = result.status in bad.statuses and result.score == 0 if bad else result == clean[place]
+        is_right = (
+            result.status in bad.statuses and result.score == 0 if bad else result == clean[place]
+        )
         counts.setdefault(bad.kind if bad else "good", Counter())[result.status] += 1
         if not is_right:
             wrong.append((place, bad.kind if bad else "good", result, clean[place]))
     if wrong:
-        raise ValueError(f"{len(wrong)} samples have a wrong status or score, the first of them {wrong[:3]}")
+        raise ValueError(
+            f"{len(wrong)} samples have a wrong status or score, the first of them {wrong[:3]}"
+        )
     return {kind: dict(counter) for kind, counter in counts.items()}
 
 
@@ -95,7 +107,10 @@ def timed(
     In fresh processes: what they remember of equal samples would favour the later run.
     """
     before = _children_s()
-    with tempfile.TemporaryDirectory() as folder, make_scorer(config, Path(folder) / "log") as scorer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        make_reward_scorer(config, Path(folder) / "log") as scorer,
+    ):
         scorer(warm)
         start = time.perf_counter()
         results = scorer(samples)
@@ -112,7 +127,10 @@ def _children_s() -> float:
 def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     settings = {"num_workers": args.num_workers, "timeout_s": args.timeout_s}
     config = RewardConfig(
-        name=workload.reward, params=workload.params, max_error_rate=1.0, **{k: v for k, v in settings.items() if v}
+        name=workload.reward,
+        params=workload.params,
+        max_error_rate=1.0,
+        **{k: v for k, v in settings.items() if v},
     )
     good = workload.make(args.samples, 0)
     spoilt, where = spoil(good, workload.bad, seed=1)
@@ -136,7 +154,9 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
         "ratios": [significant(bad / clean) for bad, clean in pairs],
         "cpu_ratio": significant(median(cpu["bad"]) / median(cpu["clean"])),
         "is_burning": workload.is_burning,
-        "least_added_s": num_hanging * config.timeout_s / (os.cpu_count() or 1) if workload.is_burning else 0.0,
+        "least_added_s": num_hanging * config.timeout_s / (os.cpu_count() or 1)
+        if workload.is_burning
+        else 0.0,
         "num_workers": config.num_workers,
         "timeout_s": config.timeout_s,
         "mean_score": significant(sum(result.score for result in clean) / len(clean)),
@@ -152,20 +172,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--repetitions", type=int, default=3, help="burning ones have one")
-    parser.add_argument("--num-workers", type=int, help="reward.num_workers (default: that of the configuration)")
+    parser.add_argument(
+        "--num-workers", type=int, help="reward.num_workers (default: that of the configuration)"
+    )
     parser.add_argument("--timeout-s", type=float, help="reward.timeout_s (likewise)")
     parser.add_argument("--only", nargs="+", choices=tuple(WORKLOADS))
-    parser.add_argument("--all", action="store_true", help="also hangs that use a CPU, which have no bar")
+    parser.add_argument(
+        "--all", action="store_true", help="also hangs that use a CPU, which have no bar"
+    )
     parser.add_argument("--out", default="rewards", help="name of the result file")
     args = parser.parse_args()
     results = {}
-    for name in args.only or [name for name, workload in WORKLOADS.items() if args.all or not workload.is_burning]:
+    for name in args.only or [
+        name for name, workload in WORKLOADS.items() if args.all or not workload.is_burning
+    ]:
         results[name] = measure(WORKLOADS[name], args)
         print(name, results[name], flush=True)
     options = "".join(f" {word}" for word, is_given in (("--all", args.all),) if is_given)
     command = f"python -m benchmarks.bench_rewards --samples {args.samples}{options}"
     found = versions(("math-verify", "sympy"))
-    path = write_result(args.out, command, {"samples": args.samples, "workloads": results, "versions": found})
+    path = write_result(
+        args.out, command, {"samples": args.samples, "workloads": results, "versions": found}
+    )
     print(f"wrote {path}")
 
 

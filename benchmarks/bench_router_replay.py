@@ -26,19 +26,19 @@ from benchmarks.parity.cases import FAMILIES, VOCAB, _policy_state
 from benchmarks.parity.reference import make_model
 from benchmarks.parity.subjects import StateSource
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig
-from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
-from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
-from rlhf_megatron.evaluation.intervals import t95
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world
-from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.local.generator import Generator
-from rlhf_megatron.rollout.local.model import LocalModel
-from rlhf_megatron.workers.actor import Actor, Phase
-from rlhf_megatron.workers.forward import RowLogProbs
-from rlhf_megatron.workers.megatron import MegatronBackend
-from rlhf_megatron.workers.pack import MicroBatch, pack
-from rlhf_megatron.workers.routes import ReplayMode
+from rlhf_megatron.controller.evaluation.confidence_intervals import compute_t95_quantile
+from rlhf_megatron.data.batch import TokenBatch, compute_offsets
+from rlhf_megatron.data.replica_plan import ReplicaPlan, plan_replicas, take_replica_shard
+from rlhf_megatron.ranks.parallel.world import World, create_world
+from rlhf_megatron.ranks.workers.actor import ActorModel, TrainingPhase
+from rlhf_megatron.ranks.workers.expert_routes import ReplayMode
+from rlhf_megatron.ranks.workers.forward_passes import RowLogProbs
+from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, pack_batch
+from rlhf_megatron.rollout.engine_interface import GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.local.batch_generator import BatchGenerator
+from rlhf_megatron.rollout.local.local_model import LocalModel
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 HF_CONFIG: dict[str, Any] = {
     **FAMILIES["qwen3_moe_plain"],
@@ -48,29 +48,46 @@ HF_CONFIG: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 PROMPT_TOKENS, RESPONSE_TOKENS, GROUP = 12, 48, 4
-BUDGETS = (600, 1000)  # tokens of a micro-batch: of the pass that records, of the one that is compared
+BUDGETS = (
+    600,
+    1000,
+)  # tokens of a micro-batch: of the pass that records, of the one that is compared
 
 
-def sampled(state: dict[str, Tensor], num_samples: int, directory: str) -> tuple[TokenBatch, Tensor]:
+def sampled(
+    state: dict[str, Tensor], num_samples: int, directory: str
+) -> tuple[TokenBatch, Tensor]:
     """The engine's samples, and its log-probs of their tokens [T]."""
-    engine = Generator(LocalModel(make_model(HF_CONFIG, state, torch.bfloat16)), 32, 32 * 64)
+    engine = BatchGenerator(LocalModel(make_model(HF_CONFIG, state, torch.bfloat16)), 32, 32 * 64)
     generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(0, VOCAB, (num_samples // GROUP, PROMPT_TOKENS), generator=generator).tolist()
+    prompts = torch.randint(
+        0, VOCAB, (num_samples // GROUP, PROMPT_TOKENS), generator=generator
+    ).tolist()
     groups = engine.generate(
         [
             GenerateRequest(
-                tuple(prompt), tuple(range(GROUP * i, GROUP * i + GROUP)), SamplingParams(RESPONSE_TOKENS), 0, directory
+                tuple(prompt),
+                tuple(range(GROUP * i, GROUP * i + GROUP)),
+                SamplingParams(RESPONSE_TOKENS),
+                0,
+                directory,
             )
             for i, prompt in enumerate(prompts)
         ]
     )
-    pairs = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
+    pairs = [
+        (prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group
+    ]
     lengths = torch.tensor([len(prompt) + len(sample.token_ids) for prompt, sample in pairs])
     mask = torch.arange(PROMPT_TOKENS + RESPONSE_TOKENS) >= PROMPT_TOKENS
-    log_probs = [value for _, sample in pairs for value in [0.0] * PROMPT_TOKENS + list(sample.log_probs)]
+    log_probs = [
+        value for _, sample in pairs for value in [0.0] * PROMPT_TOKENS + list(sample.log_probs)
+    ]
     batch = TokenBatch(
-        offsets=offsets_from_lengths(lengths),
-        token_ids=torch.tensor([token for prompt, sample in pairs for token in [*prompt, *sample.token_ids]]),
+        offsets=compute_offsets(lengths),
+        token_ids=torch.tensor(
+            [token for prompt, sample in pairs for token in [*prompt, *sample.token_ids]]
+        ),
         response_mask=mask.repeat(len(pairs)),
         sample_ids=torch.arange(len(pairs)),
         routes=tuple(sample.routes for _, sample in pairs),
@@ -84,19 +101,19 @@ def trained(state: dict[str, Tensor], batch: TokenBatch, mode: ReplayMode, world
     backend = MegatronBackend(
         HF_CONFIG, StateSource(state), world, torch.bfloat16, MegatronConfig(), router_replay=mode
     )
-    actor = Actor(backend, config, {"rl": Phase(config.optim, 1)})
+    actor = ActorModel(backend, config, {"rl": TrainingPhase(config.optim, 1)})
     plans = [plan_replicas((batch.lengths - 1).tolist(), 1, budget)[0] for budget in BUDGETS]
     if mode == "r2":
-        actor.log_probs(take(batch, plans[0]), plans[0], temperature=1.0)
+        actor.log_probs(take_replica_shard(batch, plans[0]), plans[0], temperature=1.0)
     return _forward(actor, batch, plans[1])
 
 
-def _forward(actor: Actor, batch: TokenBatch, plan: ReplicaPlan) -> Tensor:
+def _forward(actor: ActorModel, batch: TokenBatch, plan: ReplicaPlan) -> Tensor:
     """Log-probs with the routing that an update would have."""
-    shard, backend, world = take(batch, plan), actor.backend, actor.world
-    packed = pack(shard, plan, world.layout, with_sources=True)
+    shard, backend, world = take_replica_shard(batch, plan), actor.backend, actor.world
+    packed = pack_batch(shard, plan, world.layout, with_source_tokens=True)
     if backend.routes is not None:
-        packed = backend.routes.before_update(shard, packed)
+        packed = backend.routes.prepare_update_pass(shard, packed)
     rows = RowLogProbs(actor.head, 1.0)
 
     def on_rows(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
@@ -104,7 +121,7 @@ def _forward(actor: Actor, batch: TokenBatch, plan: ReplicaPlan) -> Tensor:
         return log_probs[0], 0, log_probs
 
     with torch.no_grad():
-        found = packed.unpack(backend.run(packed, on_rows, True))
+        found = packed.unpack_rows(backend.run_passes(packed, on_rows, True))
     values = torch.zeros(batch.num_tokens)
     for place, sample in enumerate(plan.samples):
         start, stop = (int(batch.offsets[sample + i]) for i in (0, 1))
@@ -119,20 +136,25 @@ def kl_of_samples(trainer: Tensor, engine: Tensor, batch: TokenBatch) -> list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=96, help="a multiple of 4")
     num_samples = parser.parse_args().samples
     torch.manual_seed(0)
     state = _policy_state(HF_CONFIG)
     with tempfile.TemporaryDirectory() as directory:
         batch, engine = sampled(state, num_samples, directory)
-        world = create_world(Layout(1), torch.device("cpu"))
+        world = create_world(ParallelLayout(1), torch.device("cpu"))
         modes: tuple[ReplayMode, ...] = ("none", "r2", "r3")
-        found = {mode: kl_of_samples(trained(state, replace(batch), mode, world), engine, batch) for mode in modes}
+        found = {
+            mode: kl_of_samples(trained(state, replace(batch), mode, world), engine, batch)
+            for mode in modes
+        }
     results: dict[str, Any] = {}
     for mode, kls in found.items():
         gaps = [kl - own for kl, own in zip(kls, found["none"], strict=True)]
-        half = t95(len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
+        half = compute_t95_quantile(len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
         mean = statistics.mean(gaps)
         results[mode] = {
             "kl": significant(statistics.mean(kls)),

@@ -23,14 +23,24 @@ import psutil
 
 from benchmarks.common import ROOT, Timings, ratios, write_result
 
-SETTINGS = ("warmup.max_steps=1", "warmup.test_freq=1", "warmup.test_samples=10", "trainer.total_training_steps=1")
+SETTINGS = (
+    "warmup.max_steps=1",
+    "warmup.test_freq=1",
+    "warmup.test_samples=10",
+    "trainer.total_training_steps=1",
+)
 FIRST_ROW = b"warm-up "
 MAX_RATIO = 0.5
 
 
 def measure(tree: Path, out: Path) -> tuple[float, float]:
     """Wall and CPU seconds of a start; the run is killed then."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, "-m", "rlhf_megatron", "train", "configs/quickstart.yaml", *SETTINGS]
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -51,7 +61,9 @@ def measure(tree: Path, out: Path) -> tuple[float, float]:
         raise SystemExit(f"the run in {tree} ended before its first row:\n{''.join(said)}")
     wall = time.perf_counter() - began
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    cpu = sum(sum(member.cpu_times()[:4]) for member in family)  # user, system, and both of children that have ended
+    cpu = sum(
+        sum(member.cpu_times()[:4]) for member in family
+    )  # user, system, and both of children that have ended
     process.send_signal(signal.SIGTERM)
     process.communicate()
     return wall, cpu
@@ -73,8 +85,13 @@ def main() -> None:
                 print(f"{name}: {wall:.1f} s, {cpu:.1f} s of CPU", flush=True)
     result: dict[str, Any] = {name: timing.summary() for name, timing in timings.items()}
     if args.tree:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.tree, capture_output=True, text=True, check=True)
-        result |= {"other_commit": commit.stdout.strip(), "ratio": ratios(timings["this"], timings["other"])}
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=args.tree, capture_output=True, text=True, check=True
+        )
+        result |= {
+            "other_commit": commit.stdout.strip(),
+            "ratio": ratios(timings["this"], timings["other"]),
+        }
         result["max_ratio"] = MAX_RATIO
     write_result("start", "python -m benchmarks.bench_start", result)
 

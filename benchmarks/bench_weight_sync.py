@@ -59,7 +59,10 @@ SMOLLM2 = {
     "eos_token_id": 2,
 }
 MODELS = {
-    "quickstart": (json.loads((ROOT / "examples/quickstart/model/config.json").read_text()), 4 << 20),
+    "quickstart": (
+        json.loads((ROOT / "examples/quickstart/model/config.json").read_text()),
+        4 << 20,
+    ),
     "smollm2": (SMOLLM2, 64 << 20),
 }
 PARTS = ("pack_shards", "gather_packed", "write_bucket", "digest_part", "deliver", "weight_digests")
@@ -89,38 +92,41 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.models.families.base import table_for
-    from rlhf_megatron.models.table import split
-    from rlhf_megatron.parallel.layout import Layout
-    from rlhf_megatron.parallel.world import create_world
-    from rlhf_megatron.resharding import sender, shard_sender
-    from rlhf_megatron.resharding.digest import as_hex
-    from rlhf_megatron.rollout.local.client import LocalEngine
-    from rlhf_megatron.rollout.transports.delivery import deliver_weights
-    from rlhf_megatron.rollout.transports.process_group import Groups
-    from rlhf_megatron.sync.weight_sync import verify
+    from rlhf_megatron.controller.sync.weight_sync import verify_engine_digests
+    from rlhf_megatron.ranks.parallel.world import create_world
+    from rlhf_megatron.ranks.resharding import shard_sender, weight_sender
+    from rlhf_megatron.rollout.local.local_client import LocalEngine
+    from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
+    from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
+    from rlhf_megatron.weights.families.model_family import make_weight_table
+    from rlhf_megatron.weights.parallel_layout import ParallelLayout
+    from rlhf_megatron.weights.tensor_digest import format_digest
+    from rlhf_megatron.weights.weight_source import make_random_source
+    from rlhf_megatron.weights.weight_table import split_tensor
 
     torch.set_num_threads(1)
-    world = create_world(Layout(tp, tp=tp), torch.device("cpu"))
+    world = create_world(ParallelLayout(tp, tp=tp), torch.device("cpu"))
     hf_config, bucket_bytes = MODELS[model]
-    source = random_source(hf_config, seed=1)
+    source = make_random_source(hf_config, seed=1)
     export = []
-    for rule in table_for(hf_config, tp):
-        whole = rule.to_megatron(*source.hf_tensors(rule))
-        export.append((rule, split(rule.split, whole, tp)[world.coordinates.tp].clone()))
+    for rule in make_weight_table(hf_config, tp):
+        whole = rule.to_megatron(*source.read_hf_tensors(rule))
+        export.append((rule, split_tensor(rule.split, whole, tp)[world.coordinates.tp].clone()))
 
     clock = Clock()
-    parts = [(sender, name) for name in ("pack_shards", "gather_packed", "digest_part", "write_bucket")]
+    parts = [
+        (weight_sender, name)
+        for name in ("pack_shards", "gather_packed", "digest_part", "write_bucket")
+    ]
     for module, name in [*parts, (shard_sender, "write_bucket")]:
         setattr(module, name, clock.wrap(name, getattr(module, name)))
     LocalEngine.update_weights = clock.wrap("deliver", LocalEngine.update_weights)
-    LocalEngine.take_weights = clock.wrap("deliver", LocalEngine.take_weights)
-    LocalEngine.weight_digests = clock.wrap("weight_digests", LocalEngine.weight_digests)
+    LocalEngine.receive_weights = clock.wrap("deliver", LocalEngine.receive_weights)
+    LocalEngine.get_weight_digests = clock.wrap("weight_digests", LocalEngine.get_weight_digests)
 
-    groups = Groups()
+    groups = EngineProcessGroups()
 
-    def send(version: int, way: str, place: list[Any]) -> sender.SendReport:
+    def send(version: int, way: str, place: list[Any]) -> weight_sender.SendReport:
         if tp > 1:
             dist.broadcast_object_list(place)
         address, transfer_dir = place
@@ -132,11 +138,11 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
             engines=[replace(address, takes_parts=WAYS[way][1])],
             transfer_dir=transfer_dir,
             bucket_bytes=bucket_bytes,
-            dtype="float32",
-            transport=WAYS[way][0],
+            engine_dtype="float32",
+            transport_kind=WAYS[way][0],
         )
 
-    def reports_of(report: sender.SendReport) -> list[sender.SendReport]:
+    def reports_of(report: weight_sender.SendReport) -> list[weight_sender.SendReport]:
         """Of all ranks, on the first one."""
         if tp == 1:
             return [report]
@@ -153,14 +159,18 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     with engine(hf_config, bucket_bytes) as (client, transfer_dir):
 
         def sync(version: int, way: str) -> int:
-            client.begin_update(version)
+            client.begin_weight_update(version)
             reports = reports_of(send(version, way, [client.address, transfer_dir]))
             digests: dict[str, int] = defaultdict(int)
             for report in reports:
                 for name, value in report.digests.items():
                     digests[name] += int(value, 16)
-            verify("engine0", {name: as_hex(value) for name, value in digests.items()}, client.weight_digests())
-            client.commit_update(version)
+            verify_engine_digests(
+                "engine0",
+                {name: format_digest(value) for name, value in digests.items()},
+                client.get_weight_digests(),
+            )
+            client.commit_weight_update(version)
             return sum(report.num_bytes for report in reports)
 
         result = measure(sync, clock, repetitions, dist.barrier)
@@ -171,11 +181,14 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
 @contextmanager
 def engine(hf_config: dict[str, Any], bucket_bytes: int) -> Iterator[tuple[Any, Path]]:
     """A local engine without weights, its client, and the directory of the buckets."""
-    from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-    from rlhf_megatron.rollout.local.client import LocalEngine
-    from rlhf_megatron.rollout.local.process import start_local_engines
+    from rlhf_megatron.rollout.local.local_client import LocalEngine
+    from rlhf_megatron.rollout.local.local_launch import start_local_engines
+    from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory
 
-    with tempfile.TemporaryDirectory() as folder, make_transfer_dir(None, 2 * bucket_bytes) as transfer:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        make_transfer_directory(None, 2 * bucket_bytes) as transfer,
+    ):
         Path(folder, "config.json").write_text(json.dumps(hf_config))
         servers = start_local_engines(
             folder,
@@ -230,7 +243,9 @@ def measure(
                 "parts_s": {part: spread(values)["median"] for part, values in parts[way].items()},
                 "over_copy": {
                     "min": significant(min(seconds[way]) / min(copies)),
-                    "median": significant(spread(seconds[way])["median"] / spread(copies)["median"]),
+                    "median": significant(
+                        spread(seconds[way])["median"] / spread(copies)["median"]
+                    ),
                 },
             }
             for way in WAYS
@@ -243,23 +258,43 @@ def run(model: str, tp: int, repetitions: int, folder: Path) -> dict[str, Any]:
     output = folder / "result.json"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.bench_weight_sync", "--child", model, "--tp", str(tp)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.bench_weight_sync",
+        "--child",
+        model,
+        "--tp",
+        str(tp),
+    ]
     command += ["--repetitions", str(repetitions), "--result", str(output)]
     processes, logs = [], []
     for rank in range(tp):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": tp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": tp,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {key: str(value) for key, value in place.items()}
         logs.append(folder / f"rank{rank}.log")
         with logs[-1].open("w") as out:
-            processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT))
+            processes.append(
+                subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+                )
+            )
     try:
         codes = [process.wait(TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
     if any(codes):
-        raise RuntimeError(f"{model} at tp{tp}: exit codes {codes}\n" + "\n".join(log.read_text() for log in logs))
+        raise RuntimeError(
+            f"{model} at tp{tp}: exit codes {codes}\n" + "\n".join(log.read_text() for log in logs)
+        )
     return json.loads(output.read_text())
 
 
@@ -280,15 +315,25 @@ def main() -> None:
             name = f"{model} tp{tp}"
             with tempfile.TemporaryDirectory() as folder:
                 rows[name] = row = run(model, tp, args.repetitions, Path(folder))
-            print(f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB, a copy {row['copy_s']['min']:.4f} s")
+            print(
+                f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB, a copy {row['copy_s']['min']:.4f} s"
+            )
             for way in WAYS:
                 found = row[way]
                 print(
-                    f"    {way}: {found['sync_s']['min']:.4f} s, {found['over_copy']['min']:.1f} times a copy:", end=""
+                    f"    {way}: {found['sync_s']['min']:.4f} s, {found['over_copy']['min']:.1f} times a copy:",
+                    end="",
                 )
-                print("", ", ".join(f"{part} {took:.4f}" for part, took in found["parts_s"].items() if took))
+                print(
+                    "",
+                    ", ".join(
+                        f"{part} {took:.4f}" for part, took in found["parts_s"].items() if took
+                    ),
+                )
     command = f"python -m benchmarks.bench_weight_sync --repetitions {args.repetitions}"
-    ratio = {f"{name}, {way}": row[way]["over_copy"]["min"] for name, row in rows.items() for way in WAYS}
+    ratio = {
+        f"{name}, {way}": row[way]["over_copy"]["min"] for name, row in rows.items() for way in WAYS
+    }
     print(write_result("weight_sync", command, {"dtype": "float32", "runs": rows, "ratio": ratio}))
 
 

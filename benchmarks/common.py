@@ -47,7 +47,10 @@ def significant(value: float) -> float:
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], object]], repetitions: int, num_warmups: int = 1, finish: Callable[[], None] = int
+    runs: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    num_warmups: int = 1,
+    finish: Callable[[], None] = int,
 ) -> dict[str, Timings]:
     """Time every run `repetitions` times, each after the other, so that a busy machine hits them alike.
 
@@ -69,9 +72,13 @@ def ratios(measured: Timings, baseline: Timings) -> dict[str, float]:
     """Seconds of `measured` over seconds of `baseline`: below 1 is faster."""
     return {
         "cpu_min": significant(min(measured.cpu_s) / min(baseline.cpu_s)),
-        "cpu_median": significant(statistics.median(measured.cpu_s) / statistics.median(baseline.cpu_s)),
+        "cpu_median": significant(
+            statistics.median(measured.cpu_s) / statistics.median(baseline.cpu_s)
+        ),
         "wall_min": significant(min(measured.wall_s) / min(baseline.wall_s)),
-        "wall_median": significant(statistics.median(measured.wall_s) / statistics.median(baseline.wall_s)),
+        "wall_median": significant(
+            statistics.median(measured.wall_s) / statistics.median(baseline.wall_s)
+        ),
     }
 
 
@@ -101,9 +108,17 @@ def commit() -> str:
         return "unknown"
 
 
-def write_result(name: str, command: str, result: Mapping[str, Any], directory: Path = RESULTS) -> Path:
+def write_result(
+    name: str, command: str, result: Mapping[str, Any], directory: Path = RESULTS
+) -> Path:
     """`directory`/`name`.json: what was run, where, and the result. Appears by rename when complete."""
-    report = {"command": command, "commit": commit(), "machine": machine(), "versions": versions(), **result}
+    report = {
+        "command": command,
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        **result,
+    }
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
     aside = path.with_suffix(".tmp")
@@ -130,4 +145,6 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()

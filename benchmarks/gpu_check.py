@@ -85,13 +85,19 @@ class Check:
         return found if found.get("is_quick") == is_quick else {}
 
     def write(self) -> Path:
-        return write_result(self.file, "python -m benchmarks.gpu_check", self.result, self.directory)
+        return write_result(
+            self.file, "python -m benchmarks.gpu_check", self.result, self.directory
+        )
 
     @property
     def has_failed(self) -> bool:
         broken = [case for case in self.result["cases"].values() if case["outcome"] == "failed"]
         broken += [row for row in self.result.get("runs", ()) if row.get("problems")]
-        return bool(broken or self.result["counts"].get("failed") or "failed" in self.result.get("local_engine", {}))
+        return bool(
+            broken
+            or self.result["counts"].get("failed")
+            or "failed" in self.result.get("local_engine", {})
+        )
 
 
 def run_part(check: Check, steps: Sequence[str], budget_s: float, is_quick: bool) -> None:
@@ -103,7 +109,9 @@ def run_part(check: Check, steps: Sequence[str], budget_s: float, is_quick: bool
             check.result.setdefault("out_of_time", []).append(step)
             print("  left out: the time is up")
         elif step in CASES:
-            check.result["cases"][step] = run_case(step, min(CASES[step].budget_s, left_s), is_quick)
+            check.result["cases"][step] = run_case(
+                step, min(CASES[step].budget_s, left_s), is_quick
+            )
         elif step == "runs":
             check.result["runs"] = run_runs(min(RUNS_BUDGET_S, left_s))
         elif step == "local-engine":
@@ -118,7 +126,11 @@ def add_tests(check: Check, is_slow_wanted: bool, budget_s: float) -> None:
     from benchmarks.gpu import gpu_tests
 
     if find_spec("pytest") is not None:
-        files = [file for file in gpu_tests.files_with_gpu_tests() if gpu_tests.is_slow(file) == is_slow_wanted]
+        files = [
+            file
+            for file in gpu_tests.files_with_gpu_tests()
+            if gpu_tests.is_slow(file) == is_slow_wanted
+        ]
         outcomes = gpu_tests.run_pytest(files, budget_s=budget_s)
     else:
         outcomes = [] if is_slow_wanted else gpu_tests.run_gpu_checks()
@@ -136,7 +148,15 @@ def run_local_engine(budget_s: float) -> dict[str, Any]:
         return {"skipped": f"needs {', '.join(missing)}"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "local_engine.json"
-        command = [sys.executable, "-m", "benchmarks.bench_local_engine", "--device", "cuda", "--dtype", "bfloat16"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.bench_local_engine",
+            "--device",
+            "cuda",
+            "--dtype",
+            "bfloat16",
+        ]
         try:
             done = subprocess.run(
                 [*command, "--output", str(output)],
@@ -156,7 +176,11 @@ def run_local_engine(budget_s: float) -> dict[str, Any]:
 
 def run_runs(budget_s: float) -> list[dict[str, Any]]:
     """Whole runs on the machine's GPUs: a row a case, with its difference to the CPU."""
-    missing = [name for name in ("megatron", "transformers", "aiohttp", "msgspec") if find_spec(name) is None]
+    missing = [
+        name
+        for name in ("megatron", "transformers", "aiohttp", "msgspec")
+        if find_spec(name) is None
+    ]
     if missing:
         return [{"skipped": f"needs {', '.join(missing)}"}]
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +195,9 @@ def run_runs(budget_s: float) -> list[dict[str, Any]]:
         ]
         code = run_group([*command, "--out", folder, "--json", str(output)], budget_s)
         rows: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
-    return rows if code is not None else [*rows, {"out of time": f"not done after {budget_s:.0f} s"}]
+    return (
+        rows if code is not None else [*rows, {"out of time": f"not done after {budget_s:.0f} s"}]
+    )
 
 
 def summarise(check: Check) -> None:
@@ -183,7 +209,9 @@ def summarise(check: Check) -> None:
             sign = ">=" if figure["is_more_better"] else "<="
             verdict = "met" if figure["is_met"] else "NOT MET"
             bar = f"{sign} {figure['bar']:g}"
-            print(f"       {figure['what']:62} {figure['value']:>10g} {figure['unit']:9} bar {bar}: {verdict}")
+            print(
+                f"       {figure['what']:62} {figure['value']:>10g} {figure['unit']:9} bar {bar}: {verdict}"
+            )
         for kind in ("failed", "skipped"):
             for what, why in case["details"].get(kind, {}).items():
                 print(f"       {kind}: {what}: {last_line(why)}")
@@ -191,11 +219,15 @@ def summarise(check: Check) -> None:
         if test["outcome"] in ("failed", "not run"):
             print(f"{test['outcome']}: {test['name']}: {last_line(test['message'])}")
     for row in check.result.get("runs", ()):
-        words = "; ".join(last_line(problem) for problem in row.get("problems", ())) or "as on the CPU"
+        words = (
+            "; ".join(last_line(problem) for problem in row.get("problems", ())) or "as on the CPU"
+        )
         print(f"run {row['name']}: {words}" if "name" in row else f"runs: {row}")
     counts = ", ".join(f"{number} {kind}" for kind, number in check.result["counts"].items())
     left_out = ", ".join(check.result.get("out_of_time", ())) or "nothing"
-    print(f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; left out: {left_out}")
+    print(
+        f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; left out: {left_out}"
+    )
     print(check.write())
 
 
@@ -213,20 +245,30 @@ def has_device() -> bool:
     import torch
 
     if not torch.cuda.is_available():
-        print(f"gpu-check: no CUDA device (torch {torch.__version__}); nothing was run, nothing was written.")
+        print(
+            f"gpu-check: no CUDA device (torch {torch.__version__}); nothing was run, nothing was written."
+        )
         return False
     return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     steps = tuple(step for part in PARTS.values() for step in part)
     parser.add_argument("--part", type=int, choices=tuple(PARTS))
-    parser.add_argument("--only", nargs="+", choices=steps, default=None, metavar="STEP", help=", ".join(steps))
+    parser.add_argument(
+        "--only", nargs="+", choices=steps, default=None, metavar="STEP", help=", ".join(steps)
+    )
     parser.add_argument("--budget-s", type=float, default=570.0, help="of a part, seconds")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the result files")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="directory of the result files"
+    )
     parser.add_argument("--commit", help="name of the sources, where their history is not at hand")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU too: shows that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, on a CPU too: shows that everything runs"
+    )
     args = parser.parse_args(arguments)
     if not args.quick and not has_device():
         return 1 if find_spec("torch") is None and Path("/dev/nvidia0").exists() else 0

@@ -20,10 +20,27 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_result
 from benchmarks.parity.layouts import LAYOUTS
-from benchmarks.replay_layouts import CONFIG, Placement, record, start_weights, step_metrics, train, weights
+from benchmarks.replay_layouts import (
+    CONFIG,
+    Placement,
+    record,
+    start_weights,
+    step_metrics,
+    train,
+    weights,
+)
 
 RUNS = ROOT / "runs" / "launchers"
-AREAS = ("actor/", "critic/", "training/", "policy/", "reward/", "rollout_corr/", "response_length/", "prompt_length/")
+AREAS = (
+    "actor/",
+    "critic/",
+    "training/",
+    "policy/",
+    "reward/",
+    "rollout_corr/",
+    "response_length/",
+    "prompt_length/",
+)
 SHOWN = ("actor/loss", "actor/pg_loss", "actor/grad_norm")
 REPLAYED = {
     "one_rank": ("inline", "torchrun", "ray"),
@@ -54,27 +71,41 @@ def figures(metrics: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-def compare(layout: str, runtime: str, found: Sequence[Mapping], first: Sequence[Mapping]) -> list[Row]:
+def compare(
+    layout: str, runtime: str, found: Sequence[Mapping], first: Sequence[Mapping]
+) -> list[Row]:
     """A row a step. A figure that only one of them has is a difference."""
     rows = []
     for step, (mine, other) in enumerate(zip(found, first, strict=True), start=1):
         ours, theirs = figures(mine), figures(other)
-        different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        different = sorted(
+            name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+        )
         shown = {name: ours[name] for name in SHOWN}
         rows.append(Row(layout, runtime, step, shown, len(ours), tuple(different)))
     return rows
 
 
-def replay(recorded: Path, start: Sequence[str], layout: str, runtime: str, num_steps: int, runs: Path) -> list[dict]:
+def replay(
+    recorded: Path, start: Sequence[str], layout: str, runtime: str, num_steps: int, runs: Path
+) -> list[dict]:
     """Metrics of each step."""
-    settings = [word for word in Placement(LAYOUTS[layout]).settings if not word.startswith("trainer.runtime=")]
+    settings = [
+        word
+        for word in Placement(LAYOUTS[layout]).settings
+        if not word.startswith("trainer.runtime=")
+    ]
     settings += [f"trainer.runtime={runtime}", *start, f"trainer.total_training_steps={num_steps}"]
     name = f"{layout}_{runtime}"
-    named = train(CONFIG, name, [*settings, "--replay", str(num_steps), "--replay-from", str(recorded)], runs)
+    named = train(
+        CONFIG, name, [*settings, "--replay", str(num_steps), "--replay-from", str(recorded)], runs
+    )
     return step_metrics(named.with_name(f"{named.name}-replay"))
 
 
-def replay_all(recorded: Path, start: Sequence[str], layouts: Sequence[str], num_steps: int, runs: Path) -> list[Row]:
+def replay_all(
+    recorded: Path, start: Sequence[str], layouts: Sequence[str], num_steps: int, runs: Path
+) -> list[Row]:
     """Rows of every launcher but the first of each layout."""
     rows = []
     for layout in layouts:
@@ -91,9 +122,15 @@ def replay_all(recorded: Path, start: Sequence[str], layouts: Sequence[str], num
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'layout':<10} {'launcher':<9} {'step':>4} {'loss':>24} {'gradient norm':>24} figures"]
+    lines = [
+        f"{'layout':<10} {'launcher':<9} {'step':>4} {'loss':>24} {'gradient norm':>24} figures"
+    ]
     for row in rows:
-        verdict = "the same" if not row.different else f"{len(row.different)} DIFFER: {', '.join(row.different[:4])}"
+        verdict = (
+            "the same"
+            if not row.different
+            else f"{len(row.different)} DIFFER: {', '.join(row.different[:4])}"
+        )
         loss, norm = row.shown["actor/loss"], row.shown["actor/grad_norm"]
         lines.append(
             f"{row.layout:<10} {row.runtime:<9} {row.step:>4} {loss:>24} {norm:>24} {row.num_figures}, {verdict}"
@@ -102,23 +139,35 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.launchers", description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=Path, help="run directory of an earlier record; made when left out")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launchers", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--record", type=Path, help="run directory of an earlier record; made when left out"
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps of the loop (%(default)s)")
-    parser.add_argument("--layouts", default=",".join(REPLAYED), help="comma-separated (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "launchers.json", help="result file (%(default)s)")
+    parser.add_argument(
+        "--layouts", default=",".join(REPLAYED), help="comma-separated (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "launchers.json", help="result file (%(default)s)"
+    )
     args = parser.parse_args(argv)
     layouts = args.layouts.split(",")
     if unknown := [name for name in layouts if name not in REPLAYED]:
         raise SystemExit(f"unknown layout {', '.join(unknown)}; known: {', '.join(REPLAYED)}.")
     begin = time.monotonic()
-    recorded = args.record.resolve() if args.record else record(CONFIG, "record", (), args.steps, RUNS)
+    recorded = (
+        args.record.resolve() if args.record else record(CONFIG, "record", (), args.steps, RUNS)
+    )
     print(f"record: {recorded} ({time.monotonic() - begin:.0f} s)", flush=True)
     rows = replay_all(recorded, weights(start_weights(recorded)), layouts, args.steps, RUNS)
     print(table(rows))
     misses = sum(bool(row.different) for row in rows)
     seconds = time.monotonic() - begin
-    command = " ".join(["python -m benchmarks.launchers", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(
+        ["python -m benchmarks.launchers", *(sys.argv[1:] if argv is None else argv)]
+    )
     result = {
         "num_different": misses,
         "num_figures": sum(row.num_figures for row in rows),

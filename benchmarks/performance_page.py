@@ -74,7 +74,9 @@ def kernels_on_gpu(directory: Path) -> str:
     text = title
     for result in results:
         text += f"\n{provenance(result)}\n"
-        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(result.get("counts", {}).items()))
+        counts = ", ".join(
+            f"{number} {kind}" for kind, number in sorted(result.get("counts", {}).items())
+        )
         text += f"\nTests that need a GPU: {counts}.\n" if counts else ""
         text += f"\n{cases_text(result['cases'])}" if result.get("cases") else ""
         text += runs_text(result.get("runs", ()))
@@ -88,11 +90,18 @@ def runs_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Say which whole runs had the figures of a CPU, and what the others differed in."""
     runs = [row for row in rows if "name" in row]
     text = ""
-    for is_compared, words in ((True, "Whole runs with the figures of a CPU"), (False, "Not compared, ended well")):
-        names = [row["name"] for row in runs if row["is_compared"] == is_compared and not row["problems"]]
+    for is_compared, words in (
+        (True, "Whole runs with the figures of a CPU"),
+        (False, "Not compared, ended well"),
+    ):
+        names = [
+            row["name"] for row in runs if row["is_compared"] == is_compared and not row["problems"]
+        ]
         text += f"\n{words}: {', '.join(names)}.\n" if names else ""
     return text + "".join(
-        f"\nWhole run {row['name']}: {'; '.join(row['problems'])}.\n" for row in runs if row["problems"]
+        f"\nWhole run {row['name']}: {'; '.join(row['problems'])}.\n"
+        for row in runs
+        if row["problems"]
     )
 
 
@@ -111,12 +120,22 @@ def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:
 
 def cases_text(cases: Mapping[str, Mapping[str, Any]]) -> str:
     """One table of all cases, and below it what was not measured."""
-    rows = [row for name, case in cases.items() for row in case_rows(f"{name}: {case['what']}", case)]
+    rows = [
+        row for name, case in cases.items() for row in case_rows(f"{name}: {case['what']}", case)
+    ]
     text = table(("case", "nearest to its bar", "value", "bar", "", "beside"), rows)
     for name, case in cases.items():
         details = case.get("details", {})
-        absent = {**details.get("absent", {}), **details.get("skipped", {}), **details.get("failed", {})}
-        why = {"not complete": case.get("message", "")} if case["figures"] and case.get("message") else {}
+        absent = {
+            **details.get("absent", {}),
+            **details.get("skipped", {}),
+            **details.get("failed", {}),
+        }
+        why = (
+            {"not complete": case.get("message", "")}
+            if case["figures"] and case.get("message")
+            else {}
+        )
         lines = [f"{what}: {_last_line(reason)}" for what, reason in {**why, **absent}.items()]
         text += f"\nNot measured in {name}: {'; '.join(lines)}.\n" if lines else ""
     return text
@@ -146,14 +165,18 @@ def section(title: str, directory: Path, wanted: Mapping[str, Callable[[Row], bo
             continue
         rows = [row for row in benchmark.rows(result) if is_wanted is None or is_wanted(row)]
         cells = [_row_cells(row) for row in rows]
-        text += f"\n{provenance(result)}\n\n" + table((f"against {benchmark.baseline}", "value", "bar", ""), cells)
+        text += f"\n{provenance(result)}\n\n" + table(
+            (f"against {benchmark.baseline}", "value", "bar", ""), cells
+        )
     return text
 
 
 def engine_speeds(directory: Path) -> str:
     result = read(directory / "engines.json")
     if result is None:
-        return "\nStock SGLang beside it has not been run yet: `python -m benchmarks.bench_engines`.\n"
+        return (
+            "\nStock SGLang beside it has not been run yet: `python -m benchmarks.bench_engines`.\n"
+        )
     rows = [
         (
             f"{model}, {workload}",
@@ -173,18 +196,28 @@ def provenance(result: Mapping[str, Any]) -> str:
         hardware.append(f"{machine['cpu']}, {machine['cores']} cores")
     elif isinstance(device, str):
         hardware.append(device)
-    found = {"torch": result.get("torch"), **result.get("versions", {}), **result.get("gpu_versions", {})}
+    found = {
+        "torch": result.get("torch"),
+        **result.get("versions", {}),
+        **result.get("gpu_versions", {}),
+    }
     packages = [f"{name} {found[name]}" for name in ("python", *PACKAGES) if found.get(name)]
     load = machine.get("load_average", [result["load_average"]] if "load_average" in result else [])
     parts = [f"`{result['command']}`", *hardware, ", ".join(packages)]
-    parts += [f"commit {result['commit']}, {machine['time'][:10]}"] if "commit" in result and machine else []
+    parts += (
+        [f"commit {result['commit']}, {machine['time'][:10]}"]
+        if "commit" in result and machine
+        else []
+    )
     parts += [f"load average {load[0]:g}"] if load else []
     return "; ".join(parts) + "."
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -210,7 +243,9 @@ def _last_line(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write docs/performance.md")
     args = parser.parse_args()
     text = page()
@@ -218,7 +253,9 @@ def main() -> int:
         PAGE.write_text(text)
         return 0
     if not PAGE.is_file() or PAGE.read_text() != text:
-        print("docs/performance.md is not what the result files say: python -m benchmarks.performance_page --write")
+        print(
+            "docs/performance.md is not what the result files say: python -m benchmarks.performance_page --write"
+        )
         return 1
     return 0
 

@@ -48,7 +48,17 @@ BARS = {
 }
 """By configuration. Those of PPO and of SmolLM2 measure the accuracy of samples, the others greedy accuracy."""
 
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 .. 9 degrees of freedom
+T_975 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+)  # Student's t, 1 .. 9 degrees of freedom
 
 
 def run_seed(seed: int, config: Path, runs: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -57,18 +67,30 @@ def run_seed(seed: int, config: Path, runs: Path, overrides: Sequence[str]) -> d
     command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), f"trainer.seed={seed}"]
     if load_run_config(config, overrides, with_files=False).config.model.init_seed is not None:
         command.append(f"model.init_seed={seed}")
-    command += [f"trainer.experiment_name={name}", f"trainer.default_local_dir={runs}", "trainer.save_last=none"]
+    command += [
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir={runs}",
+        "trainer.save_last=none",
+    ]
     print(f"seed {seed}: {' '.join(command[1:])} {' '.join(overrides)}", flush=True)
-    code = subprocess.run([*command, *overrides], cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
+    code = subprocess.run(
+        [*command, *overrides], cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}
+    ).returncode
     if code:
-        raise RuntimeError(f"the run with seed {seed} exited with {code}; see {runs / name / 'logs'}")
+        raise RuntimeError(
+            f"the run with seed {seed} exited with {code}; see {runs / name / 'logs'}"
+        )
     return json.loads((runs / name / "summary.json").read_text())
 
 
 def result_name(config: str) -> str:
     """Name of the result file of a configuration."""
     is_quickstart = config.startswith("quickstart")
-    return f"quickstart_seeds{config.removeprefix('quickstart')}" if is_quickstart else f"seeds_{config}"
+    return (
+        f"quickstart_seeds{config.removeprefix('quickstart')}"
+        if is_quickstart
+        else f"seeds_{config}"
+    )
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -111,7 +133,10 @@ def evaluate(summaries: Sequence[dict[str, Any]], bars: Bars) -> dict[str, Any]:
 def print_table(result: dict[str, Any]) -> None:
     print("seed    before  [95 % interval]      after  [95 % interval]     gain   seconds")
     for row in result["runs"]:
-        (low, high), (after_low, after_high) = row["accuracy_before_interval"], row["accuracy_after_interval"]
+        (low, high), (after_low, after_high) = (
+            row["accuracy_before_interval"],
+            row["accuracy_after_interval"],
+        )
         print(
             f"{row['seed']:4}    {row['accuracy_before']:6.3f}  [{low:.3f}, {high:.3f}]   {row['accuracy_after']:8.3f}"
             f"  [{after_low:.3f}, {after_high:.3f}]  {row['gain']:7.3f}  {row['seconds']:8.1f}"
@@ -140,8 +165,19 @@ def main() -> int:
     bars = BARS.get(args.config.stem, Bars())
     result = evaluate([run_seed(seed, args.config, runs, overrides) for seed in args.seeds], bars)
     print_table(result)
-    words = ["python -m benchmarks.quickstart_seeds --config", str(args.config), "--seeds", *map(str, args.seeds)]
-    print(write_result(result_name(args.config.stem), " ".join([*words, *overrides]), {"seeds": args.seeds, **result}))
+    words = [
+        "python -m benchmarks.quickstart_seeds --config",
+        str(args.config),
+        "--seeds",
+        *map(str, args.seeds),
+    ]
+    print(
+        write_result(
+            result_name(args.config.stem),
+            " ".join([*words, *overrides]),
+            {"seeds": args.seeds, **result},
+        )
+    )
     return 1 if result["problems"] else 0
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_result
 from benchmarks.parity.layouts import LAYOUTS, Axes
-from rlhf_megatron.parallel.layout import layout_of
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 PPO_CONFIG = ROOT / "configs" / "quickstart_ppo.yaml"
@@ -119,11 +119,25 @@ def train(config: Path, name: str, arguments: Sequence[str], runs: Path) -> Path
     """`rlhf-megatron train` in processes of its own. Returns the directory of that name; SystemExit when it fails."""
     runs.mkdir(parents=True, exist_ok=True)
     log = runs / f"{name}.log"
-    shared = [f"trainer.default_local_dir={runs}", f"trainer.experiment_name={name}", "trainer.test_freq=0"]
+    shared = [
+        f"trainer.default_local_dir={runs}",
+        f"trainer.experiment_name={name}",
+        "trainer.test_freq=0",
+    ]
     shared += ["trainer.save_last=none"]
-    shared += ["trainer.val_before_train=false", "trainer.device=cpu", "trainer.logger=[jsonl]", "model.dtype=float32"]
+    shared += [
+        "trainer.val_before_train=false",
+        "trainer.device=cpu",
+        "trainer.logger=[jsonl]",
+        "model.dtype=float32",
+    ]
     command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *shared, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
@@ -138,7 +152,9 @@ def train(config: Path, name: str, arguments: Sequence[str], runs: Path) -> Path
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code != 0:
-        raise SystemExit(f"{name}: exit code {code}; {log} ends with:\n{log.read_text(errors='replace')[-3000:]}")
+        raise SystemExit(
+            f"{name}: exit code {code}; {log} ends with:\n{log.read_text(errors='replace')[-3000:]}"
+        )
     return runs / name
 
 
@@ -164,12 +180,19 @@ def megatron_settings(section: str, axes: Axes) -> list[str]:
 
 def weights(path: Path) -> list[str]:
     """Start from a directory of weights, without a warm-up."""
-    return [f"model.path={path}", f"model.tokenizer_path={MODEL}", "model.init_seed=null", "warmup.max_steps=0"]
+    return [
+        f"model.path={path}",
+        f"model.tokenizer_path={MODEL}",
+        "model.init_seed=null",
+        "warmup.max_steps=0",
+    ]
 
 
 def record(config: Path, name: str, more: Sequence[str], num_steps: int, runs: Path) -> Path:
     """The run directory of a run recorded on one rank."""
-    start = weights(WARM_MODEL) if any(WARM_MODEL.glob("*.safetensors")) else ["warmup.save_hf=true"]
+    start = (
+        weights(WARM_MODEL) if any(WARM_MODEL.glob("*.safetensors")) else ["warmup.save_hf=true"]
+    )
     total = f"trainer.total_training_steps={num_steps}"
     return train(config, name, [*ONE.settings, *start, *more, total, "--record"], runs)
 
@@ -181,15 +204,22 @@ def start_weights(recorded: Path) -> Path:
 
 
 def replay(
-    config: Path, recorded: Path, start: Sequence[str], placement: Placement, num_steps: int, runs: Path
+    config: Path,
+    recorded: Path,
+    start: Sequence[str],
+    placement: Placement,
+    num_steps: int,
+    runs: Path,
 ) -> list[dict[str, float]]:
     """Metrics of each step."""
     settings = [*placement.settings, *start, f"trainer.total_training_steps={num_steps}"]
     name = f"{config.stem}_{placement.name}"
-    named = train(config, name, [*settings, "--replay", str(num_steps), "--replay-from", str(recorded)], runs)
+    named = train(
+        config, name, [*settings, "--replay", str(num_steps), "--replay-from", str(recorded)], runs
+    )
     run_dir = named.with_name(f"{named.name}-replay")
     layout = json.loads((run_dir / "summary.json").read_text())["layout"]
-    asked = layout_of(placement.actor.megatron, placement.actor.num_ranks)
+    asked = make_parallel_layout(placement.actor.megatron, placement.actor.num_ranks)
     assert layout == str(asked), f"the actor of {name} ran as {layout}"
     return step_metrics(run_dir)
 
@@ -201,39 +231,50 @@ def step_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def mean_abs_advantage(recorded: Path, step: int) -> float:
     """Over response tokens: (reward - mean of the group) / standard deviation of the group."""
-    from rlhf_megatron.recovery.recorder import Recorder
+    from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 
-    batch = Recorder(recorded / "record").read(step)
+    batch = RolloutRecorder(recorded / "record").read_step(step)
     total = 0.0
     for group in batch.group_ids.unique():
         rows = (batch.group_ids == group).nonzero().flatten().tolist()
         rewards = batch.rewards[rows].double()
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for row, advantage in zip(rows, advantages.abs().tolist(), strict=True):
-            total += advantage * int(batch.response_mask[int(batch.offsets[row]) : int(batch.offsets[row + 1])].sum())
+            total += advantage * int(
+                batch.response_mask[int(batch.offsets[row]) : int(batch.offsets[row + 1])].sum()
+            )
     return total / int(batch.response_mask.sum())
 
 
 def compare(
-    layout: str, found: list[dict[str, float]], baseline: list[dict[str, float]], advantages: Sequence[float]
+    layout: str,
+    found: list[dict[str, float]],
+    baseline: list[dict[str, float]],
+    advantages: Sequence[float],
 ) -> list[Row]:
     """`advantages`: mean absolute advantage of each step. A quantity may be missing: in a step without an actor's
     update, in a run without a critic; but on both sides then."""
     rows = []
-    for step, (mine, theirs, advantage) in enumerate(zip(found, baseline, advantages, strict=True), 1):
+    for step, (mine, theirs, advantage) in enumerate(
+        zip(found, baseline, advantages, strict=True), 1
+    ):
         for name in (*LOSSES, *RELATIVE):
             if name not in theirs and name not in mine:
                 continue
             error, bar = abs(mine[name] - theirs[name]), LOSS_TOLERANCE * advantage
             if name in RELATIVE:
                 error, bar = error / abs(theirs[name]), RELATIVE_TOLERANCE
-            rows.append(Row(layout, step, name, mine[name], theirs[name], error, bar, bool(error <= bar)))
+            rows.append(
+                Row(layout, step, name, mine[name], theirs[name], error, bar, bool(error <= bar))
+            )
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     wide = max([6, *(len(row.layout) for row in rows)])
-    lines = [f"{'layout':<{wide}} {'step':>4} {'quantity':<16} {'value':>12} {'error':>9} {'bar':>9}"]
+    lines = [
+        f"{'layout':<{wide}} {'step':>4} {'quantity':<16} {'value':>12} {'error':>9} {'bar':>9}"
+    ]
     for row in rows:
         mark = "" if row.ok else "  OVER THE BAR"
         lines.append(
@@ -256,7 +297,9 @@ def replay_all(
     Raises ValueError where the record teaches nothing.
     """
     if min(advantages) < 1e-3:
-        raise ValueError(f"mean |advantage| of the steps is {advantages}: rewards must differ within groups.")
+        raise ValueError(
+            f"mean |advantage| of the steps is {advantages}: rewards must differ within groups."
+        )
     num_steps = len(advantages)
     baseline = replay(config, recorded, start, ONE, num_steps, runs)
     rows = []
@@ -267,24 +310,40 @@ def replay_all(
             found = compare(placement.name, metrics, baseline, advantages)
             rows += found
             worst = max(row.error / row.bar for row in found)
-            print(f"{placement.name}: {time.monotonic() - begin:.0f} s, at most {worst:.2g} of the bar", flush=True)
+            print(
+                f"{placement.name}: {time.monotonic() - begin:.0f} s, at most {worst:.2g} of the bar",
+                flush=True,
+            )
     if (recorded / "metrics.jsonl").exists():
         rows += compare("recorded run", step_metrics(recorded)[:num_steps], baseline, advantages)
     return rows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_layouts", description=__doc__.split("\n")[0])
-    parser.add_argument("--record", type=Path, help="run directory of an earlier record; made when left out")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay_layouts", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--record", type=Path, help="run directory of an earlier record; made when left out"
+    )
     parser.add_argument("--steps", type=int, default=5, help="steps of the loop (%(default)s)")
-    parser.add_argument("--layouts", default=",".join(REPLAYED), help="comma-separated (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "replay_layouts.json", help="result file (%(default)s)")
+    parser.add_argument(
+        "--layouts", default=",".join(REPLAYED), help="comma-separated (%(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / "replay_layouts.json",
+        help="result file (%(default)s)",
+    )
     args = parser.parse_args(argv)
     unknown = [name for name in args.layouts.split(",") if name not in LAYOUTS]
     if unknown:
         raise SystemExit(f"unknown layout {', '.join(unknown)}; known: {', '.join(LAYOUTS)}.")
     begin = time.monotonic()
-    recorded = args.record.resolve() if args.record else record(CONFIG, "record", (), args.steps, RUNS)
+    recorded = (
+        args.record.resolve() if args.record else record(CONFIG, "record", (), args.steps, RUNS)
+    )
     print(f"record: {recorded} ({time.monotonic() - begin:.0f} s)", flush=True)
     start = weights(start_weights(recorded))
     placements = [Placement(LAYOUTS[name]) for name in args.layouts.split(",")]
@@ -307,7 +366,9 @@ def main(argv: list[str] | None = None) -> int:
         "rows": [asdict(row) for row in rows],
         "ppo_rows": [asdict(row) for row in ppo_rows],
     }
-    command = " ".join(["python -m benchmarks.replay_layouts", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(
+        ["python -m benchmarks.replay_layouts", *(sys.argv[1:] if argv is None else argv)]
+    )
     path = write_result(args.out.stem, command, result, args.out.parent)
     print(f"{len(rows) + len(ppo_rows)} figures, {misses} over the bar, {seconds:.0f} s; {path}")
     return 1 if misses or not rows or not ppo_rows else 0

@@ -42,13 +42,18 @@ def similarity(response: str, label: str, source: str) -> object:
         case "raise":
             raise KeyError(response)
         case "garbage":
-            return [float("nan"), None, "1", 1e300, {"score": None}, object()][int(response.split()[1]) % 6]
+            return [float("nan"), None, "1", 1e300, {"score": None}, object()][
+                int(response.split()[1]) % 6
+            ]
     return difflib.SequenceMatcher(None, response, label, autojunk=False).ratio()
 
 
 def texts(count: int, seed: int) -> list[RewardSample]:
     chance = random.Random(seed)
-    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 8))) for _ in range(300)]
+    words = [
+        "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 8)))
+        for _ in range(300)
+    ]
     samples = []
     for _ in range(count):
         label = chance.choices(words, k=80)
@@ -106,11 +111,21 @@ def boxed(templates: tuple[str, ...], label: str = "42") -> Callable[[int], Rewa
 
 
 OF_MATH = (
-    Bad("hanging", boxed(BOMBS), ("malformed",)),  # the library alone takes over 1.4 s, mostly for ever, for each
+    Bad(
+        "hanging", boxed(BOMBS), ("malformed",)
+    ),  # the library alone takes over 1.4 s, mostly for ever, for each
     Bad("raising", boxed(("{}",), label=""), ("masked:bad_label",)),
-    Bad("garbage", lambda i: sample(GARBAGE[i % len(GARBAGE)].format(i), "4242"), ("malformed", "ok")),
+    Bad(
+        "garbage",
+        lambda i: sample(GARBAGE[i % len(GARBAGE)].format(i), "4242"),
+        ("malformed", "ok"),
+    ),
 )
 ENDLESS = (
-    Bad("hanging", boxed((r"\sum_{{n=1}}^{{\infty}} \frac{{\sin n}}{{n^{{{}}}}}",)), ("timeout", "masked:overloaded")),
+    Bad(
+        "hanging",
+        boxed((r"\sum_{{n=1}}^{{\infty}} \frac{{\sin n}}{{n^{{{}}}}}",)),
+        ("timeout", "masked:overloaded"),
+    ),
     *OF_MATH[1:],
 )

@@ -46,7 +46,10 @@ class Benchmark:
 
 
 def engine_rows(result: Mapping[str, Any]) -> list[Row]:
-    return [Row(f"{name}, wall time", 1 / row["speedup"], 1.0) for name, row in result["workloads"].items()]
+    return [
+        Row(f"{name}, wall time", 1 / row["speedup"], 1.0)
+        for name, row in result["workloads"].items()
+    ]
 
 
 def kernel_rows(result: Mapping[str, Any]) -> list[Row]:
@@ -65,7 +68,9 @@ def over_bar(figure: Figure) -> float:
     """1 at the bar, above 1 beyond it; 0 without one."""
     if figure.bar is None or figure.value == figure.bar:
         return 1.0 if figure.bar else 0.0
-    above, below = (figure.bar, figure.value) if figure.is_more_better else (figure.value, figure.bar)
+    above, below = (
+        (figure.bar, figure.value) if figure.is_more_better else (figure.value, figure.bar)
+    )
     share = above / below if below else inf
     return share if share == share else inf  # not a number is no good
 
@@ -75,12 +80,20 @@ def update_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def step_rows(result: Mapping[str, Any]) -> list[Row]:
-    rows = [Row(f"{name}, wall time", ratio["median"]) for name, ratio in result["ratio_by_run"].items()]
+    rows = [
+        Row(f"{name}, wall time", ratio["median"]) for name, ratio in result["ratio_by_run"].items()
+    ]
     rows.append(Row("the better of them", result["ratio"], 1.0))
     cpu_s = result.get("cpu_s_per_step", {})
     for name in ("ours_dp2", "ours_dp2_shared"):
         if {name, "trl_dp2"} <= cpu_s.keys():
-            rows.append(Row(f"{name}, CPU time, over TRL's two processes", cpu_s[name] / cpu_s["trl_dp2"], 0.75))
+            rows.append(
+                Row(
+                    f"{name}, CPU time, over TRL's two processes",
+                    cpu_s[name] / cpu_s["trl_dp2"],
+                    0.75,
+                )
+            )
     return rows
 
 
@@ -105,27 +118,52 @@ def reward_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def report_rows(result: Mapping[str, Any]) -> list[Row]:
-    return [Row(f"{result['steps']} steps, {name}", ratio, 1.0) for name, ratio in result["over_bar"].items()]
+    return [
+        Row(f"{result['steps']} steps, {name}", ratio, 1.0)
+        for name, ratio in result["over_bar"].items()
+    ]
 
 
 BENCHMARKS = {
     "local_engine": Benchmark(
-        "benchmarks.bench_local_engine", "local_engine", "transformers' batched generate", engine_rows
+        "benchmarks.bench_local_engine",
+        "local_engine",
+        "transformers' batched generate",
+        engine_rows,
     ),
     "kernels": Benchmark("benchmarks.kernels", "kernels_cpu", "the bar of each case", kernel_rows),
     "actor_update": Benchmark(
-        "benchmarks.bench_actor_update", "actor_update", "a plain transformers + torch loop", update_rows
+        "benchmarks.bench_actor_update",
+        "actor_update",
+        "a plain transformers + torch loop",
+        update_rows,
     ),
-    "weight_sync": Benchmark("benchmarks.bench_weight_sync", "weight_sync", "a copy of the same bytes", sync_rows),
-    "receipt": Benchmark("benchmarks.bench_receipt", "receipt", "a copy of the same bytes", receipt_rows),
-    "grpo_step": Benchmark("benchmarks.bench_grpo_step", "grpo_step", "TRL's GRPOTrainer", step_rows),
+    "weight_sync": Benchmark(
+        "benchmarks.bench_weight_sync", "weight_sync", "a copy of the same bytes", sync_rows
+    ),
+    "receipt": Benchmark(
+        "benchmarks.bench_receipt", "receipt", "a copy of the same bytes", receipt_rows
+    ),
+    "grpo_step": Benchmark(
+        "benchmarks.bench_grpo_step", "grpo_step", "TRL's GRPOTrainer", step_rows
+    ),
     "grpo_step_long": Benchmark(
-        "benchmarks.bench_grpo_step", "grpo_step_long", "TRL's GRPOTrainer", step_rows, ("--shape", "long")
+        "benchmarks.bench_grpo_step",
+        "grpo_step_long",
+        "TRL's GRPOTrainer",
+        step_rows,
+        ("--shape", "long"),
     ),
     "grpo_step_smollm2": Benchmark(
-        "benchmarks.bench_grpo_step", "grpo_step_smollm2", "TRL's GRPOTrainer", step_rows, ("--shape", "smollm2")
+        "benchmarks.bench_grpo_step",
+        "grpo_step_smollm2",
+        "TRL's GRPOTrainer",
+        step_rows,
+        ("--shape", "smollm2"),
     ),
-    "rewards": Benchmark("benchmarks.bench_rewards", "rewards", "the batch without its 3 % bad samples", reward_rows),
+    "rewards": Benchmark(
+        "benchmarks.bench_rewards", "rewards", "the batch without its 3 % bad samples", reward_rows
+    ),
     "report": Benchmark("benchmarks.bench_report", "report", "the bars: 5 s and 3 MB", report_rows),
 }
 
@@ -160,7 +198,9 @@ def print_table(names: list[str], directory: Path = RESULTS) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(BENCHMARKS), default=list(BENCHMARKS))
-    parser.add_argument("--table", action="store_true", help="print what was measured before; measure nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="print what was measured before; measure nothing"
+    )
     args = parser.parse_args()
     failed = []
     for name in [] if args.table else args.only:

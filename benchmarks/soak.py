@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos import verdict
-from benchmarks.chaos.leaks import FileCounts, listening_ports, new_entries, shared_memory, temporary_entries
+from benchmarks.chaos.leaks import (
+    FileCounts,
+    listening_ports,
+    new_entries,
+    shared_memory,
+    temporary_entries,
+)
 from benchmarks.chaos.matrix import signal_name, tail
 from benchmarks.chaos.program import Launch
 from benchmarks.chaos.task import LAYOUTS, NAME, overrides, write_soak
@@ -101,7 +107,9 @@ class Soak:
         temporary.mkdir(exist_ok=True)
         values = {**LAYOUTS["tp2"], "trainer.default_local_dir": str(self.directory / "runs")}
         arguments = [str(self.config), *overrides(values)]
-        return Launch(arguments, self.directory, self.directory / "console", {"TMPDIR": str(temporary)})
+        return Launch(
+            arguments, self.directory, self.directory / "console", {"TMPDIR": str(temporary)}
+        )
 
     def _poll(self) -> None:
         self._count_steps()
@@ -114,7 +122,9 @@ class Soak:
             if not self.problems:
                 self.launch = self._launch()
         elif self._steps_seen == 0 and self.launch.seconds > STARTUP_S:
-            self.problems.append(f"no step within {STARTUP_S:.0f} s of a launch:\n{tail(self.launch.console)}")
+            self.problems.append(
+                f"no step within {STARTUP_S:.0f} s of a launch:\n{tail(self.launch.console)}"
+            )
         elif self._steps_seen >= STEADY_STEPS and self._cause is None:
             self.file_counts.add(self.launch.processes(), self.now)
             if self.troubles and self.troubles[0].at_s <= self.now:
@@ -149,13 +159,22 @@ class Soak:
 
     def _ended(self) -> None:
         record = self.launches[-1]
-        record.ended_s, record.exit_code, record.cause = round(self.now, 1), self.launch.exit_code, self._cause
+        record.ended_s, record.exit_code, record.cause = (
+            round(self.now, 1),
+            self.launch.exit_code,
+            self._cause,
+        )
         left = self.launch.left_over(END_S)
         self.launch.kill()
-        print(f"{self.now:6.0f} s  ended: {signal_name(record.exit_code)} ({record.cause or 'by itself'})", flush=True)
+        print(
+            f"{self.now:6.0f} s  ended: {signal_name(record.exit_code)} ({record.cause or 'by itself'})",
+            flush=True,
+        )
         self.problems += [f"left over: {process.role} {process.command[:200]}" for process in left]
         if record.cause is None:
-            self.problems.append(f"it ended by itself with {record.exit_code}:\n{tail(self.launch.console, 40)}")
+            self.problems.append(
+                f"it ended by itself with {record.exit_code}:\n{tail(self.launch.console, 40)}"
+            )
         elif record.cause == "terminate" and record.exit_code != STOPPED_EXIT_CODE:
             self.problems.append(f"SIGTERM: exit code {record.exit_code}, not {STOPPED_EXIT_CODE}")
 
@@ -174,7 +193,9 @@ class Soak:
         self._cause = "end"
         os.kill(self.launch.pid, signal.SIGTERM)
         if self.launch.wait(STOP_S) != STOPPED_EXIT_CODE:
-            self.problems.append(f"the end: exit code {self.launch.exit_code}:\n{tail(self.launch.console, 40)}")
+            self.problems.append(
+                f"the end: exit code {self.launch.exit_code}:\n{tail(self.launch.console, 40)}"
+            )
         self._ended()
         still = ports & listening_ports(None)
         self.problems += [f"port {port} still listens" for port in sorted(still)]
@@ -199,7 +220,9 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if figures["ettr"] < ETTR_BAR:
         problems.append(f"ETTR {figures['ettr']:.3f} is below {ETTR_BAR}")
     problems += [f"left in shared memory: {name}" for name in new_entries(memory, shared_memory())]
-    problems += [f"left in the temporary directory: {name}" for name in temporary_entries(directory / "tmp")]
+    problems += [
+        f"left in the temporary directory: {name}" for name in temporary_entries(directory / "tmp")
+    ]
     problems += soak.file_counts.problems()
     result = {
         "seed": args.seed,
@@ -218,13 +241,19 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of the run (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "soak.json", help="result file (%(default)s)")
+    parser.add_argument(
+        "--directory", type=Path, default=DIRECTORY, help="of the run (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "soak.json", help="result file (%(default)s)"
+    )
     args = parser.parse_args(argv)
     result, problems = run(args)
     command = " ".join(["python -m benchmarks.soak", *(sys.argv[1:] if argv is None else argv)])

@@ -16,11 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.config.correction import FILTERS, PRESETS, is_bypass, resolved
+from rlhf_megatron.config.rollout_correction_rules import (
+    FILTERS,
+    PRESETS,
+    is_bypass_mode,
+    resolve_rollout_correction,
+)
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.data.batch import TrainBatch
 
-SCALES = (1e-4, 0.02, 0.5)  # of log r, a sample in turn: so every filter keeps some tokens and rejects others
+SCALES = (
+    1e-4,
+    0.02,
+    0.5,
+)  # of log r, a sample in turn: so every filter keeps some tokens and rejects others
 BOUNDS: Mapping[str, str] = {
     "token_k1": "0.7_1.6",
     "token_k2": "0.05",
@@ -55,7 +64,10 @@ def modes() -> Iterator[Mode]:
             yield Mode(name, RolloutCorrectionConfig(name), (str(preset["loss_type"]),))
         elif name != "disabled":
             yield Mode(name, RolloutCorrectionConfig(name), None)
-    rejections = {**{name: _filters(name) for name in FILTERS}, "veto": {"rollout_token_veto_threshold": VETO}}
+    rejections = {
+        **{name: _filters(name) for name in FILTERS},
+        "veto": {"rollout_token_veto_threshold": VETO},
+    }
     weights = {
         "token weights, batch norm": _weights("token", "1.4", True),
         "sequence weights, batch norm": _weights("sequence", "1.4", True),
@@ -67,7 +79,9 @@ def modes() -> Iterator[Mode]:
         },
     }
     for name, settings in (rejections | weights).items():
-        yield Mode(f"decoupled, {name}", RolloutCorrectionConfig(mode="decoupled", **settings), None)
+        yield Mode(
+            f"decoupled, {name}", RolloutCorrectionConfig(mode="decoupled", **settings), None
+        )
         for loss in ("ppo_clip", "reinforce") if name in rejections else ("reinforce",):
             section = RolloutCorrectionConfig(mode="bypass", loss_type=loss, **settings)
             yield Mode(f"bypass, {name}", section, (loss,))
@@ -78,20 +92,28 @@ def _filters(*names: str) -> dict[str, Any]:
 
 
 def _weights(level: str, threshold: str, use_batch_norm: bool) -> dict[str, Any]:
-    return {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": use_batch_norm}
+    return {
+        "rollout_is": level,
+        "rollout_is_threshold": threshold,
+        "rollout_is_batch_normalize": use_batch_norm,
+    }
 
 
-def with_engine(batch: TrainBatch, log_probs_T: Tensor, section: RolloutCorrectionConfig) -> TrainBatch:
+def with_engine(
+    batch: TrainBatch, log_probs_T: Tensor, section: RolloutCorrectionConfig
+) -> TrainBatch:
     """`batch` from an engine that is off by SCALES from the policy that the mode compares it with.
 
     `log_probs_T`: of the moving policy, which bypass mode looks at. The policy before the update is close to it there.
     """
     generator = torch.Generator().manual_seed(23)
     noise, step = torch.randn(2, batch.num_tokens, generator=generator)
-    scale_T = torch.tensor(SCALES)[torch.arange(len(batch)) % len(SCALES)].repeat_interleave(batch.lengths)
+    scale_T = torch.tensor(SCALES)[torch.arange(len(batch)) % len(SCALES)].repeat_interleave(
+        batch.lengths
+    )
     mask = batch.response_mask
     assert batch.old_log_probs is not None
-    if not is_bypass(section):
+    if not is_bypass_mode(section):
         return replace(batch, rollout_log_probs=(batch.old_log_probs + scale_T * noise) * mask)
     moving_T = log_probs_T.float()
     return replace(
@@ -103,7 +125,7 @@ def with_engine(batch: TrainBatch, log_probs_T: Tensor, section: RolloutCorrecti
 
 def plain_weights(logs: Sequence[float], section: RolloutCorrectionConfig) -> list[float]:
     """Of one sample's tokens, from log r of each; not divided by a mean."""
-    settings = resolved(section)
+    settings = resolve_rollout_correction(section)
     if settings.rollout_is is None:
         return [1.0] * len(logs)
     low, high = _bounds(str(settings.rollout_is_threshold))
@@ -113,19 +135,23 @@ def plain_weights(logs: Sequence[float], section: RolloutCorrectionConfig) -> li
 
 def plain_kept(logs: Sequence[float], section: RolloutCorrectionConfig) -> list[bool]:
     """Of one sample's tokens: whether all filters and the veto let them pass."""
-    settings = resolved(section)
+    settings = resolve_rollout_correction(section)
     kept = [True] * len(logs)
-    for name, text in zip(settings.rollout_rs or (), settings.rollout_rs_threshold or (), strict=True):
+    for name, text in zip(
+        settings.rollout_rs or (), settings.rollout_rs_threshold or (), strict=True
+    ):
         passes = _passing(logs, name, text)
         kept = [a and b for a, b in zip(kept, passes, strict=True)]
     veto = settings.rollout_token_veto_threshold
-    return [False] * len(logs) if veto is not None and any(_exp(log) < veto for log in logs) else kept
+    return (
+        [False] * len(logs) if veto is not None and any(_exp(log) < veto for log in logs) else kept
+    )
 
 
 def plain_mean(samples: Sequence[Sequence[float]], section: RolloutCorrectionConfig) -> float:
     """What batch normalisation divides by: the mean weight of the tokens that are kept, or of the sequences of which
     any is. `samples`: log r of the policy before the update. 1 where nothing is normalised."""
-    settings = resolved(section)
+    settings = resolve_rollout_correction(section)
     if not settings.rollout_is_batch_normalize:
         return 1.0
     found: list[float] = []
@@ -140,7 +166,11 @@ def _passing(logs: Sequence[float], name: str, text: str) -> list[bool]:
     level, kind = name.rsplit("_", 1)
     low, high = _bounds(text)
     if kind == "k1":
-        means = {"token": logs, "seq_sum": [sum(logs)] * len(logs), "seq_mean": [_mean(logs)] * len(logs)}[level]
+        means = {
+            "token": logs,
+            "seq_sum": [sum(logs)] * len(logs),
+            "seq_mean": [_mean(logs)] * len(logs),
+        }[level]
         assert low is not None, f"{name} {text}"
         return [low <= math.exp(log) <= high for log in means]
     each = [log * log / 2 if kind == "k2" else _exp(log) - 1 - log for log in logs]

@@ -64,12 +64,21 @@ class Row:
 
 def compare(value: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> tuple[float, str, float]:
     """(relative L2 error of all tensors together, the tensor that is worst by itself, its error)."""
-    assert set(value) == set(truth), f"tensors that one side lacks: {sorted(set(value) ^ set(truth))}"
-    differences = {name: float((value[name].double() - truth[name].double()).norm()) for name in truth}
+    assert set(value) == set(truth), (
+        f"tensors that one side lacks: {sorted(set(value) ^ set(truth))}"
+    )
+    differences = {
+        name: float((value[name].double() - truth[name].double()).norm()) for name in truth
+    }
     norms = {name: float(truth[name].double().norm()) for name in truth}
-    errors = {name: differences[name] / norms[name] if norms[name] else differences[name] for name in truth}
+    errors = {
+        name: differences[name] / norms[name] if norms[name] else differences[name]
+        for name in truth
+    }
     worst = max(errors, key=lambda name: _size(errors[name]))
-    whole = torch.tensor(list(differences.values())).norm() / torch.tensor(list(norms.values())).norm()
+    whole = (
+        torch.tensor(list(differences.values())).norm() / torch.tensor(list(norms.values())).norm()
+    )
     return float(whole), worst, errors[worst]
 
 
@@ -96,20 +105,37 @@ def pure_rows(
             found = compare(cut.gradients, whole.gradients)
             yield Row("pure", case.name, mode, str(split), found[0], PURE_BAR, *found[1:])
             assert set(cut.metrics) == set(whole.metrics), "a split has other metrics"
-            differences = {name: abs(cut.metrics[name] - value) for name, value in whole.metrics.items()}
+            differences = {
+                name: abs(cut.metrics[name] - value) for name, value in whole.metrics.items()
+            }
             worst = max(differences, key=lambda name: differences[name])
             yield Row(
-                "pure metrics", case.name, mode, str(split), differences[worst], PURE_BAR, worst, differences[worst]
+                "pure metrics",
+                case.name,
+                mode,
+                str(split),
+                differences[worst],
+                PURE_BAR,
+                worst,
+                differences[worst],
             )
 
 
 def corrected_rows(cases: Iterable[split_pure.LossCase], num_splits: int = 2) -> Iterator[Row]:
     """Each case in one split that cuts every way but stages, and in another one in turn: a mode meets all of them."""
     for number, case in enumerate(cases):
-        others = [SPLITS[(number * (num_splits - 1) + i) * 7 % len(SPLITS)] for i in range(num_splits - 1)]
+        others = [
+            SPLITS[(number * (num_splits - 1) + i) * 7 % len(SPLITS)] for i in range(num_splits - 1)
+        ]
         for row in pure_rows([case], [split_pure.EVERY_CUT, *others]):
-            kind = row.kind.replace("pure", "corrected") if "pure" in row.kind else f"corrected {row.kind}"
-            yield replace(row, kind=kind, what=case.correction_name, split=f"{case.name}; {row.split}")
+            kind = (
+                row.kind.replace("pure", "corrected")
+                if "pure" in row.kind
+                else f"corrected {row.kind}"
+            )
+            yield replace(
+                row, kind=kind, what=case.correction_name, split=f"{case.name}; {row.split}"
+            )
 
 
 def megatron_rows(
@@ -123,7 +149,15 @@ def megatron_rows(
             for cell in cells:
                 found = compare(cell.gradients, baseline[cell.mode])
                 split = f"budget 1/{cell.parts}{', shuffled' if cell.is_shuffled else ''}"
-                yield Row("megatron", f"{family} {cell.layout}", cell.mode, split, found[0], MEGATRON_BAR, *found[1:])
+                yield Row(
+                    "megatron",
+                    f"{family} {cell.layout}",
+                    cell.mode,
+                    split,
+                    found[0],
+                    MEGATRON_BAR,
+                    *found[1:],
+                )
     finally:
         pool.close()
 
@@ -133,13 +167,21 @@ def loss_rows(layouts: Sequence[split_mcore.Axes], report: Callable[[str], None]
     pool, parts = DistPool(), split_mcore.LOSS_PARTS
     try:
         case = make_case(split_mcore.LOSS_FAMILY, Recipe(), cuts=())
-        whole = {cell.mode: cell for cell in split_mcore.run_losses(pool, case, split_mcore.Axes(), 1)}
+        whole = {
+            cell.mode: cell for cell in split_mcore.run_losses(pool, case, split_mcore.Axes(), 1)
+        }
         for axes in layouts:
             for cell in split_mcore.run_losses(pool, case, axes, parts):
                 found = compare(cell.gradients, whole[cell.mode].gradients)
                 what = f"{cell.mode} {cell.layout}"
                 yield Row(
-                    "losses", what, "seq-mean-token-mean", f"budget 1/{parts}", found[0], MEGATRON_BAR, *found[1:]
+                    "losses",
+                    what,
+                    "seq-mean-token-mean",
+                    f"budget 1/{parts}",
+                    found[0],
+                    MEGATRON_BAR,
+                    *found[1:],
                 )
             report(f"every loss, {axes.name}")
     finally:
@@ -157,7 +199,9 @@ def worst_rows(rows: Iterable[Row], *columns: str) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [f"{'kind':<22}{'what':<58}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"]
+    lines = [
+        f"{'kind':<22}{'what':<58}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"
+    ]
     for row in rows:
         mark = "" if row.is_ok else "  OVER THE BAR"
         lines.append(
@@ -178,11 +222,22 @@ def chosen(names: str | None, known: Sequence[str], what: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     layouts = {axes.name: axes for axes in split_mcore.LAYOUTS}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.split_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("pure", "corrected", "megatron", "losses"), help="this part alone")
-    parser.add_argument("--families", help=f"of the part megatron: {', '.join(split_mcore.FAMILIES)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.split_invariance", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--only", choices=("pure", "corrected", "megatron", "losses"), help="this part alone"
+    )
+    parser.add_argument(
+        "--families", help=f"of the part megatron: {', '.join(split_mcore.FAMILIES)}"
+    )
     parser.add_argument("--layouts", help=f"of the part megatron: {', '.join(layouts)}")
-    parser.add_argument("--out", type=Path, default=RESULTS / "split_invariance.json", help="result file (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / "split_invariance.json",
+        help="result file (%(default)s)",
+    )
     args = parser.parse_args(argv)
     families = chosen(args.families, list(split_mcore.FAMILIES), "family")
     axes = [layouts[name] for name in chosen(args.layouts, list(layouts), "layout")]
@@ -211,16 +266,26 @@ def main(argv: list[str] | None = None) -> int:
         "num_comparisons": dict(Counter(row.kind for row in rows)),
         "num_over_the_bar": len(misses),
         "rows_are": "the worst of each kind, loss or layout, and mode; all that are over the bar",
-        "rows": [_rounded(row) for row in dict.fromkeys([*worst_rows(rows, "kind", "what", "mode"), *misses])],
+        "rows": [
+            _rounded(row)
+            for row in dict.fromkeys([*worst_rows(rows, "kind", "what", "mode"), *misses])
+        ],
     }
-    command = " ".join(["python -m benchmarks.split_invariance", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(
+        ["python -m benchmarks.split_invariance", *(sys.argv[1:] if argv is None else argv)]
+    )
     path = write_result(args.out.stem, command, result, args.out.parent)
-    print(f"{len(rows)} comparisons, {len(misses)} over the bar, {time.monotonic() - start:.0f} s; {path}")
+    print(
+        f"{len(rows)} comparisons, {len(misses)} over the bar, {time.monotonic() - start:.0f} s; {path}"
+    )
     return 1 if misses or not rows else 0
 
 
 def _rounded(row: Row) -> dict[str, object]:
-    return {key: significant(value) if isinstance(value, float) else value for key, value in asdict(row).items()}
+    return {
+        key: significant(value) if isinstance(value, float) else value
+        for key, value in asdict(row).items()
+    }
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from benchmarks.parity.run import Case, DistPool, make_case, run_cell
 from benchmarks.parity.sharded import run_on_rank
 from benchmarks.split_correction import SCALES
 from benchmarks.split_pure import PARAMS, token_budget
-from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
+from rlhf_megatron.algorithms.loss_aggregation import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.schema import PolicyLossConfig, RolloutCorrectionConfig
-from rlhf_megatron.data.batch import token_index
-from rlhf_megatron.parallel.layout import layout_of
+from rlhf_megatron.data.batch import make_token_index
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 
 FAMILIES: dict[str, tuple[str, Role]] = {
     "qwen3_tied": ("qwen3_tied", "actor"),
@@ -33,7 +33,9 @@ CORRECTIONS: dict[str, tuple[str, RolloutCorrectionConfig]] = {
     "gspo, decoupled_geo_rs_seq_tis, batch norm, veto": (
         "gspo",
         RolloutCorrectionConfig(
-            "decoupled_geo_rs_seq_tis", rollout_is_batch_normalize=True, rollout_token_veto_threshold=0.5
+            "decoupled_geo_rs_seq_tis",
+            rollout_is_batch_normalize=True,
+            rollout_token_veto_threshold=0.5,
         ),
     ),
     "ppo_clip, decoupled_token_icepop": (
@@ -42,7 +44,9 @@ CORRECTIONS: dict[str, tuple[str, RolloutCorrectionConfig]] = {
     ),
     "reinforce, bypass_pg_token_icepop, token_k3": (
         "reinforce",
-        RolloutCorrectionConfig("bypass_pg_token_icepop", rollout_rs=("token_k3",), rollout_rs_threshold=("0.1",)),
+        RolloutCorrectionConfig(
+            "bypass_pg_token_icepop", rollout_rs=("token_k3",), rollout_rs_threshold=("0.1",)
+        ),
     ),
     "reinforce, bypass_pg_is, three filters, veto": (
         "reinforce",
@@ -56,7 +60,9 @@ CORRECTIONS: dict[str, tuple[str, RolloutCorrectionConfig]] = {
     ),
     "ppo_clip, bypass_ppo_clip_k3_rs": (
         "ppo_clip",
-        RolloutCorrectionConfig("bypass_ppo_clip_k3_rs", rollout_rs=("seq_mean_k3",), rollout_rs_threshold=("0.06",)),
+        RolloutCorrectionConfig(
+            "bypass_ppo_clip_k3_rs", rollout_rs=("seq_mean_k3",), rollout_rs_threshold=("0.06",)
+        ),
     ),
 }
 """Name -> (policy loss, correction); sequences are weighed and rejected that context-parallel ranks share."""
@@ -88,18 +94,22 @@ class Cell:
 
 def cut_of(batch: dict[str, Tensor], axes: Axes, mode: str, parts: int) -> Cut:
     """One optimizer step on all samples."""
-    layout = layout_of(axes.megatron, axes.num_ranks)
+    layout = make_parallel_layout(axes.megatron, axes.num_ranks)
     budget = token_budget(batch["offsets"].diff(), layout, parts)
     return Cut(f"{mode}, budget 1/{parts}", ((0, NUM_SAMPLES),), budget, mode)
 
 
 def shuffled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same samples in another order."""
-    order = torch.randperm(batch["offsets"].numel() - 1, generator=torch.Generator().manual_seed(13)).tolist()
-    tokens = token_index(batch["offsets"], order)
+    order = torch.randperm(
+        batch["offsets"].numel() - 1, generator=torch.Generator().manual_seed(13)
+    ).tolist()
+    tokens = make_token_index(batch["offsets"], order)
     lengths = batch["offsets"].diff()[order]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return {name: offsets if name == "offsets" else column[tokens] for name, column in batch.items()}
+    return {
+        name: offsets if name == "offsets" else column[tokens] for name, column in batch.items()
+    }
 
 
 def run_layout(
@@ -118,7 +128,9 @@ def run_layout(
     results = run_cell(pool, replace(case, batch=batch, references={}), axes, Recipe(), cuts, job)
     for (mode, share), cut in zip(asked, cuts, strict=True):
         found = results[cut.name]
-        gradients = {name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)}
+        gradients = {
+            name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)
+        }
         yield Cell(axes.name, mode, share, is_shuffled, gradients)
 
 
@@ -139,10 +151,14 @@ def run_losses(
     for name in corrections:
         loss, section = CORRECTIONS[name]
         cuts.append(replace(plain, name=name, policy_loss=_loss(loss), correction=section))
-    results = run_cell(pool, replace(case, batch=batch, references={}), axes, Recipe(), cuts, run_on_rank)
+    results = run_cell(
+        pool, replace(case, batch=batch, references={}), axes, Recipe(), cuts, run_on_rank
+    )
     for cut in cuts:
         found = results[cut.name]
-        gradients = {name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)}
+        gradients = {
+            name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)
+        }
         yield Cell(axes.name, cut.name, parts, False, gradients)
 
 
@@ -154,7 +170,9 @@ def with_engine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """With an engine that is off from the old policy, a sample in turn by the factors of `split_correction`."""
     generator = torch.Generator().manual_seed(29)
     old, lengths = batch["old_log_probs"], batch["offsets"].diff()
-    scale_T = torch.tensor(SCALES)[torch.arange(lengths.numel()) % len(SCALES)].repeat_interleave(lengths)
+    scale_T = torch.tensor(SCALES)[torch.arange(lengths.numel()) % len(SCALES)].repeat_interleave(
+        lengths
+    )
     engine = old + scale_T * torch.randn(old.numel(), generator=generator)
     return {**batch, "rollout_log_probs": engine * batch["response_mask"]}
 

@@ -21,37 +21,41 @@ from torch import Tensor
 from benchmarks import split_correction
 from benchmarks.kernels.eager import eager_policy
 from benchmarks.parity.sharded import train_batch
-from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
+from rlhf_megatron.algorithms.loss_aggregation import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
-from rlhf_megatron.algorithms.losses.base import TELL_GRADIENT
-from rlhf_megatron.algorithms.losses.compose import total_token_loss
-from rlhf_megatron.algorithms.losses.kl import KLType
-from rlhf_megatron.algorithms.losses.sft import sft_loss
-from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.correction import is_bypass
+from rlhf_megatron.algorithms.losses.kl_estimators import KLType
+from rlhf_megatron.algorithms.losses.policy_loss import LOSSES_WITH_GRADIENT
+from rlhf_megatron.algorithms.losses.supervised_loss import compute_sft_loss
+from rlhf_megatron.algorithms.losses.total_token_loss import compute_total_token_loss
+from rlhf_megatron.algorithms.row_sequences import RowSequences
+from rlhf_megatron.config.rollout_correction_rules import is_bypass_mode
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
-from rlhf_megatron.data.batch import MiniBatch, TrainBatch, select
-from rlhf_megatron.data.plan import take
-from rlhf_megatron.observe.metrics.batch import valid_samples
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.dispatch import scatter_calls
-from rlhf_megatron.scheduler.advantages import correction_columns
-from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, weighed
-from rlhf_megatron.workers.documents import forwarded_lengths
-from rlhf_megatron.workers.losses import (
-    CorrectedRowLoss,
-    RowLoss,
-    Sums,
-    SupervisedRowLoss,
-    correction_params,
-    make_row_losses,
-    moving_correction,
+from rlhf_megatron.controller.observe.metrics.batch_metrics import make_valid_sample_mask
+from rlhf_megatron.controller.scheduler.advantage_stage import compute_correction_columns
+from rlhf_megatron.controller.scheduler.mini_batches import (
+    iterate_mini_batch_indices,
+    make_actor_mini_batch,
+    make_token_selection_mask,
 )
-from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
+from rlhf_megatron.data.batch import MiniBatch, TrainBatch, select_samples
+from rlhf_megatron.data.replica_plan import take_replica_shard
+from rlhf_megatron.ranks.workers.actor_losses import (
+    CorrectedRowLoss,
+    LossAndMetricSums,
+    RowLoss,
+    SupervisedRowLoss,
+    make_row_losses,
+    parse_correction_params,
+    parse_loss_side_correction,
+)
+from rlhf_megatron.ranks.workers.forwarded_documents import count_forwarded_tokens
+from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, list_token_columns, pack_batch
+from rlhf_megatron.runtime.call_dispatch import make_scattered_call
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 VOCAB, HIDDEN, LONGEST = 29, 8, 40
 TEMPERATURE = 0.8
-COLUMNS = token_columns(MiniBatch)
+COLUMNS = list_token_columns(MiniBatch)
 Spoil = Callable[[MiniBatch], MiniBatch]
 """A planted mistake: what it does to a replica's shard."""
 
@@ -60,7 +64,7 @@ Spoil = Callable[[MiniBatch], MiniBatch]
 class Split:
     """A way to cut one mini-batch."""
 
-    layout: Layout = Layout(1)  # noqa: RUF009, frozen
+    layout: ParallelLayout = ParallelLayout(1)  # noqa: RUF009, frozen
     parts: int = 1  # the token budget is 1 / parts of what the whole mini-batch needs
     is_shuffled: bool = False
 
@@ -90,7 +94,11 @@ class Outcome:
 
 
 SPLITS = tuple(
-    Split(Layout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel=tp > 1), parts, is_shuffled)
+    Split(
+        ParallelLayout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel=tp > 1),
+        parts,
+        is_shuffled,
+    )
     for tp, pp, vpp in ((1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 1))
     for cp in (1, 2)
     for dp in (1, 2)
@@ -98,7 +106,7 @@ SPLITS = tuple(
     for is_shuffled in (False, True)
 )
 """Every combination of token budget, dp, cp, order and stages; tp has sequence parallelism, for its padding."""
-EVERY_CUT = Split(Layout(4, cp=2), parts=7, is_shuffled=True)
+EVERY_CUT = Split(ParallelLayout(4, cp=2), parts=7, is_shuffled=True)
 """Every way but stages."""
 
 
@@ -114,13 +122,17 @@ PARAMS: dict[str, dict[str, float]] = {
 def loss_cases() -> Iterator[LossCase]:
     """Supervised; every registered policy loss; one with entropy, and with each KL estimate and entropy.
 
-    Those terms are added to any loss in one place (algorithms/losses/compose.py), so one loss shows them.
+    Those terms are added to any loss in one place (algorithms/losses/total_token_loss.py), so one loss shows them.
     """
     for mode in AGGREGATIONS:
         base = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
         yield LossCase("sft", "sft", base)
         for name in POLICY_LOSSES:
-            yield LossCase(name, "policy", replace(base, policy_loss=PolicyLossConfig(name, PARAMS.get(name, {}))))
+            yield LossCase(
+                name,
+                "policy",
+                replace(base, policy_loss=PolicyLossConfig(name, PARAMS.get(name, {}))),
+            )
         with_entropy = replace(base, entropy_coeff=0.03)
         yield LossCase("ppo_clip + entropy", "policy", with_entropy)
         for kl in get_args(KLType):
@@ -134,7 +146,9 @@ def corrected_cases() -> Iterator[LossCase]:
     """
     for mode in AGGREGATIONS:
         plain = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
-        with_terms = replace(plain, entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+        with_terms = replace(
+            plain, entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"
+        )
         for correction in split_correction.modes():
             of_mode = correction.losses or tuple(POLICY_LOSSES)
             cases = [(name, plain) for name in of_mode]
@@ -145,10 +159,12 @@ def corrected_cases() -> Iterator[LossCase]:
                 yield LossCase(name + suffix, "policy", config, correction.section, correction.name)
 
 
-def token_budget(lengths: Tensor, layout: Layout, parts: int) -> int:
+def token_budget(lengths: Tensor, layout: ParallelLayout, parts: int) -> int:
     """Tokens of a rank's micro-batch so that samples of these lengths fill about `parts` of them, or fit in one."""
     multiple = layout.packed_multiple
-    padded = -(-forwarded_lengths(lengths) // layout.document_multiple) * layout.document_multiple
+    padded = (
+        -(-count_forwarded_tokens(lengths) // layout.document_multiple) * layout.document_multiple
+    )
     needed = max(-(-int(padded.sum()) // parts), int(padded.max()))
     return -(-needed // multiple) * multiple // layout.cp
 
@@ -226,14 +242,16 @@ def batch_of(case: LossCase) -> TrainBatch:
 def moving_log_probs(batch: TrainBatch) -> Tensor:
     """[T] float64, of the model; of a sample's first token, which is of the prompt, anything."""
     model, document = TinyModel(), torch.repeat_interleave(batch.lengths)
-    hidden = model(batch.token_ids, document, torch.arange(batch.num_tokens) - batch.offsets[document])
+    hidden = model(
+        batch.token_ids, document, torch.arange(batch.num_tokens) - batch.offsets[document]
+    )
     return torch.nn.functional.pad(model.log_probs(hidden[:-1], batch.token_ids[1:])[0], (1, 0))
 
 
 def make_row_loss(case: LossCase) -> RowLoss | CorrectedRowLoss:
     """As the actor makes it."""
     row_loss = make_row_losses(case.config)[case.loss]
-    moving = None if case.correction is None else moving_correction(case.correction)
+    moving = None if case.correction is None else parse_loss_side_correction(case.correction)
     return row_loss if moving is None else CorrectedRowLoss(row_loss, moving)
 
 
@@ -241,40 +259,61 @@ def _corrected(batch: TrainBatch, case: LossCase) -> TrainBatch:
     """With the columns that the controller makes."""
     if case.correction is None:
         return batch
-    params = correction_params(case.correction)
-    columns, _ = correction_columns(batch, valid_samples(batch), params, is_bypass(case.correction))
+    params = parse_correction_params(case.correction)
+    columns, _ = compute_correction_columns(
+        batch, make_valid_sample_mask(batch), params, is_bypass_mode(case.correction)
+    )
     return replace(batch, **columns)
 
 
-def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil | None = None) -> Outcome:
+def split_gradient(
+    batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil | None = None
+) -> Outcome:
     """The gradients of all micro-batches of all replicas, added up: what ranks and stages add up between them."""
     model, row_loss = TinyModel(), make_row_loss(case)
-    (order,) = of_epochs(len(batch), 1, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0)
-    part = select(_corrected(batch, case), order)
-    is_moving = case.correction is not None and is_bypass(case.correction)
-    whole = weighed(part, case.config.loss_agg_mode, case.config.loss_scale_factor, picks(part, case), is_moving)
+    (order,) = iterate_mini_batch_indices(
+        len(batch), 1, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0
+    )
+    part = select_samples(_corrected(batch, case), order)
+    is_moving = case.correction is not None and is_bypass_mode(case.correction)
+    whole = make_actor_mini_batch(
+        part, case.config.loss_agg_mode, case.config.loss_scale_factor, picks(part, case), is_moving
+    )
     layout = split.layout
     budget = token_budget(whole.lengths, layout, split.parts)
-    plans = scatter_calls(0, "update", whole, layout, budget, {}).plans
+    plans = make_scattered_call(0, "update", whole, layout, budget, {}).replica_plans
     metrics: dict[str, float] = {}
     for plan in plans:
-        shard = take(whole, plan)
+        shard = take_replica_shard(whole, plan)
         shard = _in_float64(shard if spoil is None else spoil(shard))
-        shares = [pack(shard, plan, layout, cp_rank, COLUMNS).micro_batches for cp_rank in range(layout.cp)]
+        shares = [
+            pack_batch(shard, plan, layout, cp_rank, COLUMNS).micro_batches
+            for cp_rank in range(layout.cp)
+        ]
         for micros in zip(*shares, strict=True):
             results = _at_once(row_loss, list(_rows(model, micros)))
             torch.stack([value for value, _ in results]).sum().backward()
-            for name, share in ((name, share) for _, sums in results for name, share in sums.items()):
+            for name, share in (
+                (name, share) for _, sums in results for name, share in sums.items()
+            ):
                 metrics[name] = metrics.get(name, 0.0) + float(share)
     return Outcome(_gradients(model), metrics, len(plans[0].micro_batches))
 
 
 def picks(part: TrainBatch, case: LossCase) -> Tensor | None:
     """What the loss chooses of the whole mini-batch."""
-    return picked(part, case.config.policy_loss, seed=1, step=0, number=0) if case.loss == "policy" else None
+    return (
+        make_token_selection_mask(
+            part, case.config.policy_loss, seed=1, step=0, mini_batch_number=0
+        )
+        if case.loss == "policy"
+        else None
+    )
 
 
-def _at_once(row_loss: RowLoss | CorrectedRowLoss, ranks: Sequence[tuple[Tensor, Tensor, MicroBatch]]) -> list[Sums]:
+def _at_once(
+    row_loss: RowLoss | CorrectedRowLoss, ranks: Sequence[tuple[Tensor, Tensor, MicroBatch]]
+) -> list[LossAndMetricSums]:
     """`row_loss` on context-parallel ranks that add up sums between them.
 
     In one process a rank cannot wait for the next: all are run until their next exchange, which is added up, and then
@@ -297,7 +336,7 @@ def _on_rank(
     micro: MicroBatch,
     known: Sequence[Tensor],
     new: list[Tensor],
-) -> Sums:
+) -> LossAndMetricSums:
     num_exchanges = 0
 
     def reduce(sums: Tensor) -> Tensor:
@@ -309,8 +348,14 @@ def _on_rank(
             new.append(sums)
         return sums
 
-    sequences = Sequences(micro.sequence_ids, micro.num_sequences, reduce) if row_loss.needs_sequences else None
-    return row_loss(log_probs_R, entropies_R if row_loss.needs_entropy else None, micro.columns, sequences)
+    sequences = (
+        RowSequences(micro.sequence_ids, micro.num_sequences, reduce)
+        if row_loss.needs_sequences
+        else None
+    )
+    return row_loss(
+        log_probs_R, entropies_R if row_loss.needs_entropy else None, micro.columns, sequences
+    )
 
 
 def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
@@ -334,7 +379,9 @@ def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
         kept: Tensor | float = 1.0
         if correct is not None:
             columns, kept = correct(columns, log_probs)
-        sequences = Sequences(torch.zeros_like(ids[1:][mask]), 1) if row_loss.needs_sequences else None
+        sequences = (
+            RowSequences(torch.zeros_like(ids[1:][mask]), 1) if row_loss.needs_sequences else None
+        )
         losses.append(_token_losses(row_loss, log_probs, entropies, columns, sequences) * kept)
     _aggregated(losses, case.config).backward()
     return _gradients(model)
@@ -345,35 +392,44 @@ def _token_losses(
     log_probs_T: Tensor,
     entropies_T: Tensor,
     columns: dict[str, Tensor],
-    sequences: Sequences | None,
+    sequences: RowSequences | None,
 ) -> Tensor:
     """[T] losses whose gradient autograd makes, also of a loss that tells its own."""
     if isinstance(row_loss, SupervisedRowLoss):
-        return sft_loss(log_probs_T).token_loss_T
-    inputs = row_loss.inputs(log_probs_T, entropies_T, columns, sequences)
-    if row_loss.loss in TELL_GRADIENT:
+        return compute_sft_loss(log_probs_T).token_loss_T
+    inputs = row_loss.collect_loss_inputs(log_probs_T, entropies_T, columns, sequences)
+    if row_loss.loss in LOSSES_WITH_GRADIENT:
         assert row_loss.name == "ppo_clip", "no other loss tells its gradient"
         return eager_policy(inputs, row_loss.params, row_loss.regularizers).token_loss_T
-    return total_token_loss(row_loss.loss, row_loss.params, inputs, row_loss.regularizers).token_loss_T
+    return compute_total_token_loss(
+        row_loss.loss, row_loss.params, inputs, row_loss.regularizers
+    ).token_loss_T
 
 
 class _PlainCorrection:
     """Columns of one sample -> (those with its weights, 1.0 a token that is kept, 0.0 a rejected one)."""
 
     def __init__(self, batch: TrainBatch, section: RolloutCorrectionConfig) -> None:
-        self.section, self.is_bypass = section, is_bypass(section)
+        self.section, self.is_bypass = section, is_bypass_mode(section)
         before, engine = batch.old_log_probs, batch.rollout_log_probs
         assert before is not None
         spans = zip(batch.offsets.tolist(), batch.offsets[1:].tolist(), strict=False)
         masks = [(slice(a, b), batch.response_mask[a:b]) for a, b in spans]
-        logs = [(before[span].double() - engine[span].double())[mask].tolist() for span, mask in masks]
+        logs = [
+            (before[span].double() - engine[span].double())[mask].tolist() for span, mask in masks
+        ]
         self.mean = split_correction.plain_mean(logs, section)
 
-    def __call__(self, columns: dict[str, Tensor], log_probs: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def __call__(
+        self, columns: dict[str, Tensor], log_probs: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
         engine = columns["rollout_log_probs"]
         policy = log_probs.detach() if self.is_bypass else columns["old_log_probs"]
         logs = (policy - engine).tolist()
-        weights = torch.tensor(split_correction.plain_weights(logs, self.section), dtype=torch.float64) / self.mean
+        weights = (
+            torch.tensor(split_correction.plain_weights(logs, self.section), dtype=torch.float64)
+            / self.mean
+        )
         kept = torch.tensor(split_correction.plain_kept(logs, self.section), dtype=torch.float64)
         old = engine if self.is_bypass else columns["old_log_probs"]
         return {**columns, "old_log_probs": old, "correction_weights": weights}, kept
@@ -389,18 +445,24 @@ def _aggregated(losses: Sequence[Tensor], config: ActorConfig) -> Tensor:
     if config.loss_agg_mode == "seq-mean-token-sum-norm":
         assert config.loss_scale_factor is not None
         return sums.mean() / config.loss_scale_factor
-    counts = [max(len(loss), 1) if config.loss_agg_mode == "seq-mean-token-mean" else 1 for loss in losses]
+    counts = [
+        max(len(loss), 1) if config.loss_agg_mode == "seq-mean-token-mean" else 1 for loss in losses
+    ]
     return (sums / torch.tensor(counts)).mean()
 
 
-def _rows(model: TinyModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor, MicroBatch]]:
+def _rows(
+    model: TinyModel, micros: Sequence[MicroBatch]
+) -> Iterator[tuple[Tensor, Tensor, MicroBatch]]:
     """(log-probs, entropies, micro-batch) of each cp rank; `micros`: the shares of one micro-batch."""
     borders = micros[0].cu_seqlens.to(torch.int64)
     lengths = borders.diff()
     owner = torch.repeat_interleave(lengths // len(micros))
     places = [borders[owner] + micro.position_ids[0] for micro in micros]
     every = torch.cat(places)
-    assert torch.equal(every.sort().values, torch.arange(int(borders[-1]))), "each token is on one cp rank"
+    assert torch.equal(every.sort().values, torch.arange(int(borders[-1]))), (
+        "each token is on one cp rank"
+    )
     token_ids = torch.empty_like(every)
     token_ids[every] = torch.cat([micro.token_ids[0] for micro in micros])
     document = torch.repeat_interleave(lengths)
@@ -411,9 +473,17 @@ def _rows(model: TinyModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[Tens
 
 def _in_float64(shard: MiniBatch) -> MiniBatch:
     columns = {name: getattr(shard, name) for name in COLUMNS}
-    given = {name: column for name, column in columns.items() if column is not None and column.dtype != torch.bool}
+    given = {
+        name: column
+        for name, column in columns.items()
+        if column is not None and column.dtype != torch.bool
+    }
     return replace(shard, **{name: column.double() for name, column in given.items()})
 
 
 def _gradients(model: TinyModel) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }

@@ -32,7 +32,9 @@ QUESTIONS = ("--max-tokens", "4")
 def command(*words: str) -> None:
     """Run one of the package. Raises CalledProcessError."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    subprocess.run([sys.executable, "-m", "rlhf_megatron", *words], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "rlhf_megatron", *words], cwd=ROOT, env=environment, check=True
+    )
 
 
 def accuracy(figures: dict[str, Any]) -> dict[str, float]:
@@ -50,11 +52,16 @@ def run_seed(seed: int, runs: Path, overrides: Sequence[str]) -> dict[str, Any]:
     command("evaluate", str(runs / name), *QUESTIONS, *words)
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     divergences = [row["sft/loss"] for row in rows if row["kind"] == "step"]
-    held_out = {row["step"]: significant(row["val/loss"]) for row in rows if row["kind"] == "evaluation"}
+    held_out = {
+        row["step"]: significant(row["val/loss"]) for row in rows if row["kind"] == "evaluation"
+    }
     steps = json.loads(figures.read_text())["steps"]
     return {
         "seed": seed,
-        "divergence": [significant(divergences[0]), significant(divergences[-1])],  # before the first and the last step
+        "divergence": [
+            significant(divergences[0]),
+            significant(divergences[-1]),
+        ],  # before the first and the last step
         "held_out_loss": held_out,
         "accuracy": {one["step"]: accuracy(one) for one in steps},
     }
@@ -72,10 +79,16 @@ def main() -> int:
     command("evaluate", TEACHER, *QUESTIONS, *task)
     teacher = accuracy(json.loads(told.read_text()))
     students = [run_seed(seed, runs, overrides) for seed in args.seeds]
-    behind = [one["seed"] for one in students if list(one["accuracy"].values())[-1]["mean"] < teacher["mean"] - BAR]
+    behind = [
+        one["seed"]
+        for one in students
+        if list(one["accuracy"].values())[-1]["mean"] < teacher["mean"] - BAR
+    ]
     result = {"teacher": teacher, "students": students, "bar": BAR, "below_the_bar": behind}
     print(json.dumps(result, indent=1))
-    words = " ".join(["python -m benchmarks.student_curve --seeds", *map(str, args.seeds), *overrides])
+    words = " ".join(
+        ["python -m benchmarks.student_curve --seeds", *map(str, args.seeds), *overrides]
+    )
     print(write_result("student_curve", words, result))
     return 1 if behind else 0
 

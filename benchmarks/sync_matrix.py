@@ -31,7 +31,9 @@ def main() -> None:
         environment = {**os.environ, RESULTS: str(lines)}
         command = [sys.executable, "-m", "pytest", "-q", TEST]
         done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S)
-        rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        rows = (
+            [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        )
     if done.returncode or not rows:
         raise SystemExit(f"{TEST} ended with code {done.returncode} after {len(rows)} syncs.")
     for row in rows:
@@ -41,7 +43,12 @@ def main() -> None:
             f" log-probs differ by {row['log_prob_max_abs_diff']:.1e}"
         )
     worst = max(row["log_prob_max_abs_diff"] for row in rows)
-    figures = {"dtype": "float32", "syncs": rows, "num_syncs": len(rows), "log_prob_max_abs_diff": worst}
+    figures = {
+        "dtype": "float32",
+        "syncs": rows,
+        "num_syncs": len(rows),
+        "log_prob_max_abs_diff": worst,
+    }
     print(write_result("sync_matrix", "python -m benchmarks.sync_matrix", figures))
 
 

@@ -1,6 +1,6 @@
 """A run directory as a PPO run with a critic and three sources leaves it, written from formulas: input of bench_report.
 
-The files have the formats of observe/tracker.py; curves, texts and times are invented (seeded), no model is trained.
+The files have the formats of controller/observe/tracker.py; curves, texts and times are invented (seeded), no model is trained.
 
     python -m benchmarks.synthetic_run DIR [--steps 500] [--seed 1]
 """
@@ -17,11 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.observe.run_dir import write_json
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.controller.observe.run_dir import write_json_atomically
 
-SOURCES = {"addition": (0.5, 0.45), "percentages": (0.3, 0.3), "chain_sum": (0.2, 0.12)}  # weight, accuracy at first
-STAGES = {"next": 0.01, "generate": 5.2, "score": 0.4, "annotate": 2.1, "advantages": 0.05, "update": 6.4, "sync": 0.7}
+SOURCES = {
+    "addition": (0.5, 0.45),
+    "percentages": (0.3, 0.3),
+    "chain_sum": (0.2, 0.12),
+}  # weight, accuracy at first
+STAGES = {
+    "next": 0.01,
+    "generate": 5.2,
+    "score": 0.4,
+    "annotate": 2.1,
+    "advantages": 0.05,
+    "update": 6.4,
+    "sync": 0.7,
+}
 NUM_SAMPLES, TEST_FREQ, HELD_OUT = 256, 25, 400
 EDGES = (0.0, *(10 ** (-8 + i / 5) for i in range(41)))
 STATUSES = ("ok", "malformed", "timeout")
@@ -54,7 +66,7 @@ def write_run(directory: Path, shape: Shape) -> None:
     _write_lines(directory / "mismatch.jsonl", mismatch_lines(shape, noise))
     _write_trace(directory / "trace.json", [row for row in rows if row["kind"] != "warmup"])
     if shape.is_finished:
-        write_json(directory / "summary.json", summary(rows, shape))
+        write_json_atomically(directory / "summary.json", summary(rows, shape))
 
 
 def _write_lines(path: Path, lines: Any) -> None:
@@ -63,7 +75,10 @@ def _write_lines(path: Path, lines: Any) -> None:
 
 def write_config(path: Path, shape: Shape) -> None:
     """The resolved settings of such a run, as `rlhf-megatron train` writes them."""
-    sources = ", ".join(f"{{name: {name}, weight: {weight}, task: addition}}" for name, (weight, _) in SOURCES.items())
+    sources = ", ".join(
+        f"{{name: {name}, weight: {weight}, task: addition}}"
+        for name, (weight, _) in SOURCES.items()
+    )
     path.write_text("")
     settings = [
         "model.path=.cache/smollm2-135m-instruct",
@@ -84,13 +99,15 @@ def write_config(path: Path, shape: Shape) -> None:
         f"trainer.total_training_steps={shape.total_steps}",
         f"trainer.test_freq={TEST_FREQ}",
     ]
-    path.write_text(as_yaml(read_run_config(path, settings).config))
+    path.write_text(render_config_yaml(read_run_config(path, settings).config))
 
 
 def accuracy(step: int, first: float, shape: Shape) -> float:
     """Saturating growth; a larger learning rate is faster."""
     speed = 0.012 * math.sqrt(shape.learning_rate / 1e-5)
-    return first + (0.94 - first) * (1 - math.exp(-speed * step)) / (1 + 0.5 * math.exp(-0.02 * (step - 150)))
+    return first + (0.94 - first) * (1 - math.exp(-speed * step)) / (
+        1 + 0.5 * math.exp(-0.02 * (step - 150))
+    )
 
 
 def metric_rows(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]:
@@ -110,18 +127,30 @@ def metric_rows(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]:
             yield {"kind": "step", "step": step, "seconds": round(seconds, 3), **row}
         if step % TEST_FREQ == 0 or step == shape.total_steps:
             seconds += 6.0
-            yield {"kind": "evaluation", "step": step, "seconds": round(seconds, 3), **held_out(step, shape, noise)}
+            yield {
+                "kind": "evaluation",
+                "step": step,
+                "seconds": round(seconds, 3),
+                **held_out(step, shape, noise),
+            }
 
 
-def step_metrics(step: int, shape: Shape, noise: random.Random, state: dict[str, float]) -> dict[str, float]:
+def step_metrics(
+    step: int, shape: Shape, noise: random.Random, state: dict[str, float]
+) -> dict[str, float]:
     progress, g = step / shape.total_steps, noise.gauss
     shares = {name: accuracy(step, first, shape) for name, (_, first) in SOURCES.items()}
     mean = sum(SOURCES[name][0] * share for name, share in shares.items())
     reward = min(1.1, max(0.0, mean + g(0, 0.03)))
-    state["kl"] = max(0.0, 0.9 * state["kl"] + 0.1 * (0.06 * (1 - math.exp(-step / 80)) + abs(g(0, 0.008))))
+    state["kl"] = max(
+        0.0, 0.9 * state["kl"] + 0.1 * (0.06 * (1 - math.exp(-step / 80)) + abs(g(0, 0.008)))
+    )
     state["coefficient"] *= 1 + 0.02 * max(-0.2, min(0.2, state["kl"] / 0.05 - 1))
     length = 42 + 30 * progress + g(0, 1.5)
-    stages = {name: base * noise.uniform(0.85, 1.2) * (1 + 0.4 * progress) for name, base in STAGES.items()}
+    stages = {
+        name: base * noise.uniform(0.85, 1.2) * (1 + 0.4 * progress)
+        for name, base in STAGES.items()
+    }
     stages["generate"] *= 3.0 if noise.random() < 0.01 else 1.0  # a slow engine, now and then
     error = 2e-3 * math.exp(g(0, 0.15)) * (1 + progress)
     bad = max(0.0, 0.06 * math.exp(-step / 60) + g(0, 0.004))
@@ -155,7 +184,9 @@ def step_metrics(step: int, shape: Shape, noise: random.Random, state: dict[str,
         "actor/ppo_kl": g(2e-3, 8e-4),
         "actor/entropy": 0.9 * math.exp(-2.2 * progress) + 0.08 + g(0, 0.012),
         "actor/grad_norm": math.exp(g(0, 0.2)) * (8 if noise.random() < 0.006 else 1),
-        "actor/lr": shape.learning_rate * min(1.0, step / 20) * (0.5 + 0.5 * math.cos(math.pi * progress)),
+        "actor/lr": shape.learning_rate
+        * min(1.0, step / 20)
+        * (0.5 + 0.5 * math.cos(math.pi * progress)),
         "actor/num_epochs": 1.0,
         "actor/num_optimizer_steps": 4.0,
         "actor/num_skipped_steps": 0.0,
@@ -214,7 +245,11 @@ def held_out(step: int, shape: Shape, noise: random.Random) -> dict[str, float]:
         items = round(HELD_OUT * weight)
         mean = min(1.0, max(0.0, accuracy(step, first, shape) + noise.gauss(0, 0.02)))
         half = 1.96 * math.sqrt(mean * (1 - mean) / items + 1e-4)
-        row |= {f"val/{name}/mean@4": mean, f"val/{name}/std@4": 0.3, f"val/{name}/best@4": min(1.0, mean + 0.1)}
+        row |= {
+            f"val/{name}/mean@4": mean,
+            f"val/{name}/std@4": 0.3,
+            f"val/{name}/best@4": min(1.0, mean + 0.1),
+        }
         row |= {f"val/{name}/low": max(0.0, mean - half), f"val/{name}/high": min(1.0, mean + half)}
         row[f"val/{name}/num_items"] = float(items)
         whole += weight * mean
@@ -233,7 +268,10 @@ def sample_lines(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]
             a, b = noise.randrange(10, 999), noise.randrange(10, 999)
             is_right = kind == "best" or (kind == "random" and noise.random() < 0.6)
             answer = a + b if is_right else a + b + noise.randrange(1, 30)
-            steps = "".join(f"Step {n}: {a} + {b // n} = {a + b // n}.\n" for n in range(1, noise.randrange(3, 14)))
+            steps = "".join(
+                f"Step {n}: {a} + {b // n} = {a + b // n}.\n"
+                for n in range(1, noise.randrange(3, 14))
+            )
             status = "ok" if is_right or noise.random() < 0.8 else noise.choice(STATUSES)
             yield {
                 "step": step,
@@ -264,7 +302,9 @@ def mismatch_lines(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any
             counts = [0] * (len(EDGES) - 1)
             for i, low in enumerate(logs[:-1]):
                 shift = (low - centre - (0.3 if reason == "length" else 0)) / 0.55
-                counts[i + 1] = int(12000 * share * math.exp(-shift * shift / 2) / 6 * noise.uniform(0.9, 1.1))
+                counts[i + 1] = int(
+                    12000 * share * math.exp(-shift * shift / 2) / 6 * noise.uniform(0.9, 1.1)
+                )
             counts[0] = int(400 * share)
             top = 10 ** (centre + 1.6) * noise.uniform(0.8, 1.4)
             groups.append(
@@ -278,7 +318,12 @@ def mismatch_lines(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any
                     "max": top,
                 }
             )
-        yield {"step": step, "edges": list(EDGES), "groups": groups, "worst": _worst(step, groups, noise)}
+        yield {
+            "step": step,
+            "edges": list(EDGES),
+            "groups": groups,
+            "worst": _worst(step, groups, noise),
+        }
 
 
 def _worst(step: int, groups: list[dict[str, Any]], noise: random.Random) -> list[dict[str, Any]]:
@@ -310,7 +355,15 @@ def _write_trace(path: Path, rows: list[dict[str, Any]]) -> None:
 
     def event(name: str, begin_s: float, seconds: float, thread: int, step: int) -> None:
         times = {"ts": round(begin_s * 1e6), "dur": round(seconds * 1e6)}
-        fields = {"name": name, "cat": "stage", "ph": "X", **times, "pid": 1, "tid": thread, "args": {"step": step}}
+        fields = {
+            "name": name,
+            "cat": "stage",
+            "ph": "X",
+            **times,
+            "pid": 1,
+            "tid": thread,
+            "args": {"step": step},
+        }
         lines.append(json.dumps(fields) + ",")
 
     for row in rows:
@@ -345,7 +398,12 @@ def summary(rows: list[dict[str, Any]], shape: Shape) -> dict[str, Any]:
         "seed": shape.seed,
         "log_prob_max_abs_diff": 0.021,
         "model": ".cache/smollm2-135m-instruct",
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "megatron-core": "0.16.1", "rlhf-megatron": "0.1.0"},
+        "versions": {
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "megatron-core": "0.16.1",
+            "rlhf-megatron": "0.1.0",
+        },
     }
 
 

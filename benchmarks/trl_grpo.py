@@ -36,7 +36,8 @@ def grpo_config(num_steps: int, seed: int, num_processes: int, shape: dict[str, 
         num_iterations=1,
         num_generations=shape["group_size"],
         max_completion_length=shape["response_tokens"],
-        max_steps=(num_steps + 1) * optimizer_steps,  # one more: the start of its generation ends the last step
+        max_steps=(num_steps + 1)
+        * optimizer_steps,  # one more: the start of its generation ends the last step
         temperature=1.0,
         # The same loss: token mean over the mini-batch, clip 0.2, dual clip 3 (delta), no KL term, no reference model.
         loss_type="bnpo",
@@ -131,7 +132,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, attn_implementation="sdpa"
+    )
     trainer = TimedTrainer(
         model=model,
         reward_funcs=odd_length if args.shape["prompt_tokens"] else exact_match,
@@ -149,7 +152,8 @@ def main() -> None:
                 "step": seconds,
                 "generate": parts["generate"],
                 "log_probs": parts["log_probs"],
-                "update": seconds - parts["rollout"],  # four optimizer steps, and fetching the next prompts
+                "update": seconds
+                - parts["rollout"],  # four optimizer steps, and fetching the next prompts
                 "other": other,  # tokenizing, decoding, rewards, advantages, padding
                 "response_tokens": parts["response_tokens"],
             }

@@ -20,13 +20,15 @@ import trl
 import trl.trainer.dpo_trainer as trl_dpo
 from torch import Tensor
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
-from trl.experimental.server_distillation.server_distillation_trainer import ServerDistillationTrainer
+from trl.experimental.server_distillation.server_distillation_trainer import (
+    ServerDistillationTrainer,
+)
 
-from rlhf_megatron.algorithms.distillation.base import outcomes
+from rlhf_megatron.algorithms.distillation.distillation_loss import normalize_top_k_log_probs
 from rlhf_megatron.algorithms.distillation.forward_kl import forward_kl
 from rlhf_megatron.algorithms.distillation.reverse_kl import reverse_kl
-from rlhf_megatron.algorithms.preferences.base import Pairs
 from rlhf_megatron.algorithms.preferences.dpo import DPOParams, dpo
+from rlhf_megatron.algorithms.preferences.preference_loss import PreferencePairs
 
 BATCHES, BAR = 200, 1e-6
 LOSSES = (("sigmoid", 0.0), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1))
@@ -36,7 +38,11 @@ def model_of(log_probs: Tensor) -> Any:
     """What the trainer calls for a model: log-probs of the next tokens, 0 where none counts."""
     nothing = torch.zeros_like(log_probs.detach())
     found = SimpleNamespace(
-        log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool(), log_sum_sq_probs=nothing
+        log_probs=log_probs,
+        entropy=nothing,
+        mean_logits=nothing,
+        is_top1=nothing.bool(),
+        log_sum_sq_probs=nothing,
     )
 
     class Model:
@@ -48,7 +54,9 @@ def model_of(log_probs: Tensor) -> Any:
     return Model()
 
 
-def loss_of_trl(policy: Tensor, reference: Tensor, mask: Tensor, beta: float, kind: str, smoothing: float) -> Tensor:
+def loss_of_trl(
+    policy: Tensor, reference: Tensor, mask: Tensor, beta: float, kind: str, smoothing: float
+) -> Tensor:
     class Accelerator:
         device = torch.device("cpu")
 
@@ -85,7 +93,9 @@ def loss_of_trl(policy: Tensor, reference: Tensor, mask: Tensor, beta: float, ki
 
 def loss_of_ours(policy: Tensor, reference: Tensor, mask: Tensor, params: DPOParams) -> Tensor:
     chosen, rejected = policy.sum(1).chunk(2)
-    pairs = Pairs(chosen, rejected, *reference.sum(1).chunk(2), *mask[:, 1:].sum(1).double().chunk(2))
+    pairs = PreferencePairs(
+        chosen, rejected, *reference.sum(1).chunk(2), *mask[:, 1:].sum(1).double().chunk(2)
+    )
     return dpo(pairs, params).loss_P.mean()
 
 
@@ -100,16 +110,26 @@ def pairs_batch(number: int, generator: torch.Generator) -> tuple[Tensor, Tensor
     return drawn[0] * mask[:, 1:], drawn[1] * mask[:, 1:], mask
 
 
-def teacher_of_trl(student_TV: Tensor, ids: Tensor, teacher: Tensor, labels: Tensor, has_tail: bool) -> Tensor:
+def teacher_of_trl(
+    student_TV: Tensor, ids: Tensor, teacher: Tensor, labels: Tensor, has_tail: bool
+) -> Tensor:
     stand_in = SimpleNamespace(
-        loss_add_tail=has_tail, _reduce_divergence_loss=ServerDistillationTrainer._reduce_divergence_loss
+        loss_add_tail=has_tail,
+        _reduce_divergence_loss=ServerDistillationTrainer._reduce_divergence_loss,
     )
     told = {"topk_logprobs": teacher, "topk_token_ids": ids}
-    return ServerDistillationTrainer._compute_server_forward_kl_loss(stand_in, told, student_TV, labels)
+    return ServerDistillationTrainer._compute_server_forward_kl_loss(
+        stand_in, told, student_TV, labels
+    )
 
 
-def compare(worst: dict[str, float], name: str, theirs: Tensor, ours: Tensor, leaves: tuple[Tensor, Tensor]) -> None:
-    gradients = [torch.autograd.grad(value, leaf)[0] for value, leaf in zip((theirs, ours), leaves, strict=True)]
+def compare(
+    worst: dict[str, float], name: str, theirs: Tensor, ours: Tensor, leaves: tuple[Tensor, Tensor]
+) -> None:
+    gradients = [
+        torch.autograd.grad(value, leaf)[0]
+        for value, leaf in zip((theirs, ours), leaves, strict=True)
+    ]
     error = max((theirs - ours).abs().item(), (gradients[0] - gradients[1]).abs().max().item())
     worst[name] = max(worst.get(name, 0.0), error)
 
@@ -123,9 +143,17 @@ def main() -> int:
             theirs, ours = policy.clone().requires_grad_(), policy.clone().requires_grad_()
             found = loss_of_trl(theirs, reference, mask, 0.3, kind, smoothing)
             params = DPOParams(0.3, kind, smoothing)
-            compare(worst, f"dpo {kind}", found, loss_of_ours(ours, reference, mask, params), (theirs, ours))
+            compare(
+                worst,
+                f"dpo {kind}",
+                found,
+                loss_of_ours(ours, reference, mask, params),
+                (theirs, ours),
+            )
         rows, tokens, vocabulary, count = 1 + number % 3, 4 + number % 7, 11, 2 + number % 4
-        logits, of_teacher = torch.randn(2, rows, tokens, vocabulary, generator=generator, dtype=torch.float64) * 2
+        logits, of_teacher = (
+            torch.randn(2, rows, tokens, vocabulary, generator=generator, dtype=torch.float64) * 2
+        )
         labels = torch.where(torch.rand(rows, tokens, generator=generator) < 0.7, 1, -100)
         labels[0, 0] = 1
         teacher_TK, ids_TK = of_teacher.log_softmax(-1).topk(count, -1)
@@ -133,17 +161,27 @@ def main() -> int:
         for has_tail in (True, False):
             theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
             found = teacher_of_trl(theirs.log_softmax(-1), ids_TK, teacher_TK, labels, has_tail)
-            student = outcomes(ours.log_softmax(-1).gather(-1, ids_TK), has_tail)
-            mine = forward_kl(student, outcomes(teacher_TK, has_tail))[is_trained].mean()
-            compare(worst, f"forward_kl{' with tail' if has_tail else ''}", found, mine, (theirs, ours))
+            student = normalize_top_k_log_probs(ours.log_softmax(-1).gather(-1, ids_TK), has_tail)
+            mine = forward_kl(student, normalize_top_k_log_probs(teacher_TK, has_tail))[
+                is_trained
+            ].mean()
+            compare(
+                worst, f"forward_kl{' with tail' if has_tail else ''}", found, mine, (theirs, ours)
+            )
         for beta, name, loss in ((0.0, "forward_kl", forward_kl), (1.0, "reverse_kl", reverse_kl)):
             theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
             found = GKDTrainer.generalized_jsd_loss(theirs, of_teacher, labels, beta=beta)
             student, teacher = ours.log_softmax(-1), of_teacher.log_softmax(-1)
             compare(
-                worst, f"{name}, whole vocabulary", found, loss(student, teacher)[is_trained].mean(), (theirs, ours)
+                worst,
+                f"{name}, whole vocabulary",
+                found,
+                loss(student, teacher)[is_trained].mean(),
+                (theirs, ours),
             )
-    print(f"TRL {trl.__version__}, {BATCHES} random ragged batches, the largest difference of a value or a gradient:")
+    print(
+        f"TRL {trl.__version__}, {BATCHES} random ragged batches, the largest difference of a value or a gradient:"
+    )
     for name, error in worst.items():
         print(f"  {name}: {error:.1e}")
     return 0 if max(worst.values()) <= BAR else 1

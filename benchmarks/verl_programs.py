@@ -12,7 +12,10 @@ PRINTED: tuple[tuple[str, dict[str, Any]], ...] = (  # of the words `t` that sta
     ("'\\n'.join(t)", {"inputs": ["ab cd\n", "x y\n"], "outputs": ["ab\ncd\n", "x\ny\n"]}),
 )
 CALLED: tuple[tuple[str, dict[str, Any]], ...] = (  # of the argument `a`
-    ("[2 * x for x in a]", {"fn_name": "f", "inputs": ["[1, 2]", "[3]"], "outputs": ["[2, 4]", "[6]"]}),
+    (
+        "[2 * x for x in a]",
+        {"fn_name": "f", "inputs": ["[1, 2]", "[3]"], "outputs": ["[2, 4]", "[6]"]},
+    ),
     ("len(a)", {"fn_name": "f", "inputs": ['"ab"', '"abc"'], "outputs": ["2", "3"]}),
     ("a % 2 == 0", {"fn_name": "f", "inputs": ["2", "3"], "outputs": ["true", "false"]}),
 )
@@ -55,8 +58,10 @@ OF_PRINTED = {
     "reversed": READS + "print('\\n'.join(reversed(str({0}).split())))",
     "brackets": READS + "print([{0}])",
     "quotes": READS + "print(repr(str({0})))",
-    "a thread": READS + "import threading\nx = threading.Thread(target=lambda: print({0}))\nx.start()\nx.join()",
-    "recursion": READS + "sys.setrecursionlimit(9999)\nf = lambda n: n and f(n - 1)\nf(2000)\nprint({0})",
+    "a thread": READS
+    + "import threading\nx = threading.Thread(target=lambda: print({0}))\nx.start()\nx.join()",
+    "recursion": READS
+    + "sys.setrecursionlimit(9999)\nf = lambda n: n and f(n - 1)\nf(2000)\nprint({0})",
     "without an import": READS + "c = Counter(t)\nprint({0})",
     "star": READS + "from math import *\nprint({0})",
     "reads too much": "t = input().split()\ninput()\nprint({0})",
@@ -105,4 +110,8 @@ def answers() -> Iterator[tuple[str, str, str]]:
             for kind, program in programs.items():
                 yield kind, f"```python\n{program.replace('{0}', right)}\n```", json.dumps(tests)
             for kind, fence in FENCES.items():
-                yield kind, fence.replace("{0}", programs["published"].replace("{0}", right)), json.dumps(tests)
+                yield (
+                    kind,
+                    fence.replace("{0}", programs["published"].replace("{0}", right)),
+                    json.dumps(tests),
+                )

@@ -236,14 +236,35 @@ def rows(verl: Path) -> Iterator[dict[str, Any]]:
     """All answers with verl's score; what verl raises is null."""
     folder = verl / "utils" / "reward_score"
     gsm8k, math, dapo, search, algebra = (
-        module(folder, name) for name in ("gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em", "math_verify")
+        module(folder, name)
+        for name in ("gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em", "math_verify")
     )
     scorers: list[tuple[str, dict[str, str], tuple[str, ...], Callable[[str, str], float]]] = [
-        ("gsm8k", OF_GSM8K, NUMBERS, lambda r, label: gsm8k.compute_score(r, label.replace(",", ""))),
+        (
+            "gsm8k",
+            OF_GSM8K,
+            NUMBERS,
+            lambda r, label: gsm8k.compute_score(r, label.replace(",", "")),
+        ),
         ("math", OF_MATH, FORMS, math.compute_score),
-        ("math_dapo", OF_DAPO, NUMBERS, lambda r, label: (dapo.compute_score(r, label)["score"] + 1) / 2),
-        ("math_verify", OF_MATH, FORMS, lambda r, label: algebra._verify_in_subprocess(f"\\boxed{{{label}}}", r)),
-        ("search_r1", OF_SEARCH, NAMES, lambda r, label: search.compute_score(r, {"target": [label]})),
+        (
+            "math_dapo",
+            OF_DAPO,
+            NUMBERS,
+            lambda r, label: (dapo.compute_score(r, label)["score"] + 1) / 2,
+        ),
+        (
+            "math_verify",
+            OF_MATH,
+            FORMS,
+            lambda r, label: algebra._verify_in_subprocess(f"\\boxed{{{label}}}", r),
+        ),
+        (
+            "search_r1",
+            OF_SEARCH,
+            NAMES,
+            lambda r, label: search.compute_score(r, {"target": [label]}),
+        ),
     ]
     for name, answers, labels, score in scorers:
         for kind, template in answers.items():
@@ -254,12 +275,24 @@ def rows(verl: Path) -> Iterator[dict[str, Any]]:
                     found: float | None = float(score(response, label))
                 except Exception:  # of verl's parsers: a run there ends, or scores 0
                     found = None
-                yield {"scorer": name, "kind": kind, "response": response, "label": label, "verl": found}
+                yield {
+                    "scorer": name,
+                    "kind": kind,
+                    "response": response,
+                    "label": label,
+                    "verl": found,
+                }
     sys.path.insert(0, str(folder))
     programs = importlib.import_module("prime_code")
     for kind, response, label in verl_programs.answers():
         found = float(programs.compute_score(response, label, continuous=True)[0])
-        yield {"scorer": "prime_code", "kind": kind, "response": response, "label": label, "verl": found}
+        yield {
+            "scorer": "prime_code",
+            "kind": kind,
+            "response": response,
+            "label": label,
+            "verl": found,
+        }
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ check_token() {
     [[ $(stat -Lc %a "$TOKEN_FILE") == [46]00 ]] || fail "TOKEN_FILE ($TOKEN_FILE) can be read by others; chmod 600 it."
 }
 
-# What driver and servers need alike: rlhf_megatron/runtime/ray/environment.py explains each.
+# What driver and servers need alike: rlhf_megatron/runtime/ray/ray_environment.py explains each.
 variables() {
     echo "RAY_AUTH_MODE=token"
     echo "RAY_AUTH_TOKEN_PATH=$(realpath "$TOKEN_FILE")"

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.show import as_text
-from rlhf_megatron.job import CHECKED_ENV, TrainJob
+from rlhf_megatron.config.show import format_yaml_value
+from rlhf_megatron.jobs.train_job import CHECKED_ENV, TrainJob
 
 if TYPE_CHECKING:
-    from rlhf_megatron.observe.report.build import Written
+    from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Settings over those of a file: ["trainer.seed=7"] as on the command line, or {"trainer.seed": 7}."""
@@ -39,7 +39,7 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The directory of a run. Each call reads its files anew, so a run that is going on can be watched."""
 
     directory: Path
@@ -48,55 +48,72 @@ class Run:
         """Raises ValueError where there is no such directory, unless it may be on another machine."""
         object.__setattr__(self, "directory", Path(directory))
         if must_exist and not self.directory.is_dir():
-            raise ValueError(f"{directory} is not a directory; give that of a run, such as runs/quickstart.")
+            raise ValueError(
+                f"{directory} is not a directory; give that of a run, such as runs/quickstart."
+            )
 
     @property
     def config(self) -> RunConfig:
         """Return the configuration that the run started with; secrets are redacted. Raises ConfigError."""
         return read_run_config(self.directory / "config.yaml").config
 
-    def metrics(self, kind: Literal["step", "evaluation", "warmup"] = "step") -> list[dict[str, Any]]:
+    def read_metrics(
+        self, kind: Literal["step", "evaluation", "warmup"] = "step"
+    ) -> list[dict[str, Any]]:
         """Return one row a step, in order: `step`, `seconds` and the metrics of docs/metrics.md. None is not finite."""
-        rows = {row["step"]: row for row in self._rows("metrics.jsonl") if row.get("kind") == kind}
+        rows = {
+            row["step"]: row for row in self._read_rows("metrics.jsonl") if row.get("kind") == kind
+        }
         return [rows[step] for step in sorted(rows)]
 
-    def samples(self) -> list[dict[str, Any]]:
+    def read_samples(self) -> list[dict[str, Any]]:
         """Return the samples that each step kept (trainer.samples_kept): prompt, response, reward and more."""
-        return self._rows("samples.jsonl")
+        return self._read_rows("samples.jsonl")
 
-    def checkpoints(self) -> dict[int, Path]:
+    def list_checkpoints(self) -> dict[int, Path]:
         """Return step -> directory of all complete checkpoints, the newest last."""
         found = (self.directory / "checkpoints").glob("step_*/manifest.json")
         return {int(path.parent.name.removeprefix("step_")): path.parent for path in sorted(found)}
 
-    def summary(self) -> dict[str, Any] | None:
+    def read_summary(self) -> dict[str, Any] | None:
         """Return what a finished run came to; None while it is not finished."""
         path = self.directory / "summary.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
-    def export(self, out: str | Path, step: int | None = None, *, best: bool = False, dtype: str | None = None) -> Path:
+    def export_weights(
+        self,
+        out: str | Path,
+        step: int | None = None,
+        *,
+        best: bool = False,
+        dtype: str | None = None,
+    ) -> Path:
         """Write the policy of a checkpoint to the new directory `out` in Hugging Face layout, and return that.
 
         The newest checkpoint; that of `step`; or with `best` that with the largest trainer.keep_best. `dtype`:
         "float32", "bfloat16", "float16"; None: that of the run. Raises ValueError where there is no such checkpoint.
         """
-        from rlhf_megatron.recovery.export import find_weights
+        from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
 
-        find_weights(self.directory, step, best).write(Path(out), dtype)
+        find_exportable_weights(self.directory, step, best).write_hf_directory(Path(out), dtype)
         return Path(out)
 
-    def report(self, out: Path | None = None) -> Path:
+    def write_report(self, out: Path | None = None) -> Path:
         """Write the report (HTML and pictures) and return its page. Raises ValueError before the first step."""
-        return report([self.directory], out).page
+        return write_run_report([self.directory], out).page_path
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        from rlhf_megatron.observe.line_file import read_rows
+    def _read_rows(self, file_name: str) -> list[dict[str, Any]]:
+        from rlhf_megatron.controller.observe.line_file import read_step_rows
 
-        return read_rows(self.directory, name)
+        return read_step_rows(self.directory, file_name)
 
 
 def load_config(
-    path: str | Path, overrides: Overrides = (), *, with_files: bool = True, with_plugins: bool = True
+    path: str | Path,
+    overrides: Overrides = (),
+    *,
+    with_files: bool = True,
+    with_plugins: bool = True,
 ) -> RunConfig:
     """Return the checked configuration of a run.
 
@@ -105,7 +122,7 @@ def load_config(
 
     Raises ConfigError with every problem at once.
     """
-    return load_run_config(path, _words(overrides), with_files, with_plugins).config
+    return load_run_config(path, _format_overrides(overrides), with_files, with_plugins).config
 
 
 def train(
@@ -117,8 +134,8 @@ def train(
     replay: int | Path | None = None,
     replay_from: str | Path | None = None,
     allow_changes: bool = False,
-    is_own_process: bool = True,
-) -> Run:
+    use_own_process: bool = True,
+) -> TrainingRun:
     """Train the run that the YAML file at `path` describes, and return it when it has all of its steps.
 
     A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record` writes every step's
@@ -131,79 +148,89 @@ def train(
 
     Raises ConfigError with every problem before anything starts, RunFailed when the run did not end well.
     """
-    words = _with_fresh(overrides, fresh)
+    words = _build_override_arguments(overrides, fresh)
     source = None if replay_from is None else Path(replay_from)
-    return _made(TrainJob(Path(path), words, record, replay, source, "train", allow_changes), is_own_process)
+    return _run_job(
+        TrainJob(Path(path), words, record, replay, source, "train", allow_changes), use_own_process
+    )
 
 
-def _with_fresh(overrides: Overrides, fresh: bool) -> tuple[str, ...]:
-    return (*_words(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
+def _build_override_arguments(overrides: Overrides, fresh: bool) -> tuple[str, ...]:
+    return (*_format_overrides(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
 
 
-def _made(job: TrainJob, is_own_process: bool) -> Run:
-    exit_code = _in_own_process(job) if is_own_process else job.start()
+def _run_job(job: TrainJob, use_own_process: bool) -> TrainingRun:
+    exit_code = _run_in_subprocess(job) if use_own_process else job.start()
     if exit_code:
         raise RunFailed(job.run_dir, exit_code)
-    return Run(job.run_dir, must_exist=is_own_process)  # a rank of another machine may not see it
+    return TrainingRun(
+        job.run_dir, must_exist=use_own_process
+    )  # a rank of another machine may not see it
 
 
-def sft(
+def train_sft(
     path: str | Path,
     overrides: Overrides = (),
     *,
     fresh: bool = False,
     allow_changes: bool = False,
-    is_own_process: bool = True,
-) -> Run:
+    use_own_process: bool = True,
+) -> TrainingRun:
     """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft). As `train`."""
-    return _supervised("sft", path, overrides, fresh, allow_changes, is_own_process)
+    return _train_supervised("sft", path, overrides, fresh, allow_changes, use_own_process)
 
 
-def reward_model(
+def train_reward_model(
     path: str | Path,
     overrides: Overrides = (),
     *,
     fresh: bool = False,
     allow_changes: bool = False,
-    is_own_process: bool = True,
-) -> Run:
+    use_own_process: bool = True,
+) -> TrainingRun:
     """Train a model that scores answers, from pairs of them (job: reward-model). As `train`."""
-    return _supervised("reward-model", path, overrides, fresh, allow_changes, is_own_process)
+    return _train_supervised("reward-model", path, overrides, fresh, allow_changes, use_own_process)
 
 
-def _supervised(
+def _train_supervised(
     command: Literal["sft", "reward-model"],
     path: str | Path,
     overrides: Overrides,
     fresh: bool,
     allow_changes: bool,
-    is_own_process: bool,
-) -> Run:
-    words = _with_fresh(overrides, fresh)
-    return _made(TrainJob(Path(path), words, command=command, allow_changes=allow_changes), is_own_process)
+    use_own_process: bool,
+) -> TrainingRun:
+    words = _build_override_arguments(overrides, fresh)
+    return _run_job(
+        TrainJob(Path(path), words, command=command, allow_changes=allow_changes), use_own_process
+    )
 
 
-def report(run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None) -> Written:
+def write_run_report(
+    run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None
+) -> WrittenReport:
     """Write the report of one run, or of several side by side. Raises ValueError where there is nothing to report.
 
     `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
     """
-    from rlhf_megatron.observe.report.build import write_report
+    from rlhf_megatron.controller.observe.report.report_writer import write_report
 
-    return write_report([Path(path) for path in run_dirs], None if out is None else Path(out), reload_s)
+    return write_report(
+        [Path(path) for path in run_dirs], None if out is None else Path(out), reload_s
+    )
 
 
-def _words(overrides: Overrides) -> tuple[str, ...]:
+def _format_overrides(overrides: Overrides) -> tuple[str, ...]:
     if isinstance(overrides, Mapping):
-        return tuple(f"{key}={as_text(value)}" for key, value in overrides.items())
+        return tuple(f"{key}={format_yaml_value(value)}" for key, value in overrides.items())
     return tuple(overrides)
 
 
-def _in_own_process(job: TrainJob) -> int:
+def _run_in_subprocess(job: TrainJob) -> int:
     """Return the exit code of the run, after its output has been printed line by line."""
     _ = job.config  # its problems are raised here, not printed there
     environment = os.environ | {"PYTHONUNBUFFERED": "1", CHECKED_ENV: "1"}
-    command = [sys.executable, "-m", "rlhf_megatron", *job.arguments()]
+    command = [sys.executable, "-m", "rlhf_megatron", *job.build_arguments()]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -61,18 +61,18 @@ _ITEM = re.compile(r"(?P<action>\w+)@(?P<point>[\w.]+)(?::(?P<arguments>.*))?", 
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One entry of a plan."""
 
     action: str
     point: str
-    who: str | None = None
+    process_name: str | None = None
     step: int | None = None
     nth: int | None = None
     seconds: float = 3600.0  # of delay
 
 
-def parse(text: str) -> tuple[Fault, ...]:
+def parse_fault_plan(text: str) -> tuple[PlannedFault, ...]:
     """Raises ValueError for an entry that is none."""
     faults = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
@@ -80,18 +80,22 @@ def parse(text: str) -> tuple[Fault, ...]:
         if match is None:
             raise ValueError(f"fault {item!r} is not of the form ACTION@POINT[:key=value,...].")
         if match["point"] not in POINTS:
-            raise ValueError(f"fault {item!r}: there is no point {match['point']!r}; the points are {sorted(POINTS)}.")
+            raise ValueError(
+                f"fault {item!r}: there is no point {match['point']!r}; the points are {sorted(POINTS)}."
+            )
         given = dict(pair.split("=", 1) for pair in (match["arguments"] or "").split(",") if pair)
         if unknown := given.keys() - {"who", "step", "nth", "seconds"}:
-            raise ValueError(f"fault {item!r}: unknown {sorted(unknown)}; known are who, step, nth, seconds.")
+            raise ValueError(
+                f"fault {item!r}: unknown {sorted(unknown)}; known are who, step, nth, seconds."
+            )
         faults.append(
-            Fault(
+            PlannedFault(
                 match["action"],
                 match["point"],
                 given.get("who"),
                 int(given["step"]) if "step" in given else None,
                 int(given["nth"]) if "nth" in given else None,
-                float(given.get("seconds", Fault.seconds)),
+                float(given.get("seconds", PlannedFault.seconds)),
             )
         )
     return tuple(faults)
@@ -100,29 +104,36 @@ def parse(text: str) -> tuple[Fault, ...]:
 class FaultPlan:
     """The faults of a run, as one process sees them."""
 
-    def __init__(self, faults: tuple[Fault, ...], who: str, directory: Path) -> None:
+    def __init__(
+        self, faults: tuple[PlannedFault, ...], process_name: str, directory: Path
+    ) -> None:
         self.step: int | None = None  # set by the loop
-        self.actions: dict[str, Callable[[Fault], None]] = dict(_ACTIONS)
+        self.actions: dict[str, Callable[[PlannedFault], None]] = dict(_ACTIONS)
         for fault in faults:
             if fault.action not in {*self.actions, MARK, *EXTRA_ACTIONS}:
                 known = sorted({*self.actions, MARK, *EXTRA_ACTIONS})
-                raise ValueError(f"fault {fault.action}@{fault.point}: unknown action; known are {known}.")
+                raise ValueError(
+                    f"fault {fault.action}@{fault.point}: unknown action; known are {known}."
+                )
         self._faults = faults
-        self._who = who
+        self._process_name = process_name
         self._directory = directory
-        self._passed: Counter[str] = Counter()
+        self._num_passes: Counter[str] = Counter()
 
-    def reach(self, point: str) -> bool:
+    def reach_point(self, point: str) -> bool:
         """Act if a fault waits for this. True where the caller is to do the damage itself (`mark`)."""
         assert point in POINTS, f"{point} is not a named point"
-        self._passed[point] += 1
+        self._num_passes[point] += 1
         is_marked = False
         for number, fault in enumerate(self._faults):
-            if fault.point != point or fault.who not in (None, self._who):
+            if fault.point != point or fault.process_name not in (None, self._process_name):
                 continue
-            if fault.step not in (None, self.step) or fault.nth not in (None, self._passed[point]):
+            if fault.step not in (None, self.step) or fault.nth not in (
+                None,
+                self._num_passes[point],
+            ):
                 continue
-            if not self._take(number, fault):
+            if not self._claim_fault(number, fault):
                 continue
             if fault.action == MARK:
                 is_marked = True
@@ -130,70 +141,75 @@ class FaultPlan:
                 self.actions[fault.action](fault)
         return is_marked
 
-    def _take(self, number: int, fault: Fault) -> bool:
+    def _claim_fault(self, fault_index: int, fault: PlannedFault) -> bool:
         """True for the one process that acts, once in the life of the directory."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(self._directory / f"fired{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            descriptor = os.open(
+                self._directory / f"fired{fault_index}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600
+            )
         except FileExistsError:
             return False
-        text = f"{fault.action}@{fault.point} by {self._who}, process {os.getpid()}, at {time.time():.3f}\n"
+        text = f"{fault.action}@{fault.point} by {self._process_name}, process {os.getpid()}, at {time.time():.3f}\n"
         os.write(descriptor, text.encode())
         os.fsync(descriptor)
         os.close(descriptor)
         return True
 
 
-def _signal(number: int) -> Callable[[Fault], None]:
-    return lambda fault: os.kill(os.getpid(), number)
+def _make_signal_action(signal_number: int) -> Callable[[PlannedFault], None]:
+    return lambda fault: os.kill(os.getpid(), signal_number)
 
 
-def _disk_full(fault: Fault) -> None:
+def _raise_disk_full(fault: PlannedFault) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"(injected at {fault.point})")
 
 
-def _fail(fault: Fault) -> None:
+def _raise_injected_error(fault: PlannedFault) -> None:
     raise RuntimeError(f"injected at {fault.point}")
 
 
-_ACTIONS: dict[str, Callable[[Fault], None]] = {
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "term": _signal(signal.SIGTERM),
+_ACTIONS: dict[str, Callable[[PlannedFault], None]] = {
+    "kill": _make_signal_action(signal.SIGKILL),
+    "stop": _make_signal_action(signal.SIGSTOP),
+    "term": _make_signal_action(signal.SIGTERM),
     "delay": lambda fault: time.sleep(fault.seconds),
-    "disk_full": _disk_full,
-    "fail": _fail,
+    "disk_full": _raise_disk_full,
+    "fail": _raise_injected_error,
 }
-EXTRA_ACTIONS = ("kill_engine", "stop_engine")  # made by the controller (`add_action`) when its engines run
+EXTRA_ACTIONS = (
+    "kill_engine",
+    "stop_engine",
+)  # made by the controller (`define_fault_action`) when its engines run
 
 _plan: FaultPlan | None = None
 
 
-def install(text: str, who: str, directory: Path) -> None:
+def install_fault_plan(text: str, process_name: str, directory: Path) -> None:
     """Make `text` the plan of this process. Raises ValueError for a bad one. For cli/ and tests."""
     global _plan
-    _plan = FaultPlan(parse(text), who, directory) if text.strip() else None
+    _plan = FaultPlan(parse_fault_plan(text), process_name, directory) if text.strip() else None
 
 
-def install_planned(who: str) -> None:
+def install_fault_plan_from_env(process_name: str) -> None:
     """Make the plan in the environment, which a test has written there, that of this process."""
     if PLAN_ENV in os.environ:
-        install(os.environ[PLAN_ENV], who, Path(os.environ[DIRECTORY_ENV]))
+        install_fault_plan(os.environ[PLAN_ENV], process_name, Path(os.environ[DIRECTORY_ENV]))
 
 
-def add_action(name: str, act: Callable[[Fault], None]) -> None:
+def define_fault_action(action_name: str, action: Callable[[PlannedFault], None]) -> None:
     """Define what one of EXTRA_ACTIONS does from now on."""
-    assert name in EXTRA_ACTIONS, name
+    assert action_name in EXTRA_ACTIONS, action_name
     if _plan is not None:
-        _plan.actions[name] = act
+        _plan.actions[action_name] = action
 
 
-def set_step(step: int) -> None:
+def set_fault_step(step: int) -> None:
     """The step of the loop that the controller is in."""
     if _plan is not None:
         _plan.step = step
 
 
-def reach(point: str) -> bool:
+def reach_fault_point(point: str) -> bool:
     """Called at a named point. True where a `mark` of the plan waits for it: the caller does the damage."""
-    return _plan is not None and _plan.reach(point)
+    return _plan is not None and _plan.reach_point(point)

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
 
-    class _Lazy:
-        def __init__(self, name: str) -> None:
-            self._name = name
+    class _LazyModule:
+        def __init__(self, module_name: str) -> None:
+            self._name = module_name
 
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module(self._name), name)
 
-    np, torch = _Lazy("numpy"), _Lazy("torch")
+    np, torch = _LazyModule("numpy"), _LazyModule("torch")
     Tensor = Any  # it stands in annotations only
 
 __all__ = ["Tensor", "np", "torch"]

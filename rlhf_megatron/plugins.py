@@ -14,66 +14,80 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from rlhf_megatron.config.errors import ConfigError, Problem
-from rlhf_megatron.registry import PACKAGES, Registry, parts_of
+from rlhf_megatron.config.errors import ConfigError, ConfigProblem
+from rlhf_megatron.registry import PACKAGES, Registry, load_registry
 
 logger = logging.getLogger(__name__)
-_loaded: dict[str, ModuleType] = {}  # as the configuration names them -> what was run, in this process
+_loaded_plugins: dict[
+    str, ModuleType
+] = {}  # as the configuration names them -> what was run, in this process
 
 
-def load_plugins(plugins: Sequence[str], where: str = "") -> None:
-    """Runs each once a process, in their order. Raises ConfigError, which says `where` they are named, for all that
+def load_plugins(plugins: Sequence[str], location: str = "") -> None:
+    """Runs each once a process, in their order. Raises ConfigError, which says `location` they are named, for all that
     cannot be run."""
     problems = []
-    for plugin in not_loaded(plugins):
+    for plugin in find_unloaded_plugins(plugins):
         for kind in PACKAGES:  # ours have their names before anybody else takes one
-            parts_of(kind)
-        before = _num_parts()
+            load_registry(kind)
+        before = _count_registered_parts()
         try:
-            _loaded[plugin] = _module_of_file(plugin) if is_file(plugin) else _module(plugin)
+            _loaded_plugins[plugin] = (
+                _import_plugin_file(plugin)
+                if is_python_file(plugin)
+                else _import_plugin_module(plugin)
+            )
         except (Exception, SystemExit) as error:
-            problems.append(Problem(f"plugins: {plugin} {_why(plugin, error)}", ("plugins",), where))
+            problems.append(
+                ConfigProblem(
+                    f"plugins: {plugin} {_describe_plugin_error(plugin, error)}",
+                    ("plugins",),
+                    location,
+                )
+            )
             continue
-        if _num_parts() == before:
-            logger.warning("plugins: %s registers nothing; remove it, or register a part in it.", plugin)
+        if _count_registered_parts() == before:
+            logger.warning(
+                "plugins: %s registers nothing; remove it, or register a part in it.", plugin
+            )
     if problems:
         raise ConfigError(problems)
 
 
-def loaded() -> list[str]:
+def list_loaded_plugins() -> list[str]:
     """Return the plugins that this process has run. Processes that it starts for parts of theirs run them too."""
-    return list(_loaded)
+    return list(_loaded_plugins)
 
 
-def not_loaded(plugins: Sequence[str]) -> list[str]:
+def find_unloaded_plugins(plugins: Sequence[str]) -> list[str]:
     """Return the plugins that this process has not run."""
-    return [plugin for plugin in plugins if plugin not in _loaded]
+    return [plugin for plugin in plugins if plugin not in _loaded_plugins]
 
 
-def is_file(plugin: str) -> bool:
-    return plugin.endswith(".py")
+def is_python_file(name: str) -> bool:
+    return name.endswith(".py")
 
 
-def digests(plugins: Sequence[str]) -> dict[str, str]:
+def compute_plugin_digests(plugins: Sequence[str]) -> dict[str, str]:
     """Plugin -> 16 hexadecimal digits of its source; "" of one without a source at hand. All were run."""
     found = {}
     for plugin in plugins:
-        path = getattr(_loaded[plugin], "__file__", None)
+        path = getattr(_loaded_plugins[plugin], "__file__", None)
         found[plugin] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
     return found
 
 
-def _num_parts() -> int:
-    return sum(len(list(registry)) for registry in Registry.by_kind.values())
+def _count_registered_parts() -> int:
+    return sum(len(list(registry)) for registry in Registry.registries_by_kind.values())
 
 
-def _module(name: str) -> ModuleType:
+def _import_plugin_module(module_name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
+    return importlib.import_module(module_name)
 
 
-def _module_of_file(file: str) -> ModuleType:
+def _import_plugin_file(file: str) -> ModuleType:
     """Import a file under a name of its own, so that it cannot clash with a module of the same name."""
     path = Path(file).resolve(strict=True)
     if not path.is_file():  # a pipe would be waited for
@@ -91,15 +105,23 @@ def _module_of_file(file: str) -> ModuleType:
     return module
 
 
-def _why(plugin: str, error: BaseException) -> str:
+def _describe_plugin_error(plugin: str, error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) and error.filename == str(Path(plugin)):
         return "is not a file; correct the path, which counts from the file that names it."
-    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{plugin}.".startswith(f"{error.name}."):
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name is not None
+        and f"{plugin}.".startswith(f"{error.name}.")
+    ):
         return f"is no module in {os.getcwd()} or among the installed packages; correct it, or name a file (x.py)."
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem == _stem(plugin)]
+    lines = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if Path(f.filename).stem == _get_plugin_stem(plugin)
+    ]
     where = f" in {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
     return f"cannot be run: {type(error).__name__}{where}: {error}"
 
 
-def _stem(plugin: str) -> str:
-    return Path(plugin).stem if is_file(plugin) else plugin.rpartition(".")[2]
+def _get_plugin_stem(plugin: str) -> str:
+    return Path(plugin).stem if is_python_file(plugin) else plugin.rpartition(".")[2]

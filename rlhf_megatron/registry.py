@@ -17,24 +17,24 @@ T = TypeVar("T")
 Scope = Literal["sample", "group", "step"]
 
 PACKAGES = {
-    "engine": "rlhf_megatron.rollout.kinds",
-    "balancer": "rlhf_megatron.rollout.kinds",
+    "engine": "rlhf_megatron.rollout.engine_kinds",
+    "balancer": "rlhf_megatron.rollout.engine_kinds",
     "advantage estimator": "rlhf_megatron.algorithms.advantages",
     "policy loss": "rlhf_megatron.algorithms.losses",
     "preference loss": "rlhf_megatron.algorithms.preferences",
     "distillation loss": "rlhf_megatron.algorithms.distillation",
-    "aggregation": "rlhf_megatron.algorithms.aggregate",
+    "aggregation": "rlhf_megatron.algorithms.loss_aggregation",
     "reward": "rlhf_megatron.rewards.scorers",
-    "model family": "rlhf_megatron.models.families",
-    "schedule": "rlhf_megatron.scheduler.schedules",
-    "logger": "rlhf_megatron.observe.loggers",
+    "model family": "rlhf_megatron.weights.families",
+    "schedule": "rlhf_megatron.controller.scheduler.schedules",
+    "logger": "rlhf_megatron.controller.observe.loggers",
     "task": "rlhf_megatron.data.tasks",
 }
 """Kind of part -> what must be imported for those of ours to be registered; none of it imports torch."""
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class RegistryEntry(Generic[T]):
     """A registered part: `build` is the function or class, `params` its frozen parameter dataclass (or None)."""
 
     name: str
@@ -46,14 +46,14 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Maps a name to an `Entry`. `kind` is the word used in error messages, e.g. "policy loss"."""
+    """Maps a name to an `RegistryEntry`. `kind` is the word used in error messages, e.g. "policy loss"."""
 
-    by_kind: ClassVar[dict[str, Registry[Any]]] = {}
+    registries_by_kind: ClassVar[dict[str, Registry[Any]]] = {}
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries: dict[str, Entry[T]] = {}
-        Registry.by_kind[kind] = self
+        self._entries: dict[str, RegistryEntry[T]] = {}
+        Registry.registries_by_kind[kind] = self
 
     def register(
         self,
@@ -66,15 +66,17 @@ class Registry(Generic[T]):
     ) -> Callable[[T], T]:
         """Decorator. Raises ValueError when `name` is taken by another part."""
 
-        def add(build: T) -> T:
+        def add_entry(build: T) -> T:
             if name in self._entries and self._entries[name].build is not build:
-                raise ValueError(f"{self.kind} {name!r} is registered already; choose another name.")
-            self._entries[name] = Entry(name, build, params, needs, scope, aggregation)
+                raise ValueError(
+                    f"{self.kind} {name!r} is registered already; choose another name."
+                )
+            self._entries[name] = RegistryEntry(name, build, params, needs, scope, aggregation)
             return build
 
-        return add
+        return add_entry
 
-    def get(self, name: str) -> Entry[T]:
+    def get(self, name: str) -> RegistryEntry[T]:
         """Raises ValueError naming the known parts when `name` is unknown."""
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
@@ -83,7 +85,7 @@ class Registry(Generic[T]):
             raise ValueError(f"unknown {self.kind} {name!r}.{hint} Known: {known}.")
         return self._entries[name]
 
-    def find(self, name: str) -> Entry[T] | None:
+    def find(self, name: str) -> RegistryEntry[T] | None:
         return self._entries.get(name)
 
     def __contains__(self, name: str) -> bool:
@@ -93,13 +95,13 @@ class Registry(Generic[T]):
         return iter(sorted(self._entries))
 
 
-def parts_of(kind: str) -> Registry[Any]:
+def load_registry(kind: str) -> Registry[Any]:
     """The registry of a kind, with all parts of ours: for whoever may not import them by name."""
     importlib.import_module(PACKAGES[kind])
-    return Registry.by_kind[kind]
+    return Registry.registries_by_kind[kind]
 
 
-def import_modules(package: str, path: Iterable[str]) -> None:
+def import_package_modules(package: str, search_path: Iterable[str]) -> None:
     """Imports every module of a package, so that each registers itself."""
-    for module in pkgutil.iter_modules(path):
+    for module in pkgutil.iter_modules(search_path):
         importlib.import_module(f"{package}.{module.name}")

@@ -6,14 +6,16 @@ import signal
 import threading
 import time
 
-STOPPED_EXIT_CODE = 75  # of a run that stopped when asked to and can go on (sysexits' EX_TEMPFAIL: start it again)
+STOPPED_EXIT_CODE = (
+    75  # of a run that stopped when asked to and can go on (sysexits' EX_TEMPFAIL: start it again)
+)
 
 
-def startup_exit_code(number: int) -> int:
-    """Return the exit code of a run that signal `number` ended before its first step: nothing is lost, and the same
+def get_startup_exit_code(signal_number: int) -> int:
+    """Return the exit code of a run that signal `signal_number` ended before its first step: nothing is lost, and the same
     command begins it again.
     """
-    return 128 + number if number == signal.SIGINT else STOPPED_EXIT_CODE
+    return 128 + signal_number if signal_number == signal.SIGINT else STOPPED_EXIT_CODE
 
 
 class RunStopped(Exception):
@@ -40,11 +42,11 @@ class StopRequest:
         return self._event.is_set()
 
     @property
-    def seconds(self) -> float:
+    def seconds_since_request(self) -> float:
         """Since it was requested; 0 before."""
         return time.monotonic() - self._requested_at if self.is_requested else 0.0
 
-    def check(self) -> None:
+    def raise_if_requested(self) -> None:
         """Raises RunStopped when the run was asked to stop."""
         if self._event.is_set():
             raise RunStopped(self.reason)

@@ -13,9 +13,11 @@ import warm
 from dist_pool import DistPool
 from triton_interpreter import TritonInterpreter
 
-from rlhf_megatron.kernels.triton_support import interpreter_support
+from rlhf_megatron.ranks.kernels.triton_support import query_interpreter_support
 
-if not torch.cuda.is_available():  # which begins in no process that is forked off one where it was looked for
+if (
+    not torch.cuda.is_available()
+):  # which begins in no process that is forked off one where it was looked for
     warm.install()
 
 
@@ -30,7 +32,7 @@ def dist_pool() -> Iterator[DistPool]:
 @pytest.fixture(scope="session")
 def triton_interpreter() -> Iterator[TritonInterpreter]:
     """A warm process in which Triton kernels run on the CPU; see tests/support/triton_interpreter.py."""
-    support = interpreter_support()
+    support = query_interpreter_support()
     if not support.is_usable:
         pytest.skip(support.why_not)
     interpreter = TritonInterpreter()

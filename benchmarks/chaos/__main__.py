@@ -28,20 +28,32 @@ DIRECTORY = ROOT / "runs" / "chaos"
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="*", default=[], metavar="PATTERN", help="parts of names, or shell patterns")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="PATTERN", help="parts of names, or shell patterns"
+    )
     parser.add_argument("--layout", nargs="*", default=[], choices=("inline", "tp2", "tp2_pp2"))
     parser.add_argument("--list", action="store_true", help="name the cases and do nothing")
-    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="of the runs (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "chaos.json", help="result file (%(default)s)")
+    parser.add_argument(
+        "--directory", type=Path, default=DIRECTORY, help="of the runs (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "chaos.json", help="result file (%(default)s)"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     chosen = cases.choose(args.only, args.layout)
-    moves = [move for move in relayout.MOVES if cases.fits(move.name, args.only)] if not args.layout else []
+    moves = (
+        [move for move in relayout.MOVES if cases.fits(move.name, args.only)]
+        if not args.layout
+        else []
+    )
     if args.list or not chosen + moves:
         lines = [f"{case.name:<52} {case.plan}" for case in chosen] + [move.name for move in moves]
         print("\n".join(lines) or "no case has such a name; see --list")
@@ -90,8 +102,13 @@ def _relayouts(moves: list[relayout.Move], directory: Path) -> list[dict[str, An
         for move in moves:
             figures = relayout.run_move(pool, move, directory / "relayout")
             rows.append(relayout.as_row(move, figures))
-            shown = ", ".join(f"{f.where}: {f.error / f.bar:.2f} of the bar ({f.tensor})" for f in figures)
-            print(f"{'ok' if all(f.is_ok for f in figures) else 'FAIL':<4} {move.name}: {shown}", flush=True)
+            shown = ", ".join(
+                f"{f.where}: {f.error / f.bar:.2f} of the bar ({f.tensor})" for f in figures
+            )
+            print(
+                f"{'ok' if all(f.is_ok for f in figures) else 'FAIL':<4} {move.name}: {shown}",
+                flush=True,
+            )
     finally:
         pool.close()
     return rows
@@ -102,7 +119,9 @@ def line(outcome: Outcome, number: int, count: int) -> str:
     codes = " ".join(map(signal_name, outcome.exit_codes))
     mark = "ok  " if not outcome.problems else "FAIL"
     text = f"{number:>3}/{count} {mark} {outcome.name:<50} {outcome.seconds:6.1f} s, exits {codes}"
-    return text + "".join(f"\n          {words}" for problem in outcome.problems for words in problem.splitlines())
+    return text + "".join(
+        f"\n          {words}" for problem in outcome.problems for words in problem.splitlines()
+    )
 
 
 if __name__ == "__main__":

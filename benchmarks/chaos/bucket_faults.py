@@ -17,29 +17,36 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.weights.bucket_manifest import BucketManifest, TensorEntry
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
-BucketKind = Literal["drop_bucket", "half_bucket", "swap_names", "swap_rows", "flip_byte", "old_bucket"]
+BucketKind = Literal[
+    "drop_bucket", "half_bucket", "swap_names", "swap_rows", "flip_byte", "old_bucket"
+]
 BUCKET_KINDS: tuple[str, ...] = get_args(BucketKind)
-UPDATE_PATHS = {"local": "/update_weights", "sglang": "/update_weights_from_tensor"}  # by kind of engine
+UPDATE_PATHS = {
+    "local": "/update_weights",
+    "sglang": "/update_weights_from_tensor",
+}  # by kind of engine
 
 
 def read_manifest(kind: str, body: bytes) -> BucketManifest | None:
     """The manifest in the body of an update request; None: the request is about something else (a commit)."""
     if kind == "local":
-        return BucketManifest.from_json(body.decode())
+        return BucketManifest.parse_json(body.decode())
     order = _read_order(body)
-    return BucketManifest.from_json(order["manifest"]) if "manifest" in order else None
+    return BucketManifest.parse_json(order["manifest"]) if "manifest" in order else None
 
 
 def write_manifest(kind: str, body: bytes, manifest: BucketManifest) -> bytes:
     """The same request with another manifest."""
     if kind == "local":
-        return manifest.to_json().encode()
+        return manifest.encode_json().encode()
     request = json.loads(body)
-    text = json.dumps({**_read_order(body), "manifest": manifest.to_json()}).encode()
-    pairs = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]  # SGLang's wire format is a pickle
+    text = json.dumps({**_read_order(body), "manifest": manifest.encode_json()}).encode()
+    pairs = [
+        ("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    ]  # SGLang's wire format is a pickle
     payload = base64.b64encode(pickle.dumps(pairs)).decode()
     request["serialized_named_tensors"] = [payload] * len(request["serialized_named_tensors"])
     return json.dumps(request).encode()
@@ -66,7 +73,12 @@ def keep(directory: Path, manifest: BucketManifest) -> KeptBucket:
 
 @contextmanager
 def damaged(
-    kind: str, is_hidden: bool, directory: Path, manifest: BucketManifest, old: KeptBucket | None, random: Random
+    kind: str,
+    is_hidden: bool,
+    directory: Path,
+    manifest: BucketManifest,
+    old: KeptBucket | None,
+    random: Random,
 ) -> Iterator[tuple[BucketManifest, list[str]]]:
     """The manifest of the damaged bucket, which lies in the directory while the block runs, and the tensors that are
     wrong or missing in it: none where a bucket cannot be damaged this way.
@@ -86,10 +98,15 @@ def damaged(
     elif kind == "old_bucket" and old is not None:
         version = manifest.version if is_hidden else old.manifest.version
         changed, data = replace(old.manifest, version=version), bytearray(old.data)
-    elif entries := [e for e in manifest.tensors if kind == "flip_byte" or len(e.shape) > 1 < e.shape[0]]:
+    elif entries := [
+        e for e in manifest.tensors if kind == "flip_byte" or len(e.shape) > 1 < e.shape[0]
+    ]:
         entry = random.choice(entries)
         (_flip_byte if kind == "flip_byte" else _swap_rows)(data, entry, random)
-        changed, names = _with_digest(manifest, entry, data) if is_hidden else manifest, [entry.name]
+        changed, names = (
+            _with_digest(manifest, entry, data) if is_hidden else manifest,
+            [entry.name],
+        )
     else:
         names = []
     path = directory / f"damaged-{manifest.file}"
@@ -125,7 +142,9 @@ def _swap_rows(data: bytearray, entry: TensorEntry, random: Random) -> None:
 
 
 def _with_digest(manifest: BucketManifest, entry: TensorEntry, data: bytearray) -> BucketManifest:
-    raw = torch.frombuffer(bytearray(data[entry.offset : entry.offset + entry.num_bytes]), dtype=torch.uint8)
-    found = as_hex(digest(raw.view(getattr(torch, entry.dtype))))
+    raw = torch.frombuffer(
+        bytearray(data[entry.offset : entry.offset + entry.num_bytes]), dtype=torch.uint8
+    )
+    found = format_digest(digest_tensor(raw.view(getattr(torch, entry.dtype))))
     tensors = tuple(replace(e, digest=found) if e is entry else e for e in manifest.tensors)
     return replace(manifest, tensors=tensors)

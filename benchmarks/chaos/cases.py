@@ -38,8 +38,16 @@ _NTH = {
     "ckpt.after_commit": 2,
     "evaluate.before": LAST_EVALUATION,
 }
-REFERENCE_SETTINGS = ("trainer.deterministic", "rollout.num_engines")  # that the undisturbed run must have as well
-ENGINE_POINTS = ("rollout.mid_generate", "sync.after_begin", "sync.before_commit", "evaluate.before")
+REFERENCE_SETTINGS = (
+    "trainer.deterministic",
+    "rollout.num_engines",
+)  # that the undisturbed run must have as well
+ENGINE_POINTS = (
+    "rollout.mid_generate",
+    "sync.after_begin",
+    "sync.before_commit",
+    "evaluate.before",
+)
 
 
 @dataclass(frozen=True)
@@ -58,18 +66,25 @@ class Case:
     layout: str
     plan: str
     from_outside: FromOutside | None = None
-    first_exit: tuple[int, ...] | None = None  # allowed codes of the disturbed launch; None: any but 0
+    first_exit: tuple[int, ...] | None = (
+        None  # allowed codes of the disturbed launch; None: any but 0
+    )
     said: tuple[str, ...] = ()  # by the console or the hang report of the disturbed launch
     settings: dict[str, Any] = field(default_factory=dict)
     is_bitwise: bool = True  # False: not in deterministic mode, compared by state
-    has_checkpoint: bool = True  # False: the fault comes before the first one, and the run starts anew
+    has_checkpoint: bool = (
+        True  # False: the fault comes before the first one, and the run starts anew
+    )
 
     @property
     def may_repeat(self) -> int:
         """Samples of training that may be generated again: those under way. The others are in the journal."""
         if not self.has_checkpoint:
             return NUM_STEPS * SAMPLES
-        is_generating = any(point in self.plan for point in ("rollout.mid_generate", "journal.before_write", "driver."))
+        is_generating = any(
+            point in self.plan
+            for point in ("rollout.mid_generate", "journal.before_write", "driver.")
+        )
         return SAMPLES if is_generating else 0
 
 
@@ -107,7 +122,9 @@ def kills() -> Iterator[Case]:
         yield Case(f"inline/kill/{point}", "inline", plan, first_exit=codes, settings=settings)
     for point in POINTS:
         for who in who_passes(point):
-            codes = {"rank1": (FAILED,), "driver0": (0,)}.get(who)  # rank 0 hands on the controller's code
+            codes = {"rank1": (FAILED,), "driver0": (0,)}.get(
+                who
+            )  # rank 0 hands on the controller's code
             plan, settings = f"kill@{point}:who={who},{when(point)}", needed_by(point)
             yield Case(f"tp2/kill_{who}/{point}", "tp2", plan, first_exit=codes, settings=settings)
     for point, who, moment in (
@@ -117,12 +134,21 @@ def kills() -> Iterator[Case]:
         ("ckpt.mid_data", "rank0", None),
         ("ckpt.before_commit", "controller", None),
     ):
-        yield Case(f"tp2_pp2/kill_{who}/{point}", "tp2_pp2", f"kill@{point}:who={who},{moment or when(point)}")
+        yield Case(
+            f"tp2_pp2/kill_{who}/{point}",
+            "tp2_pp2",
+            f"kill@{point}:who={who},{moment or when(point)}",
+        )
 
 
 def early_and_often() -> Iterator[Case]:
     """Before there is anything to resume from, in the first checkpoint, and twice in a row."""
-    for point in ("actor.before_log_probs", "ckpt.mid_data", "ckpt.before_commit", "ckpt.after_rename"):
+    for point in (
+        "actor.before_log_probs",
+        "ckpt.mid_data",
+        "ckpt.before_commit",
+        "ckpt.after_rename",
+    ):
         yield Case(
             f"inline/kill_first/{point}",
             "inline",
@@ -130,7 +156,10 @@ def early_and_often() -> Iterator[Case]:
             first_exit=(KILLED,),
             has_checkpoint=point == "ckpt.after_rename",
         )
-    for first, second in (("loop.after_score", "loop.after_advantages"), ("sync.after_begin", "sync.after_commit")):
+    for first, second in (
+        ("loop.after_score", "loop.after_advantages"),
+        ("sync.after_begin", "sync.after_commit"),
+    ):
         plan = f"kill@{first}:step={STEP}; kill@{second}:step={STEP}"
         yield Case(f"inline/kill_twice/{first}", "inline", plan, first_exit=(KILLED,))
     first, second = f"who=rank1,nth={2 * STEP - 1}", f"who=controller,step={STEP + 1}"
@@ -160,18 +189,41 @@ def colocated() -> Iterator[Case]:
     points = ("turns.before_restore", "turns.before_stream", "turns.after_stream", *ENGINE_POINTS)
     for point in points:
         plan = f"kill_engine@{point}:{when(point)}"
-        yield Case(f"tp2/colocated/kill_engine/{point}", "tp2", plan, first_exit=(0,), settings=alone)
+        yield Case(
+            f"tp2/colocated/kill_engine/{point}", "tp2", plan, first_exit=(0,), settings=alone
+        )
     plan = f"kill_engine@rollout.mid_generate:{when('rollout.mid_generate')}"
     beside = alone | {"rollout.num_engines": 2}
-    yield Case("tp2/colocated/kill_engine_of_two/rollout.mid_generate", "tp2", plan, None, (0,), settings=beside)
-    for point in ("rollout.mid_generate", "loop.after_score", "update.after_mini_batch", "loop.step_ends"):
+    yield Case(
+        "tp2/colocated/kill_engine_of_two/rollout.mid_generate",
+        "tp2",
+        plan,
+        None,
+        (0,),
+        settings=beside,
+    )
+    for point in (
+        "rollout.mid_generate",
+        "loop.after_score",
+        "update.after_mini_batch",
+        "loop.step_ends",
+    ):
         plan = f"term@{point}:{when(point)}"
-        yield Case(f"tp2/colocated/term/{point}", "tp2", plan, first_exit=(STOPPED_EXIT_CODE,), settings=alone)
+        yield Case(
+            f"tp2/colocated/term/{point}",
+            "tp2",
+            plan,
+            first_exit=(STOPPED_EXIT_CODE,),
+            settings=alone,
+        )
 
 
 def hangs() -> Iterator[Case]:
     """A rank is stopped: the deadline of its stage names it, the run ends, and goes on when it is started again."""
-    for point, stage in (("actor.before_optimizer_step", "update"), ("actor.before_log_probs", "annotate")):
+    for point, stage in (
+        ("actor.before_optimizer_step", "update"),
+        ("actor.before_log_probs", "annotate"),
+    ):
         yield Case(
             f"tp2/stop_rank1/{point}",
             "tp2",
@@ -187,7 +239,9 @@ def requests_to_stop() -> Iterator[Case]:
     stopped = (STOPPED_EXIT_CODE,)
     for point in ("rollout.mid_generate", "actor.before_optimizer_step", "loop.step_ends"):
         who = passed_by(point)
-        yield Case(f"inline/term/{point}", "inline", f"term@{point}:{when(point)}", first_exit=stopped)
+        yield Case(
+            f"inline/term/{point}", "inline", f"term@{point}:{when(point)}", first_exit=stopped
+        )
         for role in ("rank0", "rank1") if who == "rank" else ("controller",):
             plan = f"term@{point}:who={role},{when(point)}"
             yield Case(f"tp2/term_{role}/{point}", "tp2", plan, first_exit=stopped)
@@ -195,14 +249,22 @@ def requests_to_stop() -> Iterator[Case]:
         for point in ("loop.after_score", "update.after_mini_batch"):
             plan = f"delay@{point}:{when(point)},seconds={WAIT_S:g}"
             outside = FromOutside(role, signal.SIGTERM)
-            yield Case(f"tp2/term_{role}_from_outside/{point}", "tp2", plan, outside, first_exit=stopped)
+            yield Case(
+                f"tp2/term_{role}_from_outside/{point}", "tp2", plan, outside, first_exit=stopped
+            )
 
 
 def agents() -> Iterator[Case]:
     """kill -9 of the launcher: everything below it ends."""
     for point in ("rollout.mid_generate", "actor.before_optimizer_step", "ckpt.mid_data"):
         plan = f"delay@{point}:{when(point)},seconds={WAIT_S:g}"
-        yield Case(f"tp2/kill_agent/{point}", "tp2", plan, FromOutside("agent", signal.SIGKILL), first_exit=(KILLED,))
+        yield Case(
+            f"tp2/kill_agent/{point}",
+            "tp2",
+            plan,
+            FromOutside("agent", signal.SIGKILL),
+            first_exit=(KILLED,),
+        )
 
 
 def by_state() -> Iterator[Case]:
@@ -215,10 +277,18 @@ def by_state() -> Iterator[Case]:
         ("ckpt.before_commit", "controller"),
     ):
         plan = f"kill@{point}:who={who},{when(point)}"
-        yield Case(f"tp2/by_state/kill_{who}/{point}", "tp2", plan, settings=loose, is_bitwise=False)
+        yield Case(
+            f"tp2/by_state/kill_{who}/{point}", "tp2", plan, settings=loose, is_bitwise=False
+        )
     plan = f"kill_engine@rollout.mid_generate:{when('rollout.mid_generate')}"
     yield Case(
-        "tp2/by_state/kill_engine/rollout.mid_generate", "tp2", plan, None, (0,), settings=loose, is_bitwise=False
+        "tp2/by_state/kill_engine/rollout.mid_generate",
+        "tp2",
+        plan,
+        None,
+        (0,),
+        settings=loose,
+        is_bitwise=False,
     )
 
 
@@ -247,4 +317,8 @@ def fits(name: str, patterns: list[str]) -> bool:
 
 def choose(patterns: list[str], layouts: list[str]) -> list[Case]:
     """Cases whose name fits, in one of the layouts (none given: all)."""
-    return [case for case in matrix() if (not layouts or case.layout in layouts) and fits(case.name, patterns)]
+    return [
+        case
+        for case in matrix()
+        if (not layouts or case.layout in layouts) and fits(case.name, patterns)
+    ]

@@ -12,10 +12,23 @@ from typing import Any
 
 NOT_COMPARED = ("timing_", "perf/", "memory/", "sync/seconds", "checkpoint/")
 OF_ENGINE_FAULTS = (
-    *("rollout/engine_restarts", "rollout/engine_failures", "rollout/driver_restarts", "rollout/requests_reissued"),
+    *(
+        "rollout/engine_restarts",
+        "rollout/engine_failures",
+        "rollout/driver_restarts",
+        "rollout/requests_reissued",
+    ),
     *("sync/bytes_moved", "sync/bytes_needed"),  # to the engines that take part
 )
-STATE = ("kind", "step", "policy/version", "policy/lag", "rollout/num_samples", "actor/num_optimizer_steps", "actor/lr")
+STATE = (
+    "kind",
+    "step",
+    "policy/version",
+    "policy/lag",
+    "rollout/num_samples",
+    "actor/num_optimizer_steps",
+    "actor/lr",
+)
 SAMPLE_STATE = ("step", "prompt", "policy_version")
 MAX_SHOWN = 5
 Row = dict[str, Any]
@@ -39,7 +52,9 @@ def weight_digests(run_dir: Path) -> dict[str, str]:
 def bare(row: Row) -> Row:
     """Without the time of day."""
     ignored = (*NOT_COMPARED, *OF_ENGINE_FAULTS)
-    return {key: value for key, value in row.items() if key != "seconds" and not key.startswith(ignored)}
+    return {
+        key: value for key, value in row.items() if key != "seconds" and not key.startswith(ignored)
+    }
 
 
 def differences(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> list[str]:
@@ -49,14 +64,18 @@ def differences(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> list[st
     if is_bitwise:
         mine, theirs = weight_digests(disturbed), weight_digests(undisturbed)
         assert theirs, f"{undisturbed} has no final weights"
-        names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        names = sorted(
+            name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
+        )
         found += [f"final weights {name} differ" for name in names]
     return found[:MAX_SHOWN] + ([f"... {len(found)} in all"] if len(found) > MAX_SHOWN else [])
 
 
 def _repeated(run_dir: Path) -> list[str]:
     counts = Counter((row["kind"], row["step"]) for row in rows_of(run_dir))
-    return [f"{kind} {step} has {count} rows" for (kind, step), count in counts.items() if count > 1]
+    return [
+        f"{kind} {step} has {count} rows" for (kind, step), count in counts.items() if count > 1
+    ]
 
 
 def _rows(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> Iterator[str]:
@@ -80,7 +99,9 @@ def _samples(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> Iterator[s
             where = next(i for i, (a, b) in enumerate(zip_longest(theirs, mine)) if a != b)
             yield f"samples.jsonl differs from line {where + 1} of {len(theirs)} on ({len(mine)} lines here)"
         return
-    expected, found = (Counter(tuple(row[key] for key in SAMPLE_STATE) for row in rows) for rows in (theirs, mine))
+    expected, found = (
+        Counter(tuple(row[key] for key in SAMPLE_STATE) for row in rows) for rows in (theirs, mine)
+    )
     for sample in sorted((expected - found).elements()):
         yield f"sample of {sample} is lost"
     for sample in sorted((found - expected).elements()):

@@ -34,12 +34,21 @@ from benchmarks.chaos.bucket_faults import (
     read_manifest,
     write_manifest,
 )
-from rlhf_megatron.rollout.engine import EngineAddress
+from rlhf_megatron.rollout.engine_interface import EngineAddress
 
 logger = logging.getLogger(__name__)
 
 RequestKind = Literal[
-    "delay", "drop", "duplicate", "reset", "cut", "error", "kill_engine", "hang_engine", "old_version", "no_digests"
+    "delay",
+    "drop",
+    "duplicate",
+    "reset",
+    "cut",
+    "error",
+    "kill_engine",
+    "hang_engine",
+    "old_version",
+    "no_digests",
 ]
 REQUEST_KINDS: tuple[str, ...] = get_args(RequestKind)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -86,7 +95,9 @@ class FaultProxy:
         """`kill_engine`, `hang_engine`: needed for faults of that kind. `timeout_s`: limit of a request that is passed
         on or dropped. Raises ValueError where the engine is not on this machine."""
         if urlsplit(target.url).hostname not in _LOOPBACK:
-            raise ValueError(f"the fault proxy is for engines on loopback; {target.name} is at {target.url}.")
+            raise ValueError(
+                f"the fault proxy is for engines on loopback; {target.name} is at {target.url}."
+            )
         self.target = target
         self.faults = tuple(faults)
         self.fired: list[tuple[ProxyFault, str]] = []  # and the path it acted on
@@ -98,9 +109,13 @@ class FaultProxy:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.num_buckets = 0  # that came by
         self._version: int | None = None  # of the buckets that pass
-        self._kept: tuple[int, KeptBucket] | None = None  # number, and a bucket to come again as an old one
+        self._kept: tuple[int, KeptBucket] | None = (
+            None  # number, and a bucket to come again as an old one
+        )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="fault-proxy", daemon=True
+        )
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -113,7 +128,10 @@ class FaultProxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if hasattr(self, "_runner"):
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_START_S)
@@ -125,7 +143,9 @@ class FaultProxy:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(timeout=self._timeout)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return self._runner.addresses[0][1]
@@ -144,9 +164,15 @@ class FaultProxy:
 
     def _fault_of(self, path: str, number: int, kinds: Sequence[str]) -> ProxyFault | None:
         for fault in self.faults:
-            if fault.kind in kinds and fault.path in (path, "") and fault.nth <= number < fault.nth + fault.times:
+            if (
+                fault.kind in kinds
+                and fault.path in (path, "")
+                and fault.nth <= number < fault.nth + fault.times
+            ):
                 self.fired.append((fault, path))
-                logger.warning("%s: %s on request %d of %s", self.target.name, fault.kind, number, path)
+                logger.warning(
+                    "%s: %s on request %d of %s", self.target.name, fault.kind, number, path
+                )
                 return fault
         return None
 
@@ -170,7 +196,10 @@ class FaultProxy:
             if kind == "duplicate":
                 await send()
             answer = await send()
-        except (aiohttp.ClientError, OSError):  # the engine is gone: the client sees what it would see without us
+        except (
+            aiohttp.ClientError,
+            OSError,
+        ):  # the engine is gone: the client sees what it would see without us
             return _broken(request)
         if kind == "old_version":
             answer = replace(answer, body=_with_older_version(self.target.kind, answer.body))
@@ -180,13 +209,17 @@ class FaultProxy:
             return await _half(request, answer)
         if kind == "error":
             return web.json_response({"error": {"message": "a fault of the proxy"}}, status=500)
-        return web.Response(status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type})
+        return web.Response(
+            status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type}
+        )
 
     async def _pass(self, request: web.Request, body: bytes) -> _Answer:
         # sglang-router sends two keys, the engine's first; servers read the first
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         url = self.target.url + request.path_qs
-        async with self._session.request(request.method, url, data=body or None, headers=headers) as response:
+        async with self._session.request(
+            request.method, url, data=body or None, headers=headers
+        ) as response:
             content_type = response.headers.get("Content-Type", "application/octet-stream")
             return _Answer(response.status, await response.read(), content_type)
 

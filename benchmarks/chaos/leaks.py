@@ -21,7 +21,11 @@ MIN_SECONDS = 20.0  # that a process must have been watched
 
 def shared_memory() -> set[str]:
     """Names of the package's entries."""
-    return {path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*")} if SHARED_MEMORY.is_dir() else set()
+    return (
+        {path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*")}
+        if SHARED_MEMORY.is_dir()
+        else set()
+    )
 
 
 def temporary_entries(directory: Path) -> list[str]:
@@ -57,11 +61,15 @@ def listening_ports(pids: Iterable[int] | None) -> set[int]:
 class FileCounts:
     """Open file descriptors of each process over its life."""
 
-    _counts: dict[tuple[str, int], list[tuple[float, int]]] = field(default_factory=dict)  # (role, pid) -> time, count
+    _counts: dict[tuple[str, int], list[tuple[float, int]]] = field(
+        default_factory=dict
+    )  # (role, pid) -> time, count
 
     def add(self, processes: Sequence[Process], seconds: float) -> None:
         for process in processes:
-            self._counts.setdefault((process.role, process.pid), []).append((seconds, process.num_files))
+            self._counts.setdefault((process.role, process.pid), []).append(
+                (seconds, process.num_files)
+            )
 
     def table(self) -> list[dict[str, object]]:
         """A row for each process that was watched long enough: the fewest open at first, and at last."""
@@ -69,8 +77,12 @@ class FileCounts:
         for (role, _), counts in self._counts.items():
             seconds = counts[-1][0] - counts[0][0]
             if seconds >= MIN_SECONDS and len(counts) >= 2 * ENDS:
-                first, last = (min(count for _, count in part) for part in (counts[:ENDS], counts[-ENDS:]))
-                rows.append({"role": role, "seconds": round(seconds, 1), "first": first, "last": last})
+                first, last = (
+                    min(count for _, count in part) for part in (counts[:ENDS], counts[-ENDS:])
+                )
+                rows.append(
+                    {"role": role, "seconds": round(seconds, 1), "first": first, "last": last}
+                )
         return rows
 
     def problems(self) -> list[str]:

@@ -17,7 +17,7 @@ from benchmarks.chaos.cases import Case
 from benchmarks.chaos.compare import differences
 from benchmarks.chaos.program import Launch
 from benchmarks.chaos.task import GROUP_SIZE, LAYOUTS, overrides, place, run_dir_of
-from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV, parse
+from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV, parse_fault_plan
 
 MAX_RESTARTS = 2
 LAUNCH_S = 300.0  # deadline of one launch; it takes 15 s on a quiet machine
@@ -31,11 +31,17 @@ class Outcome:
 
     name: str
     plan: str
-    fired: list[str] = field(default_factory=list)  # of each fault of the plan that happened: who did what and when
-    exit_codes: list[int | None] = field(default_factory=list)  # of each launch; None: past its deadline
+    fired: list[str] = field(
+        default_factory=list
+    )  # of each fault of the plan that happened: who did what and when
+    exit_codes: list[int | None] = field(
+        default_factory=list
+    )  # of each launch; None: past its deadline
     restarts: int = 0
     seconds: float = 0.0
-    resumed_from: list[int | None] = field(default_factory=list)  # step, of each launch that has a run directory
+    resumed_from: list[int | None] = field(
+        default_factory=list
+    )  # step, of each launch that has a run directory
     num_repeated: int = 0  # samples of training that were generated more than once
     seconds_to_end: float | None = None  # from the fault to the end of the disturbed launch
     is_equal: bool = False  # bit for bit, or by state where the case says so
@@ -52,7 +58,9 @@ def undisturbed(config: Path, layout: str, directory: Path, settings: Mapping[st
     finally:
         launch.kill()
     if code != 0:
-        raise RuntimeError(f"the undisturbed run in {directory} ended with {code}:\n{tail(launch.console)}")
+        raise RuntimeError(
+            f"the undisturbed run in {directory} ended with {code}:\n{tail(launch.console)}"
+        )
     return run_dir_of(directory)
 
 
@@ -79,11 +87,15 @@ def run_case(case: Case, config: Path, reference: Path, directory: Path) -> Outc
             break
     outcome.seconds = round(time.monotonic() - start, 1)
     outcome.problems += _judge(case, outcome, reference, directory)
-    outcome.problems += [f"left in the transfer directory: {p.name}" for p in (directory / "transfer").iterdir()]
+    outcome.problems += [
+        f"left in the transfer directory: {p.name}" for p in (directory / "transfer").iterdir()
+    ]
     return outcome
 
 
-def _start(config: Path, layout: str, directory: Path, settings: Mapping[str, Any], env: Mapping[str, str]) -> Launch:
+def _start(
+    config: Path, layout: str, directory: Path, settings: Mapping[str, Any], env: Mapping[str, str]
+) -> Launch:
     values = {**LAYOUTS[layout], **place(directory), **settings}
     return Launch([str(config), *overrides(values)], directory, directory / "console", env)
 
@@ -99,7 +111,9 @@ def _watch(case: Case, launch: Launch, outcome: Outcome, faults: Path, is_first:
             if case.from_outside is not None:
                 target = launch.find(case.from_outside.role)
                 if target is None:
-                    outcome.problems.append(f"there is no {case.from_outside.role} to send a signal to")
+                    outcome.problems.append(
+                        f"there is no {case.from_outside.role} to send a signal to"
+                    )
                 else:
                     os.kill(target.pid, case.from_outside.number)
 
@@ -125,26 +139,36 @@ def _judge(case: Case, outcome: Outcome, reference: Path, directory: Path) -> li
     problems = []
     first = outcome.exit_codes[0]
     outcome.fired = fired(directory / "faults")
-    if len(outcome.fired) < len(parse(case.plan)):
+    if len(outcome.fired) < len(parse_fault_plan(case.plan)):
         problems.append(f"{len(outcome.fired)} of the faults of the plan have fired")
     elif case.first_exit is None and first == 0:
         problems.append("the disturbed launch ended with 0, as if nothing had happened")
     elif case.first_exit is not None and first not in case.first_exit:
-        problems.append(f"the disturbed launch ended with {first}, not with {' or '.join(map(str, case.first_exit))}")
+        problems.append(
+            f"the disturbed launch ended with {first}, not with {' or '.join(map(str, case.first_exit))}"
+        )
     if outcome.orphans:
         problems.append(f"{len(outcome.orphans)} processes were left")
     text = said(directory)
     problems += [f"nothing was said of {words!r}" for words in case.said if words not in text]
     if outcome.exit_codes[-1] != 0:
-        problems.append(f"not complete after {outcome.restarts} restarts:\n{tail(directory / 'console')}")
+        problems.append(
+            f"not complete after {outcome.restarts} restarts:\n{tail(directory / 'console')}"
+        )
         return problems
     run_dir = run_dir_of(directory)
     outcome.resumed_from = resumed_from(run_dir)
-    if case.has_checkpoint and outcome.restarts and (len(outcome.resumed_from) < 2 or None in outcome.resumed_from[1:]):
+    if (
+        case.has_checkpoint
+        and outcome.restarts
+        and (len(outcome.resumed_from) < 2 or None in outcome.resumed_from[1:])
+    ):
         problems.append(f"it did not go on from a checkpoint: {outcome.resumed_from}")
     outcome.num_repeated = num_generated(run_dir) - num_generated(reference)
     if not 0 <= outcome.num_repeated <= case.may_repeat:
-        problems.append(f"{outcome.num_repeated} samples more were generated than needed, not {case.may_repeat}")
+        problems.append(
+            f"{outcome.num_repeated} samples more were generated than needed, not {case.may_repeat}"
+        )
     try:
         different = differences(reference, run_dir, case.is_bitwise)
     except (OSError, ValueError, KeyError) as error:
@@ -170,7 +194,9 @@ def num_generated(run_dir: Path) -> int:
 def said(directory: Path) -> str:
     """The console, and the hang report where there is one."""
     report = run_dir_of(directory) / "hang_report.txt"
-    return (directory / "console").read_text(errors="replace") + (report.read_text() if report.exists() else "")
+    return (directory / "console").read_text(errors="replace") + (
+        report.read_text() if report.exists() else ""
+    )
 
 
 def tail(path: Path, num_lines: int = 15) -> str:

@@ -14,12 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import ROOT
-from rlhf_megatron.job import CONTROLLER_ENV
+from rlhf_megatron.jobs.train_job import CONTROLLER_ENV
 
 MARKER = "RLHF_MEGATRON_CHAOS"  # stands in the environment of every process of a launch
 POLL_S = 0.05
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "MASTER_", "SLURM_", "RLHF_MEGATRON_")
-_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NNODES", "NODE_RANK"}
+_LAUNCHER_NAMES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NNODES",
+    "NODE_RANK",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,9 @@ class Process:
 class Launch:
     """A started program. Its processes are found by a marker in their environment, wherever they have gone."""
 
-    def __init__(self, arguments: Sequence[str], directory: Path, console: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], directory: Path, console: Path, env: Mapping[str, str]
+    ) -> None:
         self.console = console
         self._marker = uuid.uuid4().hex
         self._start = time.monotonic()
@@ -134,15 +144,21 @@ def _read_process(entry: Path, marker: str) -> Process | None:
     if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
         return None
     words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    values = dict(pair.split("=", 1) for pair in environment.decode(errors="replace").split("\0") if "=" in pair)
-    return Process(int(entry.name), role_of(words, values), " ".join(words), len(os.listdir(entry / "fd")))
+    values = dict(
+        pair.split("=", 1)
+        for pair in environment.decode(errors="replace").split("\0")
+        if "=" in pair
+    )
+    return Process(
+        int(entry.name), role_of(words, values), " ".join(words), len(os.listdir(entry / "fd"))
+    )
 
 
 def role_of(words: Sequence[str], environment: Mapping[str, str]) -> str:
     """What a process is in its job, by command line and environment."""
     if "rlhf_megatron.runtime.torchrun.agent" in words:
         return "agent"
-    if (driver := "rlhf_megatron.rollout.drivers.process") in words:
+    if (driver := "rlhf_megatron.rollout.drivers.driver_process") in words:
         return f"driver{words[words.index(driver) + 2]}"
     if "--ready-file" in words:
         return Path(words[words.index("--ready-file") + 1]).name.split(".")[0]

@@ -37,8 +37,8 @@ from benchmarks.parity.run import LAYOUT_TIMEOUT_S, DistPool
 from benchmarks.parity.sharded import FIRST, hf_tensors, train_batch
 from benchmarks.parity.subjects import SUBJECTS
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.runtime.dispatch import scatter_calls
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.runtime.call_dispatch import make_scattered_call
 
 FAMILY = "qwen3_tied"
 WHOLE = ((0, NUM_SAMPLES),)
@@ -92,7 +92,9 @@ class Figure:
         return bool(self.error <= self.bar)  # a NaN is a miss
 
 
-def first_step(world: World, directory: Path, go_on: bool, **arguments: Any) -> tuple[Weights, Weights] | None:
+def first_step(
+    world: World, directory: Path, go_on: bool, **arguments: Any
+) -> tuple[Weights, Weights] | None:
     """A job of the worker pool: one optimizer step and its checkpoint; `go_on`: and the further step without a break.
 
     Returns this rank's weights before and after the further step.
@@ -128,26 +130,35 @@ def _worker(
     """(a worker, the function that makes one optimizer step with it). `seed`: of other weights than `state`."""
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        state = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+        state = {
+            name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()
+        }
     subject: Any = SUBJECTS[role](TWO, recipe, megatron)  # its mini-batch fits its own update
     worker = subject.make(FAMILIES[FAMILY], state, world)
     mini_batch = subject.mini_batch(train_batch(batch))
-    plan = scatter_calls(0, "update", mini_batch, world.layout, TWO.token_budget, {}).plans[world.coordinates.dp]
+    plan = make_scattered_call(
+        0, "update", mini_batch, world.layout, TWO.token_budget, {}
+    ).replica_plans[world.coordinates.dp]
 
     def step() -> None:
-        from rlhf_megatron.data.plan import take
+        from rlhf_megatron.data.replica_plan import take_replica_shard
 
-        subject.update(worker, take(mini_batch, plan), plan)
+        subject.update(worker, take_replica_shard(mini_batch, plan), plan)
 
     return worker, step
 
 
 def _export(worker: Any) -> Weights:
     """This rank's shards by Megatron name, the last stage's copy of a tied embedding too."""
-    from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
-    exported = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
-    return {name: p.detach().clone() for name, p in named_parameters(worker.backend.model.chunks).items()} | exported
+    exported = {
+        rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None
+    }
+    return {
+        name: p.detach().clone()
+        for name, p in collect_named_parameters(worker.backend.model.chunks).items()
+    } | exported
 
 
 @dataclass(frozen=True)
@@ -162,19 +173,33 @@ class Truth:
 
 @cache
 def truth(role: Role) -> Truth:
-    recipe, hf_config, state, batch = Recipe(), FAMILIES[FAMILY], make_state(FAMILY, role), make_batch()
+    recipe, hf_config, state, batch = (
+        Recipe(),
+        FAMILIES[FAMILY],
+        make_state(FAMILY, role),
+        make_batch(),
+    )
     with torch.no_grad():
         model = make_model(hf_config, state, torch.float64, role)
         columns = COLUMNS[role](model, batch, range(NUM_SAMPLES), recipe)
-    batch = add_past(batch, columns["log_probs"]) if role == "actor" else add_values(batch, columns["values"])
+    batch = (
+        add_past(batch, columns["log_probs"])
+        if role == "actor"
+        else add_values(batch, columns["values"])
+    )
 
     def update(one: Weights, two: Weights) -> Weights:
         names = [key.removeprefix("weights/") for key in two if key.startswith("weights/")]
         return {name: (two[f"weights/{name}"] - one[f"weights/{name}"]).double() for name in names}
 
-    exact = [run_reference(hf_config, state, batch, cut, recipe, torch.float64, role) for cut in (ONE, TWO)]
+    exact = [
+        run_reference(hf_config, state, batch, cut, recipe, torch.float64, role)
+        for cut in (ONE, TWO)
+    ]
     draws = [run_in_float32(hf_config, state, batch, cut, recipe, role) for cut in (ONE, TWO)]
-    return Truth(state, batch, update(*exact), [update(one, two) for one, two in zip(*draws, strict=True)])
+    return Truth(
+        state, batch, update(*exact), [update(one, two) for one, two in zip(*draws, strict=True)]
+    )
 
 
 def run_move(pool: DistPool, move: Move, directory: Path) -> list[Figure]:
@@ -220,11 +245,16 @@ def _full(shards: Sequence[Weights], axes: Axes, role: Role) -> Weights:
     return first
 
 
-def worst(where: str, update: Mapping[str, Tensor], exact: Mapping[str, Tensor], draws: Sequence[Weights]) -> Figure:
+def worst(
+    where: str, update: Mapping[str, Tensor], exact: Mapping[str, Tensor], draws: Sequence[Weights]
+) -> Figure:
     """The tensor that is nearest to its bar, or farthest over it."""
     figure = max(tensor_figures(update, exact, draws), key=lambda figure: share_of_bar(figure, BAR))
     return Figure(where, *figure, BAR * figure[2])
 
 
 def as_row(move: Move, figures: Sequence[Figure]) -> dict[str, Any]:
-    return {"name": move.name, "figures": [{**asdict(figure), "ok": figure.is_ok} for figure in figures]}
+    return {
+        "name": move.name,
+        "figures": [{**asdict(figure), "ok": figure.is_ok} for figure in figures],
+    }

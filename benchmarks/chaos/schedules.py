@@ -33,7 +33,12 @@ from benchmarks.chaos.bucket_faults import BUCKET_KINDS
 from benchmarks.chaos.fault_proxy import ProxyFault
 from benchmarks.chaos.stand import Pace, Stand, tiny_config
 from benchmarks.common import RESULTS, ROOT, write_result
-from rlhf_megatron.rollout.engine import EngineError, GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.engine_interface import (
+    EngineError,
+    GeneratedSample,
+    GenerateRequest,
+    SamplingParams,
+)
 
 DIRECTORY = ROOT / "runs" / "chaos_schedules"
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 8, 3, 6
@@ -50,7 +55,11 @@ def draw_faults(seed: int, pace: Pace, can_end: bool) -> tuple[ProxyFault, ...]:
     faults = []
     for _ in range(draw.randint(1, 3)):
         if draw.random() < 0.4:
-            faults.append(ProxyFault(draw.choice(BUCKET_KINDS), nth=draw.randint(1, 4), is_hidden=draw.random() < 0.5))
+            faults.append(
+                ProxyFault(
+                    draw.choice(BUCKET_KINDS), nth=draw.randint(1, 4), is_hidden=draw.random() < 0.5
+                )
+            )
             continue
         path = draw.choice(pace.paths)
         kind = draw.choice(GENERATE_KINDS if path == "/generate" else KINDS)
@@ -94,14 +103,16 @@ def requests_of(seed: int) -> list[GenerateRequest]:
 def run_schedule(stand: Stand, seed: int) -> Outcome:
     """New weights, faults, a sync, a generate call, and the checks."""
     start = time.monotonic()
-    stand.group.broadcast("shaker.shake", seed=seed).result()
+    stand.group.broadcast_call("shaker.shake", seed=seed).result()
     draw = random.Random(seed)
     outcome = Outcome(seed, {})
     for name in sorted(stand.proxies.by_name):
         can_end = seed % stand.pace.kill_every == 0 and name.endswith("0")
         faults = draw_faults(draw.randrange(2**31), stand.pace, can_end)
         stand.proxies.plan(name, faults)
-        outcome.faults[name] = [f"{fault.kind} {fault.path or 'bucket'} {fault.nth}" for fault in faults]
+        outcome.faults[name] = [
+            f"{fault.kind} {fault.path or 'bucket'} {fault.nth}" for fault in faults
+        ]
     requests = requests_of(seed)
     came: Counter[int] = Counter()
 
@@ -119,12 +130,19 @@ def run_schedule(stand: Stand, seed: int) -> Outcome:
         quieten(stand)
         outcome.num_samples = sum(map(len, groups))
         model = stand.reference()
-        outcome.problems = check(requests, groups, stand.sync.version, model)
-        outcome.problems += [f"group {i} came {came[i]} times" for i in range(len(requests)) if came[i] != 1]
+        outcome.problems = check(requests, groups, stand.sync.policy_version, model)
+        outcome.problems += [
+            f"group {i} came {came[i]} times" for i in range(len(requests)) if came[i] != 1
+        ]
         again = stand.fleet.generate(requests)
-        outcome.problems += [f"undisturbed: {words}" for words in check(requests, again, stand.sync.version, model)]
+        outcome.problems += [
+            f"undisturbed: {words}"
+            for words in check(requests, again, stand.sync.policy_version, model)
+        ]
         outcome.problems += other_tokens(groups, again)
-        outcome.counters = {name: int(value) for name, value in stand.fleet.take_counters().items() if value}
+        outcome.counters = {
+            name: int(value) for name, value in stand.fleet.take_counters().items() if value
+        }
     outcome.seconds = round(time.monotonic() - start, 2)
     return outcome
 
@@ -134,7 +152,9 @@ def quieten(stand: Stand) -> None:
         stand.proxies.plan(name, ())
 
 
-def other_tokens(groups: Sequence[Sequence[GeneratedSample]], again: Sequence[Sequence[GeneratedSample]]) -> list[str]:
+def other_tokens(
+    groups: Sequence[Sequence[GeneratedSample]], again: Sequence[Sequence[GeneratedSample]]
+) -> list[str]:
     """Samples that a call that nobody disturbs gives otherwise: same seeds, same weights."""
     return [
         f"sample {number} of group {index}: {sample.token_ids}, undisturbed {other.token_ids}"
@@ -145,13 +165,20 @@ def other_tokens(groups: Sequence[Sequence[GeneratedSample]], again: Sequence[Se
 
 
 def check(
-    requests: Sequence[GenerateRequest], groups: Sequence[Sequence[GeneratedSample]], version: int, model: Any
+    requests: Sequence[GenerateRequest],
+    groups: Sequence[Sequence[GeneratedSample]],
+    version: int,
+    model: Any,
 ) -> list[str]:
     """Numbers, versions and log-probs of what was generated."""
     problems = []
     if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
         problems.append(f"groups have {[len(group) for group in groups]} samples")
-    samples = [(request, sample) for request, group in zip(requests, groups, strict=True) for sample in group]
+    samples = [
+        (request, sample)
+        for request, group in zip(requests, groups, strict=True)
+        for sample in group
+    ]
     if versions := {sample.policy_version for _, sample in samples} - {version}:
         problems.append(f"samples of versions {sorted(versions)}, the current one is {version}")
     worst = max(difference(model, request.prompt_ids, sample) for request, sample in samples)
@@ -204,15 +231,25 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--engine", choices=("local", "sglang"), default="local")
-    parser.add_argument("--router", choices=("balancer", "sglang"), default="balancer", help="of engine sglang")
+    parser.add_argument(
+        "--router", choices=("balancer", "sglang"), default="balancer", help="of engine sglang"
+    )
     parser.add_argument("--count", type=int, default=200, help="schedules (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no schedule after so long")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="begin no schedule after so long"
+    )
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
-    parser.add_argument("--out", type=Path, help="benchmarks/results/chaos_schedules[_sglang[_router]].json")
+    parser.add_argument(
+        "--out", type=Path, help="benchmarks/results/chaos_schedules[_sglang[_router]].json"
+    )
     args = parser.parse_args(argv)
     if args.out is None:
-        name = "chaos_schedules" + "_sglang" * (args.engine == "sglang") + "_router" * (args.router == "sglang")
+        name = (
+            "chaos_schedules"
+            + "_sglang" * (args.engine == "sglang")
+            + "_router" * (args.router == "sglang")
+        )
         args.out = RESULTS / f"{name}.json"
     start = time.monotonic()
     outcomes, fired, startup_s = run(args)
@@ -232,12 +269,18 @@ def main(argv: list[str] | None = None) -> int:
         "failed_seeds": failed,
         "fired": fired,
         "counters": dict(counters),
-        "problems": [f"schedule {outcome.seed}: {words}" for outcome in outcomes for words in outcome.problems],
+        "problems": [
+            f"schedule {outcome.seed}: {words}"
+            for outcome in outcomes
+            for words in outcome.problems
+        ],
         "startup_seconds": round(startup_s, 1),
         "seconds": round(seconds, 1),
         "schedules": [outcome.row() for outcome in outcomes],
     }
-    command = " ".join(["python -m benchmarks.chaos.schedules", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(
+        ["python -m benchmarks.chaos.schedules", *(sys.argv[1:] if argv is None else argv)]
+    )
     path = write_result(args.out.stem, command, result, args.out.parent)
     print(
         f"{len(outcomes)} schedules, {sum(fired.values())} faults, {num_samples} samples,"

@@ -24,21 +24,23 @@ from benchmarks.chaos.task import LAYOUTS, MODEL, overrides, place, write_task
 from benchmarks.common import ROOT
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.engine import Engine, EngineAddress
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
-from rlhf_megatron.rollout.fleet.supervisor import Supervision
-from rlhf_megatron.rollout.kinds import balancer_kind, connect
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.pool import Pool
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.runtime.roles import RoleBuilder
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.rollout.engine_interface import EngineAddress, InferenceEngine
+from rlhf_megatron.rollout.engine_kinds import connect_engine, get_balancer_kind
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.engine_setup import MIB, EngineSetup
+from rlhf_megatron.rollout.fleet.engine_supervisor import SupervisionSettings
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.rank_pools import PoolMember
+from rlhf_megatron.runtime.rank_roles import RoleBuilder
+from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 SHAKE = 0.05  # standard deviation of what is added to every weight before a sync
-SGLANG_CPU = ROOT / "configs" / "quickstart_sglang.yaml"  # has the arguments for a machine without a GPU
+SGLANG_CPU = (
+    ROOT / "configs" / "quickstart_sglang.yaml"
+)  # has the arguments for a machine without a GPU
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,29 @@ class Pace:
 
 PACES = {
     "local": Pace(
-        4.0, 4.0, 10, ("/generate", "/begin_weight_update", "/commit_weight_update", "/weight_digests", "/health")
+        4.0,
+        4.0,
+        10,
+        (
+            "/generate",
+            "/begin_weight_update",
+            "/commit_weight_update",
+            "/weight_digests",
+            "/health",
+        ),
     ),
     "sglang": Pace(
         8.0,
         10.0,
         25,
         (
-            *("/generate", "/begin_weight_update", "/end_weight_update", "/update_weight_version", "/flush_cache"),
+            *(
+                "/generate",
+                "/begin_weight_update",
+                "/end_weight_update",
+                "/update_weight_version",
+                "/flush_cache",
+            ),
             *("/pause_generation", "/continue_generation", "/server_info"),
         ),
     ),
@@ -92,18 +109,18 @@ class Proxies:
     by_name: dict[str, FaultProxy] = field(default_factory=dict)
     fired: Counter[str] = field(default_factory=Counter)
 
-    def connect(self, address: EngineAddress) -> Engine:
+    def connect(self, address: EngineAddress) -> InferenceEngine:
         self._count(address.name)
         name = address.name
         proxy = FaultProxy(
             address,
             self.transfer_dir,
-            kill_engine=lambda: self.servers.kill(name),
-            hang_engine=lambda: hang(self.servers.process(name).pid),
+            kill_engine=lambda: self.servers.kill_server(name),
+            hang_engine=lambda: hang(self.servers.get_process(name).pid),
             timeout_s=self.timeout_s,
         )
         self.by_name[name] = self.stack.enter_context(proxy)
-        return connect(proxy.address, self.transfer_dir)
+        return connect_engine(proxy.address, self.transfer_dir)
 
     def plan(self, name: str, faults: Sequence[ProxyFault]) -> None:
         """From now on. `nth` of each fault counts from here."""
@@ -149,20 +166,22 @@ class Stand:
         self.directory = directory
         self.pace = PACES[config.rollout.engine]
         transfer = stack.enter_context(
-            make_transfer_dir(directory / "transfer", EngineSetup.of(config).transfer_bytes())
+            make_transfer_directory(
+                directory / "transfer", EngineSetup.from_config(config).compute_transfer_bytes()
+            )
         )
         self.transfer_dir = transfer.path
-        servers = EngineSetup.of(config).start(directory, transfer.path, None)
+        servers = EngineSetup.from_config(config).start_servers(directory, transfer.path, None)
         assert isinstance(servers, EngineServers), "engines that were started, not attached"
         self.servers = stack.enter_context(servers)
         self.proxies = Proxies(self.servers, transfer.path, stack, 1.25 * self.pace.request_s)
         build = RoleBuilder(config)
 
-        def build_with_shaker(pool: Pool) -> Any:
+        def build_with_shaker(pool: PoolMember) -> Any:
             roles = dict(build(pool))
             return {**roles, "shaker": Shaker(roles["actor"])}
 
-        self.group = InlineGroup(build_with_shaker)
+        self.group = InlineWorkerGroup(build_with_shaker)
         stack.callback(self.group.close)
         self.version = 0
         self._make_fleet()
@@ -170,30 +189,52 @@ class Stand:
 
     def _make_fleet(self) -> None:
         rollout, pace = self.config.rollout, self.pace
-        supervision = Supervision(self.servers, self.proxies.connect, 0.5, pace.health_s, max_restarts=10_000)
+        supervision = SupervisionSettings(
+            self.servers, self.proxies.connect, 0.5, pace.health_s, max_restarts=10_000
+        )
         engines = [self.proxies.connect(address) for address in self.servers.addresses]
-        balancer = balancer_kind(rollout.router).build(EngineSetup.of(self.config), self.directory)
+        balancer = get_balancer_kind(rollout.router).build_balancer(
+            EngineSetup.from_config(self.config), self.directory
+        )
         is_closed = rollout.engine == "local"
         self.fleet = EngineFleet(
-            engines, pace.request_s, 20, supervision=supervision, balancer=balancer, is_closed=is_closed
+            engines,
+            pace.request_s,
+            20,
+            supervision=supervision,
+            balancer=balancer,
+            is_isolated=is_closed,
         )
         bucket_bytes = rollout.update_weights_bucket_megabytes * MIB
         self.sync = WeightSync(
-            Workers(self.group).host, self.fleet, self.transfer_dir, bucket_bytes, "float32", self.version
+            RoleProxies(self.group).host,
+            self.fleet,
+            self.transfer_dir,
+            bucket_bytes,
+            "float32",
+            self.version,
         )
 
     def restart(self) -> None:
         """As a run that is started again would: another fleet, the version kept. Servers that take long to start and
         have not died are those that run."""
-        self.version = self.sync.version
+        self.version = self.sync.policy_version
         self.fleet.close()
         deadline = time.monotonic() + self.config.rollout.startup_timeout_s
-        while any(call.verb == "restart" and call.seconds is None for call in self.fleet.calls()):
-            assert time.monotonic() < deadline, "a server that was being started again has not come up"
+        while any(
+            call.verb == "restart" and call.seconds is None
+            for call in self.fleet.list_recent_calls()
+        ):
+            assert time.monotonic() < deadline, (
+                "a server that was being started again has not come up"
+            )
             time.sleep(0.1)
         for address in self.servers.addresses:
-            if self.config.rollout.engine == "local" or self.servers.ending(address.name) is not None:
-                self.servers.restart(address.name)
+            if (
+                self.config.rollout.engine == "local"
+                or self.servers.describe_exit(address.name) is not None
+            ):
+                self.servers.restart_server(address.name)
         self._make_fleet()
 
     def reference(self) -> Any:
@@ -202,7 +243,7 @@ class Stand:
 
         directory = self.directory / "hf"
         shutil.rmtree(directory, ignore_errors=True)
-        self.group.broadcast("host.save_hf", directory=directory).result()
+        self.group.broadcast_call("host.save_hf", directory=directory).result()
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
@@ -214,9 +255,18 @@ def tiny_config(directory: Path, engine: str, router: str) -> RunConfig:
     (model / "config.json").write_text(json.dumps({**tree, "num_hidden_layers": 2}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, model / name)
-    values = {**LAYOUTS["inline"], **place(directory), "model.path": str(model), "rollout.num_engines": 2}
+    values = {
+        **LAYOUTS["inline"],
+        **place(directory),
+        "model.path": str(model),
+        "rollout.num_engines": 2,
+    }
     if engine == "sglang":
-        values |= {"rollout.engine": "sglang", "rollout.router": router, "trainer.deterministic": False}
+        values |= {
+            "rollout.engine": "sglang",
+            "rollout.router": router,
+            "trainer.deterministic": False,
+        }
         values |= {"rollout.sglang": sglang_on_cpu(), "rollout.max_engine_restarts": 10_000}
     return load_run_config(write_task(directory), overrides(values)).config
 

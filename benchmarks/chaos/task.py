@@ -86,10 +86,14 @@ def settings(directory: Path) -> dict[str, Any]:
 def write_task(directory: Path, seed: int = 1) -> Path:
     """Prompts and configuration under `directory`. Returns the configuration's path."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 20), ("val", 12)):  # 20 prompts, 8 a step: an epoch ends inside a step
+    for name, count in (
+        ("train", 20),
+        ("val", 12),
+    ):  # 20 prompts, 8 a step: an epoch ends inside a step
         draw = random.Random(f"{name}{seed}")
         rows = [
-            {"prompt": f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=", "answer": "0"} for _ in range(count)
+            {"prompt": f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=", "answer": "0"}
+            for _ in range(count)
         ]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = directory / "tiny.yaml"
@@ -105,7 +109,10 @@ def overrides(values: Mapping[str, Any]) -> list[str]:
 def place(directory: Path) -> dict[str, Any]:
     """Settings by which a run keeps all its files under `directory`, which it makes where they must exist."""
     (directory / "transfer").mkdir(parents=True, exist_ok=True)
-    return {"trainer.default_local_dir": str(directory / "runs"), "rollout.transfer_dir": str(directory / "transfer")}
+    return {
+        "trainer.default_local_dir": str(directory / "runs"),
+        "rollout.transfer_dir": str(directory / "transfer"),
+    }
 
 
 def run_dir_of(directory: Path) -> Path:
@@ -117,12 +124,19 @@ def write_soak(directory: Path, seed: int) -> Path:
     path = write_task(directory, seed)
     tree = settings(directory)
     draw = random.Random(seed)
-    rows = [{"prompt": f"{i % 100:02d}+{draw.randrange(100):02d}=", "answer": "0"} for i in range(300)]
+    rows = [
+        {"prompt": f"{i % 100:02d}+{draw.randrange(100):02d}=", "answer": "0"} for i in range(300)
+    ]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree["data"] |= {"train_batch_size": SOAK_PROMPTS}
     tree["actor"] |= {"optim": {"lr": SOAK_LR}, "mini_batch_size": SOAK_PROMPTS * SOAK_GROUP_SIZE}
     tree["actor"] |= {"ppo_max_token_len_per_gpu": 1024}
-    tree["rollout"] |= {"n": SOAK_GROUP_SIZE, "max_num_seqs": 256, "num_engines": 2, "max_engine_restarts": 1000}
+    tree["rollout"] |= {
+        "n": SOAK_GROUP_SIZE,
+        "max_num_seqs": 256,
+        "num_engines": 2,
+        "max_engine_restarts": 1000,
+    }
     tree["rollout"] |= {"health_timeout_s": 5.0}
     tree["reward"] = {
         "name": "function",

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from benchmarks.chaos.program import Launch, Process
 
-LARGEST_FILE = 2 << 20  # bytes, with a full disk: more than a weight bucket, less than a rank's part of a checkpoint
+LARGEST_FILE = (
+    2 << 20
+)  # bytes, with a full disk: more than a weight bucket, less than a rank's part of a checkpoint
 PAUSE_S = 2.0
 OUTAGE_S = 3.0
 FULL_DISK_S = 20.0
@@ -68,7 +70,10 @@ def schedule(seconds: float, count: int, seed: int) -> list[Trouble]:
     kinds = _take(endings, num_endings, draw) + _take(others, count - num_endings, draw)
     draw.shuffle(kinds)
     part = 0.9 * seconds / max(1, count)
-    return [Trouble(part * (i + draw.random()), kind, draw.randrange(2**31)) for i, kind in enumerate(kinds)]
+    return [
+        Trouble(part * (i + draw.random()), kind, draw.randrange(2**31))
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def _take(names: list[str], count: int, draw: random.Random) -> list[str]:
@@ -77,7 +82,9 @@ def _take(names: list[str], count: int, draw: random.Random) -> list[str]:
     return [shuffled[i % len(shuffled)] for i in range(count)]
 
 
-def _signal_to(roles: tuple[str, ...], number: signal.Signals) -> Callable[[Scene, random.Random], Done | None]:
+def _signal_to(
+    roles: tuple[str, ...], number: signal.Signals
+) -> Callable[[Scene, random.Random], Done | None]:
     def act(scene: Scene, draw: random.Random) -> Done | None:
         process = scene.launch.find(draw.choice(roles))
         return _send(process, number) if process else None
@@ -99,7 +106,9 @@ def _pause(roles: tuple[str, ...]) -> Callable[[Scene, random.Random], Done | No
         if process is None:
             return None
         done = _send(process, signal.SIGSTOP)
-        return Done(f"{done.text} for {PAUSE_S:g} s", lambda: void(_send(process, signal.SIGCONT)), PAUSE_S)
+        return Done(
+            f"{done.text} for {PAUSE_S:g} s", lambda: void(_send(process, signal.SIGCONT)), PAUSE_S
+        )
 
     return act
 
@@ -114,7 +123,9 @@ def _corrupt_newest(scene: Scene, draw: random.Random) -> Done | None:
     newest = newest_checkpoint(scene.run_dir)
     if controller is None or newest is None:
         return None
-    path = draw.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
+    path = draw.choice(
+        sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    )
     position = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(position)
@@ -133,7 +144,11 @@ def newest_checkpoint(run_dir: Path, at_least: int = 2) -> Path | None:
 
 def _reward_outage(scene: Scene, draw: random.Random) -> Done:
     scene.outage.touch()
-    return Done(f"reward service down for {OUTAGE_S:g} s", lambda: scene.outage.unlink(missing_ok=True), OUTAGE_S)
+    return Done(
+        f"reward service down for {OUTAGE_S:g} s",
+        lambda: scene.outage.unlink(missing_ok=True),
+        OUTAGE_S,
+    )
 
 
 def _kill_reward_worker(scene: Scene, draw: random.Random) -> Done | None:
@@ -159,7 +174,11 @@ def _full_disk(scene: Scene, draw: random.Random) -> Done | None:
         for process in ranks:
             limit_files(process.pid, resource.RLIM_INFINITY)
 
-    return Done(f"ranks cannot write files over {LARGEST_FILE >> 20} MiB for {FULL_DISK_S:g} s", undo, FULL_DISK_S)
+    return Done(
+        f"ranks cannot write files over {LARGEST_FILE >> 20} MiB for {FULL_DISK_S:g} s",
+        undo,
+        FULL_DISK_S,
+    )
 
 
 def limit_files(pid: int, num_bytes: int) -> None:

@@ -12,26 +12,32 @@ from benchmarks.chaos.compare import Row, rows_of, samples_of
 from benchmarks.chaos.task import SOAK_GROUP_SIZE, SOAK_PROMPTS
 
 LAST_STEPS = 20  # whose mean reward is held against the target
-COUNTERS = ("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued")  # of each step
+COUNTERS = (
+    "rollout/engine_restarts",
+    "rollout/engine_failures",
+    "rollout/requests_reissued",
+)  # of each step
 
 
 def expected_prompts(config: Path, num_steps: int) -> list[Counter[str]]:
     """The prompts of each step, from the data alone: what a run that was never disturbed draws."""
     from rlhf_megatron.config.load import load_run_config
-    from rlhf_megatron.scheduler.run import load_data, run_data
+    from rlhf_megatron.controller.scheduler.training_run import load_run_prompts, make_run_data
 
     run_config = load_run_config(config, []).config
-    stream = run_data(
+    stream = make_run_data(
         run_config.data,
         run_config.trainer.seed,
         run_config.rollout.stop,
-        *load_data(run_config.model, run_config.data),
+        *load_run_prompts(run_config.model, run_config.data),
     ).stream
     assert stream is not None
-    return [Counter(stream.next(step).prompts) for step in range(1, num_steps + 1)]
+    return [Counter(stream.draw_step_prompts(step).prompts) for step in range(1, num_steps + 1)]
 
 
-def conservation(rows: Sequence[Row], samples: Sequence[Row], prompts: Sequence[Counter[str]]) -> Iterator[str]:
+def conservation(
+    rows: Sequence[Row], samples: Sequence[Row], prompts: Sequence[Counter[str]]
+) -> Iterator[str]:
     """Steps without gap or repetition; one version up a step; each prompt of a step sampled exactly as often as asked,
     by the policy that the step before had left. `rows`: of kind step."""
     steps = [row["step"] for row in rows]
@@ -51,7 +57,9 @@ def conservation(rows: Sequence[Row], samples: Sequence[Row], prompts: Sequence[
         found = by_step.get(row["step"], [])
         if row["rollout/num_samples"] != SOAK_PROMPTS * SOAK_GROUP_SIZE:
             yield f"step {row['step']} has {row['rollout/num_samples']} samples"
-        if Counter(s["prompt"] for s in found) != Counter({p: n * SOAK_GROUP_SIZE for p, n in expected.items()}):
+        if Counter(s["prompt"] for s in found) != Counter(
+            {p: n * SOAK_GROUP_SIZE for p, n in expected.items()}
+        ):
             yield f"step {row['step']}: its {len(found)} samples are not those of its prompts"
         if stale := {s["policy_version"] for s in found} - {version - 1}:
             yield f"step {row['step']}: samples of versions {sorted(stale)}, not {version - 1}"
@@ -76,7 +84,9 @@ def read(run_dir: Path, config: Path) -> tuple[dict[str, Any], list[str]]:
             [row["checkpoint/num_failed"] for row in rows if "checkpoint/num_failed" in row]
         ),
     }
-    return figures, list(conservation(rows, samples_of(run_dir), expected_prompts(config, len(rows))))
+    return figures, list(
+        conservation(rows, samples_of(run_dir), expected_prompts(config, len(rows)))
+    )
 
 
 def total(counts: Sequence[float]) -> float:

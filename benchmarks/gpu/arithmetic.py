@@ -66,7 +66,9 @@ def percent(part: float, whole: float) -> float:
 
 def peak_flops(device_name: str) -> float | None:
     """Of the longest name in the table that the device's name has; None for a device that is not in it."""
-    known = [name for name in PEAKS if set(name.split()) <= set(device_name.replace("-", " ").split())]
+    known = [
+        name for name in PEAKS if set(name.split()) <= set(device_name.replace("-", " ").split())
+    ]
     return PEAKS[max(known, key=len)] if known else None
 
 
@@ -88,7 +90,9 @@ class StepFlop:
         return self.head / self.total
 
 
-def step_flop(hf_config: Mapping[str, Any], lengths: Sequence[int], num_rows: int, num_passes: int = 3) -> StepFlop:
+def step_flop(
+    hf_config: Mapping[str, Any], lengths: Sequence[int], num_rows: int, num_passes: int = 3
+) -> StepFlop:
     """Of a step over documents of `lengths` tokens of which the head sees `num_rows`.
 
     `num_passes`: 3 for training (the backward pass counts twice), 1 for a forward pass.

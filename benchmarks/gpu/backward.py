@@ -26,7 +26,9 @@ def run(is_quick: bool) -> CaseResult:
     ):
         _shape(recorder, label, shape, bars)
         recorder.free()
-    add_baselines(recorder, "backward, tp 1", HeadInputs.make(whole, recorder.device), with_backward=True)
+    add_baselines(
+        recorder, "backward, tp 1", HeadInputs.make(whole, recorder.device), with_backward=True
+    )
     return recorder.result()
 
 
@@ -47,14 +49,20 @@ def _shape(recorder: Recorder, label: str, shape: HeadShape, bars: Bars) -> None
         main_grad,
     )
     if best is not None:
-        recorder.attempt(f"{label}, memory", lambda: _memory(recorder, label, inputs, best, main_grad))
+        recorder.attempt(
+            f"{label}, memory", lambda: _memory(recorder, label, inputs, best, main_grad)
+        )
 
 
-def _memory(recorder: Recorder, label: str, inputs: HeadInputs, best: Timed, main_grad: MainGrad) -> None:
+def _memory(
+    recorder: Recorder, label: str, inputs: HeadInputs, best: Timed, main_grad: MainGrad
+) -> None:
     head = OurHead(inputs, best.backend, best.chunk_size, main_grad)
     head.both()
     extra = peak_bytes(head.both, recorder.device)
-    recorder.add(f"{label}, memory beyond main_grad", extra / 2**30, "GiB", f"of {best}", MEMORY_BAR_GIB)
+    recorder.add(
+        f"{label}, memory beyond main_grad", extra / 2**30, "GiB", f"of {best}", MEMORY_BAR_GIB
+    )
 
 
 CASE = Case("G3", "backward with logits computed again", run)

@@ -28,7 +28,9 @@ MAX_NAIVE_TOKENS = 8192  # of a whole vocabulary: 20 bytes a logit
 class Baseline:
     """`function`: (hidden, weight, targets) -> what gets gradients. `note`: what it leaves out."""
 
-    def __init__(self, inputs: HeadInputs, function: Callable[..., tuple[Tensor, ...]], note: str = "") -> None:
+    def __init__(
+        self, inputs: HeadInputs, function: Callable[..., tuple[Tensor, ...]], note: str = ""
+    ) -> None:
         self.inputs = inputs
         self.function = function
         self.note = note
@@ -39,13 +41,18 @@ class Baseline:
         self.outputs = self.function(inputs.hidden_TH, inputs.weight_VH, inputs.targets_T)
 
     def forward_only(self) -> None:
-        inputs = self.inputs  # detached: some form gradients in their forward pass where an input asks for them
+        inputs = (
+            self.inputs
+        )  # detached: some form gradients in their forward pass where an input asks for them
         with torch.no_grad():
             self.function(inputs.hidden_TH.detach(), inputs.weight_VH.detach(), inputs.targets_T)
 
     def backward(self) -> None:
         grads = (self.inputs.grad_log_probs_T, self.inputs.grad_entropies_T)
-        upstream = [grad.to(out.dtype) if out.dim() else None for out, grad in zip(self.outputs, grads, strict=False)]
+        upstream = [
+            grad.to(out.dtype) if out.dim() else None
+            for out, grad in zip(self.outputs, grads, strict=False)
+        ]
         torch.autograd.backward(list(self.outputs), upstream)
 
     def both(self) -> None:
@@ -116,7 +123,9 @@ def add_baselines(recorder: Recorder, label: str, inputs: HeadInputs, with_backw
     for name, make in BASELINES.items():
         recorder.attempt(
             f"{label}, {name}",
-            lambda name=name, make=make: _measure(recorder, f"{label}, {name}", make(inputs), with_backward),
+            lambda name=name, make=make: _measure(
+                recorder, f"{label}, {name}", make(inputs), with_backward
+            ),
         )
         inputs.forget_gradients()
 
@@ -127,6 +136,8 @@ def _measure(recorder: Recorder, name: str, baseline: Baseline, with_backward: b
     if not with_backward:
         recorder.add_times(name, time_run(baseline.forward_only, recorder.device, limit_s))
         return
-    _, backward = time_parts([baseline.forward, baseline.backward], recorder.device, limit_s, before=baseline.forget)
+    _, backward = time_parts(
+        [baseline.forward, baseline.backward], recorder.device, limit_s, before=baseline.forget
+    )
     recorder.add_times(name, backward)
     recorder.add_times(f"{name}, with forward", time_run(baseline.both, recorder.device, limit_s))

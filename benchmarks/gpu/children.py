@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
-from rlhf_megatron.runtime.processes import die_with_parent
+from rlhf_megatron.runtime.process_control import die_with_parent
 from tools.cuda_rehearsal.environment import python_path
 
 MESSAGE_LENGTH = 2000
@@ -66,7 +66,9 @@ def run_case(name: str, budget_s: float, is_quick: bool = False) -> dict[str, An
         command += [f"--limit-s={max(1.0, budget_s - GRACE_S)}", *(["--quick"] if is_quick else [])]
         with errors.open("w") as stream:
             code = run_group(command, budget_s, stderr=stream)
-        found = json.loads(output.read_text()) if output.exists() else {"figures": [], "details": {}}
+        found = (
+            json.loads(output.read_text()) if output.exists() else {"figures": [], "details": {}}
+        )
         message = errors.read_text()[-MESSAGE_LENGTH:]
     outcome = {None: "out of time", 0: "measured"}.get(code, "failed")
     if outcome != "measured":
@@ -102,7 +104,12 @@ def end_group(child: subprocess.Popen[Any]) -> None:
 
 def environment() -> dict[str, str]:
     """Children find the package and what lies on this process's path, without an installation."""
-    return {**os.environ, "PYTHONPATH": python_path(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        "PYTHONPATH": python_path(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def num_missed(cases: Mapping[str, Mapping[str, Any]]) -> int:

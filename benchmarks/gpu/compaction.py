@@ -17,13 +17,19 @@ from benchmarks.gpu.head import (
     backends,
 )
 from benchmarks.gpu.recorder import Recorder
-from benchmarks.gpu.small_models import CONFIGS, QUICK_CONFIG, DeviceWeights, make_batch, make_lengths
+from benchmarks.gpu.small_models import (
+    CONFIGS,
+    QUICK_CONFIG,
+    DeviceWeights,
+    make_batch,
+    make_lengths,
+)
 from benchmarks.gpu.timing import time_run
 from benchmarks.gpu.train_step import LONGEST, NUM_TOKENS, TOKEN_BUDGETS, make_actor
 from benchmarks.kernels.case import Case, CaseResult
-from rlhf_megatron.data.plan import plan_replicas, take
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import create_world, destroy_world
+from rlhf_megatron.data.replica_plan import plan_replicas, take_replica_shard
+from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 SHARES = (0.25, 0.5)  # of response tokens
 BAR = 0.95  # of what the share promises
@@ -45,12 +51,16 @@ def _head(recorder: Recorder) -> None:
     recorder.add_times("head, all tokens", whole)
     generator = torch.Generator().manual_seed(0)
     for share in SHARES:
-        rows_R = torch.randperm(num_tokens, generator=generator)[: int(share * num_tokens)].sort().values
+        rows_R = (
+            torch.randperm(num_tokens, generator=generator)[: int(share * num_tokens)].sort().values
+        )
         head = OurHead(inputs, backend, chunk_size, rows_R=rows_R.to(recorder.device))
         times = head.time_forward(recorder.device, recorder.limit_s)
         recorder.add_times(f"head, {share:.0%} of the tokens", times)
         gain = whole.median / times.median
-        recorder.add(f"head, {share:.0%} of the tokens: speed", gain, "x", "all tokens", BAR / share, True)
+        recorder.add(
+            f"head, {share:.0%} of the tokens: speed", gain, "x", "all tokens", BAR / share, True
+        )
 
 
 def _pass(recorder: Recorder) -> None:
@@ -58,12 +68,14 @@ def _pass(recorder: Recorder) -> None:
     hf_config = QUICK_CONFIG if recorder.is_quick else CONFIGS["0.5B"]
     lengths = make_lengths(256, 64) if recorder.is_quick else make_lengths(NUM_TOKENS, LONGEST)
     plan = plan_replicas(lengths, 1, 128 if recorder.is_quick else TOKEN_BUDGETS[0])[0]
-    world = create_world(Layout(1), recorder.device)
+    world = create_world(ParallelLayout(1), recorder.device)
     try:
         actor = make_actor(hf_config, DeviceWeights(recorder.device), world, recorder.dtype)
         speeds = {}
         for share in (1.0, *SHARES):
-            shard = take(make_batch(lengths, hf_config["vocab_size"], 1.0 - share), plan)
+            shard = take_replica_shard(
+                make_batch(lengths, hf_config["vocab_size"], 1.0 - share), plan
+            )
             run_pass = lambda shard=shard: actor.log_probs(shard, plan, 1.0, with_entropy=True)  # noqa: E731
             times = time_run(run_pass, recorder.device, recorder.limit_s)
             speeds[share] = sum(lengths) / times.median
@@ -71,7 +83,9 @@ def _pass(recorder: Recorder) -> None:
             recorder.add(f"whole pass, response {share:.0%}, speed", speeds[share], "tokens/s")
         for share in SHARES:
             gain = speeds[share] / speeds[1.0]
-            recorder.add(f"whole pass, response {share:.0%}: speed", gain, "x", "a head on all tokens")
+            recorder.add(
+                f"whole pass, response {share:.0%}: speed", gain, "x", "a head on all tokens"
+            )
     finally:
         destroy_world()
 

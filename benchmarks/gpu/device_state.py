@@ -24,7 +24,12 @@ TIMEOUT_S = 20
 
 def device_state() -> dict[str, Any]:
     """Of the first device; {"error": why} where nvidia-smi is missing or fails."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--id=0",
+        f"--query-gpu={','.join(FIELDS)}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -36,7 +41,10 @@ def device_state() -> dict[str, Any]:
 
 def parse_state(line: str) -> dict[str, Any]:
     """Field -> number, or text where it is none ("[N/A]")."""
-    return {name: _number(value.strip()) for name, value in zip(FIELDS, line.strip().split(","), strict=True)}
+    return {
+        name: _number(value.strip())
+        for name, value in zip(FIELDS, line.strip().split(","), strict=True)
+    }
 
 
 def describe_device() -> dict[str, Any]:

@@ -61,7 +61,10 @@ def run_pytest(
         outcomes |= {outcome.name: outcome for outcome in ended.outcomes}
         left = [name for name in ended.collected if name not in outcomes]
         if time.monotonic() >= deadline:
-            return [*outcomes.values(), *(Outcome(name, "not run", 0.0, "the time was up") for name in left)]
+            return [
+                *outcomes.values(),
+                *(Outcome(name, "not run", 0.0, "the time was up") for name in left),
+            ]
         if ended.running is not None:  # it has failed; a next process runs the others
             outcomes[ended.running] = Outcome(ended.running, "failed", ended.seconds, ended.why)
             continue
@@ -83,32 +86,60 @@ class _Ended:
 
 
 def _one_process(
-    files: Sequence[Path], arguments: Sequence[str], done: Sequence[str], deadline: float, test_limit_s: float
+    files: Sequence[Path],
+    arguments: Sequence[str],
+    done: Sequence[str],
+    deadline: float,
+    test_limit_s: float,
 ) -> _Ended:
     with tempfile.TemporaryDirectory() as folder:
         stream, log, left_out = Path(folder) / "stream", Path(folder) / "log", Path(folder) / "done"
         stream.touch()
         left_out.write_text("\n".join(done))
-        command = [sys.executable, "-m", "pytest", *map(str, files), *arguments, "-q", "-p", "no:cacheprovider"]
-        command += ["-p", "benchmarks.gpu.stream_plugin", f"--stream={stream}", f"--done={left_out}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *map(str, files),
+            *arguments,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+        ]
+        command += [
+            "-p",
+            "benchmarks.gpu.stream_plugin",
+            f"--stream={stream}",
+            f"--done={left_out}",
+        ]
         command += ["--continue-on-collection-errors"]
         with log.open("w") as output:
             child = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             code, idle = _watch(child, stream, deadline, test_limit_s)
         events = [json.loads(line) for line in stream.read_text().splitlines()]
         tail = log.read_text()[-MESSAGE_LENGTH:]
     found = [Outcome(**event) for event in events if "outcome" in event]
     started = [event["started"] for event in events if "started" in event]
-    running = started[-1] if started and started[-1] not in {outcome.name for outcome in found} else None
+    running = (
+        started[-1] if started and started[-1] not in {outcome.name for outcome in found} else None
+    )
     return _Ended(
         outcomes=tuple(found),
         collected=tuple(name for event in events for name in event.get("collected", ())),
         running=running,
         seconds=round(idle, 1),
-        why=f"not done after {idle:.0f} s" if code is None else f"the process ended with {code}: {tail}",
-        is_whole=running is None and code in (0, 1, 2, 5),  # passed, failed, interrupted by import errors, none found
+        why=f"not done after {idle:.0f} s"
+        if code is None
+        else f"the process ended with {code}: {tail}",
+        is_whole=running is None
+        and code in (0, 1, 2, 5),  # passed, failed, interrupted by import errors, none found
     )
 
 
@@ -127,7 +158,9 @@ def _watch(
         end_group(child)
 
 
-def run_functions(checks: Mapping[str, Callable[[], dict[str, float]]], missing: type[Exception]) -> list[Outcome]:
+def run_functions(
+    checks: Mapping[str, Callable[[], dict[str, float]]], missing: type[Exception]
+) -> list[Outcome]:
     """Without pytest: call each check. `missing`: what a check raises whose packages are not there."""
     outcomes = []
     for name, check in checks.items():
@@ -139,7 +172,9 @@ def run_functions(checks: Mapping[str, Callable[[], dict[str, float]]], missing:
             kind, message = "skipped", str(error)
         except Exception:  # any failure of a check is its outcome
             kind, message = "failed", traceback.format_exc()[-MESSAGE_LENGTH:]
-        outcomes.append(Outcome(name, kind, round(time.perf_counter() - start, 3), message, dict(figures)))
+        outcomes.append(
+            Outcome(name, kind, round(time.perf_counter() - start, 3), message, dict(figures))
+        )
     return outcomes
 
 
@@ -165,6 +200,10 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> Counter[str]:
             f"{key} {value:.3g}" if isinstance(value, float | int) else f"{key} {value}"
             for key, value in outcome.figures.items()
         )
-        why = "" if outcome.outcome == "passed" else (outcome.message.strip().splitlines() or [""])[-1]
+        why = (
+            ""
+            if outcome.outcome == "passed"
+            else (outcome.message.strip().splitlines() or [""])[-1]
+        )
         print(f"{outcome.outcome:8} {outcome.seconds:7.2f} s  {outcome.name}  {figures}{why}")
     return Counter(outcome.outcome for outcome in outcomes)

@@ -14,8 +14,12 @@ from torch import Tensor
 from benchmarks.gpu.arithmetic import HeadShape
 from benchmarks.gpu.timing import Spread, time_parts
 from rlhf_megatron.config.schema import ActorConfig
-from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
-from rlhf_megatron.kernels.triton_support import interpreter_support, try_triton
+from rlhf_megatron.ranks.kernels.log_prob import (
+    HeadOutputs,
+    LogProbBackend,
+    compute_linear_log_probs,
+)
+from rlhf_megatron.ranks.kernels.triton_support import query_interpreter_support, try_triton_kernel
 
 FULL = HeadShape(8192, 4096, 151936)
 SHARD = HeadShape(8192, 4096, 18992)  # one of eight tp ranks of the same
@@ -39,7 +43,11 @@ class HeadInputs:
 
     @classmethod
     def make(
-        cls, shape: HeadShape, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+        cls,
+        shape: HeadShape,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
     ) -> HeadInputs:
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -48,8 +56,12 @@ class HeadInputs:
 
         return cls(
             hidden_TH=normal(shape.num_tokens, shape.hidden).requires_grad_(),
-            weight_VH=normal(shape.vocab, shape.hidden, std=LOGIT_STD * shape.hidden**-0.5).requires_grad_(),
-            targets_T=torch.randint(0, shape.vocab, (shape.num_tokens,), generator=generator, device=device),
+            weight_VH=normal(
+                shape.vocab, shape.hidden, std=LOGIT_STD * shape.hidden**-0.5
+            ).requires_grad_(),
+            targets_T=torch.randint(
+                0, shape.vocab, (shape.num_tokens,), generator=generator, device=device
+            ),
             grad_log_probs_T=normal(shape.num_tokens, kind=torch.float32),
             grad_entropies_T=normal(shape.num_tokens, std=0.01, kind=torch.float32),
         )
@@ -69,10 +81,10 @@ class MainGrad:
         self.weight_VH = weight_VH
         self.total_VH = torch.zeros_like(weight_VH, dtype=torch.float32, requires_grad=False)
 
-    def buffer_VH(self) -> Tensor:
+    def get_buffer_VH(self) -> Tensor:
         return self.total_VH
 
-    def gradient(self) -> Tensor:
+    def make_autograd_gradient(self) -> Tensor:
         return self.weight_VH.detach()  # costs no memory, and nobody reads it
 
 
@@ -82,7 +94,7 @@ class OurHead:
     def __init__(
         self,
         inputs: HeadInputs,
-        backend: Backend,
+        backend: LogProbBackend,
         chunk_size: int,
         main_grad: MainGrad | None = None,
         stash_bytes: int = 0,
@@ -90,7 +102,7 @@ class OurHead:
         with_entropy: bool = True,
     ) -> None:
         self.inputs = inputs
-        self.backend: Backend = backend
+        self.backend: LogProbBackend = backend
         self.chunk_size = chunk_size
         self.main_grad = main_grad
         self.stash_bytes = stash_bytes
@@ -101,7 +113,7 @@ class OurHead:
     def forward(self) -> None:
         inputs = self.inputs
         with torch.set_grad_enabled(self.main_grad is not None):
-            self.outputs = linear_log_prob(
+            self.outputs = compute_linear_log_probs(
                 inputs.hidden_TH,
                 inputs.weight_VH,
                 self._rows(inputs.targets_T),
@@ -112,7 +124,7 @@ class OurHead:
                 chunk_size=self.chunk_size,
                 with_entropy=self.with_entropy,
                 rows_R=self.rows_R,
-                sink=self.main_grad,
+                weight_grad_sink=self.main_grad,
                 stash_bytes=self.stash_bytes,
                 backend=self.backend,
             )
@@ -139,7 +151,9 @@ class OurHead:
 
     def time_parts(self, device: torch.device, limit_s: float) -> tuple[Spread, Spread]:
         """(forward, backward)"""
-        forward, backward = time_parts([self.forward, self.backward], device, limit_s, before=self.forget)
+        forward, backward = time_parts(
+            [self.forward, self.backward], device, limit_s, before=self.forget
+        )
         self.forget()
         return forward, backward
 
@@ -155,14 +169,14 @@ class OurHead:
 def why_no_triton(device: torch.device) -> str:
     """Empty where the Triton backend runs: on a GPU, or in Triton's interpreter where the environment asks for it."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return interpreter_support().why_not
-    return try_triton(device)
+        return query_interpreter_support().why_not
+    return try_triton_kernel(device)
 
 
-def backends(device: torch.device) -> tuple[Backend, ...]:
+def backends(device: torch.device) -> tuple[LogProbBackend, ...]:
     """Those that can run here; the last one is what `auto` takes."""
     return ("chunked",) if why_no_triton(device) else ("chunked", "triton")
 
 
-def name_of(backend: Backend, chunk_size: int) -> str:
+def name_of(backend: LogProbBackend, chunk_size: int) -> str:
     return f"{backend} by {chunk_size}"

@@ -31,7 +31,10 @@ def run(is_quick: bool) -> CaseResult:
     for num_tokens in (48,) if is_quick else NUM_TOKENS:
         tall = HeadShape(num_tokens, shape.hidden, shape.vocab)
         for name in BASELINES:
-            recorder.attempt(f"T={num_tokens}, {name}", lambda name=name, tall=tall: _baseline(recorder, tall, name))
+            recorder.attempt(
+                f"T={num_tokens}, {name}",
+                lambda name=name, tall=tall: _baseline(recorder, tall, name),
+            )
     return recorder.result()
 
 
@@ -45,7 +48,13 @@ def _ours(recorder: Recorder, shape: HeadShape) -> None:
     grad_hidden = shape.num_tokens * shape.hidden * (4 + recorder.dtype.itemsize)
     recorder.add(f"T={shape.num_tokens}, beyond main_grad", extra / 2**30, "GiB", "", _bar(shape))
     rest = (extra - grad_hidden) / 2**30
-    recorder.add(f"T={shape.num_tokens}, the same without the hidden states' gradient", rest, "GiB", "", BAR_GIB)
+    recorder.add(
+        f"T={shape.num_tokens}, the same without the hidden states' gradient",
+        rest,
+        "GiB",
+        "",
+        BAR_GIB,
+    )
 
 
 def _bar(shape: HeadShape) -> float | None:
@@ -60,7 +69,12 @@ def _baseline(recorder: Recorder, shape: HeadShape, name: str) -> None:
     baseline = BASELINES[name](inputs)
     baseline.both()
     extra = peak_bytes(baseline.both, recorder.device)
-    recorder.add(f"T={shape.num_tokens}, {name}, weight gradient included", extra / 2**30, "GiB", baseline.note)
+    recorder.add(
+        f"T={shape.num_tokens}, {name}, weight gradient included",
+        extra / 2**30,
+        "GiB",
+        baseline.note,
+    )
 
 
 CASE = Case("G5", "peak memory over the number of tokens", run)

@@ -48,7 +48,14 @@ def _one(recorder: Recorder, shape: HeadShape) -> None:
         ("backward, recompute", gemms.all_three, backward),
     ):
         share = percent(bare_s, times.median)
-        recorder.add(f"{shape}, {name}, of bare GEMM", share, "%", "its own", BAR_PERCENT, is_more_better=True)
+        recorder.add(
+            f"{shape}, {name}, of bare GEMM",
+            share,
+            "%",
+            "its own",
+            BAR_PERCENT,
+            is_more_better=True,
+        )
 
 
 CASE = Case("G7", "other shapes", run)

@@ -38,7 +38,10 @@ class PlainLoop:
         self.model = _model(hf_config, weights, dtype, device)
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         exempt = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": exempt, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": WEIGHT_DECAY},
+            {"params": exempt, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
         self.batch = batch
         self.use_rows(rows)
@@ -63,12 +66,21 @@ class PlainLoop:
 
     def _loss(self, chunk: PaddedChunk) -> Tensor:
         kept = torch.arange(chunk.first_row, chunk.token_ids.shape[1] - 1, device=self.device)
-        out = self.model(chunk.token_ids, attention_mask=chunk.attention_mask, logits_to_keep=kept, use_cache=False)
+        out = self.model(
+            chunk.token_ids,
+            attention_mask=chunk.attention_mask,
+            logits_to_keep=kept,
+            use_cache=False,
+        )
         targets = chunk.token_ids[:, chunk.first_row + 1 :]
         log_probs = out.logits.float().log_softmax(-1).gather(2, targets[..., None])[..., 0]
         ratio = (log_probs - chunk.old_log_probs).exp()
-        clipped = torch.maximum(-chunk.advantages * ratio, -chunk.advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
-        bounded = torch.where(chunk.advantages < 0, torch.minimum(clipped, -chunk.advantages * DUAL_CLIP), clipped)
+        clipped = torch.maximum(
+            -chunk.advantages * ratio, -chunk.advantages * ratio.clamp(1 - CLIP, 1 + CLIP)
+        )
+        bounded = torch.where(
+            chunk.advantages < 0, torch.minimum(clipped, -chunk.advantages * DUAL_CLIP), clipped
+        )
         return (bounded * chunk.loss_weights).sum()
 
 
@@ -83,12 +95,16 @@ def _to(chunk: PaddedChunk, device: torch.device) -> PaddedChunk:
     )
 
 
-def _model(hf_config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:
+def _model(
+    hf_config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()

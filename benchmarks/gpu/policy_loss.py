@@ -19,7 +19,7 @@ from benchmarks.gpu.timing import time_captured, time_run
 from benchmarks.kernels.case import Case, CaseResult
 from benchmarks.kernels.policy_loss import eager_sums
 from rlhf_megatron.config.schema import ActorConfig
-from rlhf_megatron.workers.losses import policy_row_loss
+from rlhf_megatron.ranks.workers.actor_losses import make_policy_row_loss
 
 NUM_ROWS, QUICK_ROWS = 32768, 100
 LOSS_BAR_US = 15.0
@@ -35,28 +35,51 @@ def _loss(recorder: Recorder) -> None:
     """ppo_clip with a k3 KL term and an entropy bonus: loss, gradient, metrics."""
     num_rows = QUICK_ROWS if recorder.is_quick else NUM_ROWS
     log_probs_R, entropies_R, columns = loss_problem(num_rows, recorder.device)
-    calls = {name: loss_and_gradient(log_probs_R, entropies_R, columns, name == "fused") for name in ("fused", "eager")}
+    calls = {
+        name: loss_and_gradient(log_probs_R, entropies_R, columns, name == "fused")
+        for name in ("fused", "eager")
+    }
     fused, eager = (call() for call in calls.values())
-    recorder.add("fused and eager loss, relative difference", relative(fused[0], eager[0]), "", "", 1e-5)
-    recorder.add("fused and eager gradient, relative difference", relative(fused[1], eager[1]), "", "", 1e-5)
+    recorder.add(
+        "fused and eager loss, relative difference", relative(fused[0], eager[0]), "", "", 1e-5
+    )
+    recorder.add(
+        "fused and eager gradient, relative difference", relative(fused[1], eager[1]), "", "", 1e-5
+    )
     for name, call in calls.items():
         times = time_run(call, recorder.device, recorder.limit_s)
-        recorder.add(f"{name} loss, {num_rows} rows, as called", times.median * 1e6, "us", "forward and backward")
+        recorder.add(
+            f"{name} loss, {num_rows} rows, as called",
+            times.median * 1e6,
+            "us",
+            "forward and backward",
+        )
         bar = LOSS_BAR_US if name == "fused" else None
         what = f"{name} loss, {num_rows} rows, on the device"
-        recorder.attempt(what, lambda what=what, call=call, bar=bar: _on_device(recorder, what, call, bar))
+        recorder.attempt(
+            what, lambda what=what, call=call, bar=bar: _on_device(recorder, what, call, bar)
+        )
     recorder.attempt("compiled loss", lambda: _compiled(recorder, calls["eager"], num_rows))
 
 
-def _on_device(recorder: Recorder, what: str, call: Callable[[], object], bar: float | None) -> None:
-    recorder.add(what, time_captured(call, recorder.device).median * 1e6, "us", "in a CUDA graph", bar)
+def _on_device(
+    recorder: Recorder, what: str, call: Callable[[], object], bar: float | None
+) -> None:
+    recorder.add(
+        what, time_captured(call, recorder.device).median * 1e6, "us", "in a CUDA graph", bar
+    )
 
 
 def _compiled(recorder: Recorder, call: Callable[[], object], num_rows: int) -> None:
     if recorder.device.type != "cuda":
         raise MissingError("a GPU: compiling for a CPU takes a minute")
     times = time_run(torch.compile(call), recorder.device, recorder.limit_s)
-    recorder.add(f"compiled loss, {num_rows} rows, as called", times.median * 1e6, "us", "torch.compile of eager")
+    recorder.add(
+        f"compiled loss, {num_rows} rows, as called",
+        times.median * 1e6,
+        "us",
+        "torch.compile of eager",
+    )
 
 
 def loss_problem(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -83,7 +106,7 @@ def loss_and_gradient(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """A call that gives the loss and its gradient by the log-probs, as the trainer's row loss makes them."""
     config = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="k3")
-    row_loss = policy_row_loss(config)
+    row_loss = make_policy_row_loss(config)
     forward = row_loss if is_fused else partial(eager_sums, row_loss)
 
     def call() -> tuple[Tensor, Tensor]:

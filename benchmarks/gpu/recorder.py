@@ -20,7 +20,7 @@ from benchmarks.common import significant
 from benchmarks.gpu.arithmetic import percent, tflops
 from benchmarks.gpu.timing import LIMIT_S, Spread
 from benchmarks.kernels.case import CaseResult, Figure
-from rlhf_megatron.parallel.device import device_for, empty_cache
+from rlhf_megatron.device import empty_device_cache, select_rank_device
 
 MESSAGE_LENGTH = 2000
 QUICK_LIMIT_S = 0.01  # of one measurement: the least number of runs
@@ -46,13 +46,20 @@ class Recorder:
 
     def __init__(self, is_quick: bool) -> None:
         self.is_quick = is_quick
-        self.device = device_for("auto")
+        self.device = select_rank_device("auto")
         if self.device.type != "cuda" and not is_quick:
-            raise ValueError("these sizes need a GPU, and torch finds none; on a CPU only quick runs make sense.")
+            raise ValueError(
+                "these sizes need a GPU, and torch finds none; on a CPU only quick runs make sense."
+            )
         self.limit_s = QUICK_LIMIT_S if is_quick else LIMIT_S
         self.dtype = torch.bfloat16
         self.figures: list[Figure] = []
-        self.details: dict[str, Any] = {"device": self.device.type, "seconds": {}, "failed": {}, "skipped": {}}
+        self.details: dict[str, Any] = {
+            "device": self.device.type,
+            "seconds": {},
+            "failed": {},
+            "skipped": {},
+        }
 
     def add(
         self,
@@ -67,14 +74,18 @@ class Recorder:
         kept = bar if self.device.type == "cuda" and not self.is_quick else None
         figure = Figure(what, significant(value), unit, baseline, kept, is_more_better)
         self.figures.append(figure)
-        verdict = "" if kept is None else f"   bar {kept:g}: {'met' if figure.is_met else 'NOT MET'}"
+        verdict = (
+            "" if kept is None else f"   bar {kept:g}: {'met' if figure.is_met else 'NOT MET'}"
+        )
         print(f"    {what:64} {figure.value:>12g} {unit:9}{verdict}", flush=True)
         self._write()
 
     def add_times(self, what: str, times: Spread, bar_ms: float | None = None) -> None:
         """Milliseconds; the spread goes to the details."""
         self.add(f"{what}, time", times.median * 1e3, "ms", bar=bar_ms)
-        self.details["seconds"][what] = {key: significant(value) for key, value in asdict(times).items()}
+        self.details["seconds"][what] = {
+            key: significant(value) for key, value in asdict(times).items()
+        }
 
     def add_rate(
         self,
@@ -87,8 +98,19 @@ class Recorder:
     ) -> None:
         """Time, rate and, as per cent, the speed of the bare products alone: `bare_s`, on the same shape."""
         self.add_times(what, times, bar_ms)
-        self.add(f"{what}, rate", tflops(num_flop, times.median), "TFLOP/s", bar=bar_tflops, is_more_better=True)
-        self.add(f"{what}, of bare GEMM", percent(bare_s, times.median), "%", "the bare products' time over ours")
+        self.add(
+            f"{what}, rate",
+            tflops(num_flop, times.median),
+            "TFLOP/s",
+            bar=bar_tflops,
+            is_more_better=True,
+        )
+        self.add(
+            f"{what}, of bare GEMM",
+            percent(bare_s, times.median),
+            "%",
+            "the bare products' time over ours",
+        )
 
     def note(self, name: str, value: Any) -> None:
         self.details[name] = value
@@ -109,7 +131,10 @@ class Recorder:
             print(f"    {name}: skipped, {reason}", flush=True)
         except Exception:  # whatever a baseline or a size may raise is its own loss
             self.details["failed"][name] = traceback.format_exc()[-MESSAGE_LENGTH:]
-            print(f"    {name}: FAILED, {self.details['failed'][name].strip().splitlines()[-1]}", flush=True)
+            print(
+                f"    {name}: FAILED, {self.details['failed'][name].strip().splitlines()[-1]}",
+                flush=True,
+            )
         finally:
             self.free()
             self._write()
@@ -119,12 +144,14 @@ class Recorder:
         """Memory that nothing holds goes back to the device. Tiny sizes have none that is worth the search."""
         if not self.is_quick:
             gc.collect()
-        empty_cache(self.device)
+        empty_device_cache(self.device)
 
     def result(self) -> CaseResult:
         """Raises RuntimeError where nothing was measured at all."""
         if not self.figures:
-            raise RuntimeError(f"nothing was measured: {self.details['failed'] or self.details['skipped']}")
+            raise RuntimeError(
+                f"nothing was measured: {self.details['failed'] or self.details['skipped']}"
+            )
         return CaseResult(tuple(self.figures), self.details)
 
     def _write(self) -> None:

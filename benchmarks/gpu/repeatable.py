@@ -27,8 +27,8 @@ from benchmarks.gpu.head import (
 )
 from benchmarks.gpu.recorder import Recorder
 from benchmarks.kernels.case import Case, CaseResult
-from rlhf_megatron.kernels import head_exchange
-from rlhf_megatron.kernels.log_prob import Backend, linear_log_prob
+from rlhf_megatron.ranks.kernels import head_exchange
+from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend, compute_linear_log_probs
 
 SHAPE = HeadShape(8192, 4096, 151936)
 QUICK_SHAPE = HeadShape(40, 32, 320)
@@ -59,24 +59,45 @@ def run(is_quick: bool) -> CaseResult:
 
 
 def _repeat(
-    recorder: Recorder, what: str, inputs: HeadInputs, backend: Backend, chunk_size: int, stash_bytes: int
+    recorder: Recorder,
+    what: str,
+    inputs: HeadInputs,
+    backend: LogProbBackend,
+    chunk_size: int,
+    stash_bytes: int,
 ) -> None:
     first = results(inputs, backend, chunk_size, stash_bytes)
     num_different = 0
     for _ in range(NUM_RUNS - 1):
         again = results(inputs, backend, chunk_size, stash_bytes)
         num_different += sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
-    recorder.add(f"{what}: elements that differ", num_different, "", "log-probs, entropies, both gradients", 0.0)
+    recorder.add(
+        f"{what}: elements that differ",
+        num_different,
+        "",
+        "log-probs, entropies, both gradients",
+        0.0,
+    )
 
 
-def results(inputs: HeadInputs, backend: Backend, chunk_size: int, stash_bytes: int) -> list[Tensor]:
+def results(
+    inputs: HeadInputs, backend: LogProbBackend, chunk_size: int, stash_bytes: int
+) -> list[Tensor]:
     """Log-probs, entropies, gradient of the hidden states, main_grad from zero."""
     main_grad = MainGrad(inputs.weight_VH)
     head = OurHead(inputs, backend, chunk_size, main_grad, stash_bytes)
     head.forward()
     head.backward()
-    assert head.outputs is not None and head.outputs.entropies_R is not None and inputs.hidden_TH.grad is not None
-    found = [head.outputs.log_probs_R.detach(), head.outputs.entropies_R.detach(), inputs.hidden_TH.grad]
+    assert (
+        head.outputs is not None
+        and head.outputs.entropies_R is not None
+        and inputs.hidden_TH.grad is not None
+    )
+    found = [
+        head.outputs.log_probs_R.detach(),
+        head.outputs.entropies_R.detach(),
+        inputs.hidden_TH.grad,
+    ]
     head.forget()
     return [*found, main_grad.total_VH]
 
@@ -102,21 +123,28 @@ class SimulatedGroup:
 
     @contextmanager
     def in_place_of_torch(self) -> Iterator[None]:
-        with patch.object(head_exchange.dist, "all_gather_into_tensor", self.all_gather_into_tensor):
+        with patch.object(
+            head_exchange.dist, "all_gather_into_tensor", self.all_gather_into_tensor
+        ):
             yield
 
 
-def simulate_ranks(inputs: HeadInputs, num_ranks: int, backend: Backend, chunk_size: int) -> list[list[Tensor]]:
+def simulate_ranks(
+    inputs: HeadInputs, num_ranks: int, backend: LogProbBackend, chunk_size: int
+) -> list[list[Tensor]]:
     """(log-probs, entropies) of each rank."""
     shape = inputs.shape
     group = SimulatedGroup(num_ranks)
     shards = inputs.weight_VH.detach().split(-(-shape.vocab // num_ranks))
     found: list[list[Tensor]] = []
     with group.in_place_of_torch(), torch.no_grad():
-        for is_complete in (False, True):  # in the first round each has only what those before it have sent
+        for is_complete in (
+            False,
+            True,
+        ):  # in the first round each has only what those before it have sent
             for rank, shard_VH in enumerate(shards):
                 group.current = rank
-                outputs = linear_log_prob(
+                outputs = compute_linear_log_probs(
                     inputs.hidden_TH,
                     shard_VH,
                     inputs.targets_T,
@@ -134,15 +162,27 @@ def simulate_ranks(inputs: HeadInputs, num_ranks: int, backend: Backend, chunk_s
     return found
 
 
-def _shards(recorder: Recorder, inputs: HeadInputs, backend: Backend, chunk_size: int) -> None:
+def _shards(
+    recorder: Recorder, inputs: HeadInputs, backend: LogProbBackend, chunk_size: int
+) -> None:
     of_one = results(inputs, backend, chunk_size, 0)[:2]
     ranks = simulate_ranks(inputs, NUM_RANKS, backend, chunk_size)
-    differences = [relative_difference(b, a) for rank in ranks for a, b in zip(of_one, rank, strict=True)]
-    num_different = sum(int((a != b).sum()) for rank in ranks[1:] for a, b in zip(ranks[0], rank, strict=True))
-    recorder.add(
-        f"tp {NUM_RANKS} against tp 1, {backend}: largest difference", max(differences), "", "relative", TP_BAR
+    differences = [
+        relative_difference(b, a) for rank in ranks for a, b in zip(of_one, rank, strict=True)
+    ]
+    num_different = sum(
+        int((a != b).sum()) for rank in ranks[1:] for a, b in zip(ranks[0], rank, strict=True)
     )
-    recorder.add(f"tp {NUM_RANKS}, {backend}: elements that differ between ranks", num_different, "", "", 0.0)
+    recorder.add(
+        f"tp {NUM_RANKS} against tp 1, {backend}: largest difference",
+        max(differences),
+        "",
+        "relative",
+        TP_BAR,
+    )
+    recorder.add(
+        f"tp {NUM_RANKS}, {backend}: elements that differ between ranks", num_different, "", "", 0.0
+    )
 
 
 def relative_difference(value: Tensor, truth: Tensor) -> float:

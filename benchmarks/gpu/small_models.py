@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import HFTensor, Rule
+from rlhf_megatron.data.batch import MiniBatch, compute_offsets
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.weight_table import HFTensor, WeightRule
 
 STD = 0.02
 
@@ -58,11 +58,11 @@ class DeviceWeights:
     device: torch.device
     made: dict[str, Tensor] = field(default_factory=dict)
 
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+    def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
         """The HF tensors of a rule, float32."""
-        return tuple(self.tensor(hf) for hf in rule.hf)
+        return tuple(self.tensor(hf) for hf in rule.hf_tensors)
 
-    def dtype_of(self, rule: Rule) -> str:
+    def get_dtype_name(self, rule: WeightRule) -> str:
         return "float32"
 
     def tensor(self, hf: HFTensor) -> Tensor:
@@ -72,7 +72,11 @@ class DeviceWeights:
 
     def named(self, hf_config: dict[str, Any]) -> dict[str, Tensor]:
         """All of a model, by HF name."""
-        return {hf.name: self.tensor(hf) for rule in table_for(hf_config) for hf in rule.hf}
+        return {
+            hf.name: self.tensor(hf)
+            for rule in make_weight_table(hf_config)
+            for hf in rule.hf_tensors
+        }
 
     def _make(self, hf: HFTensor) -> Tensor:
         if len(hf.shape) == 1:
@@ -99,11 +103,13 @@ def make_lengths(num_tokens: int, longest: int, seed: int = 0) -> list[int]:
 def make_batch(lengths: list[int], vocab: int, prompt_share: float, seed: int = 1) -> MiniBatch:
     """Random tokens and advantages; the first `prompt_share` of each sample is prompt, one token at least."""
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.cat([torch.arange(length) >= max(1, round(length * prompt_share)) for length in lengths])
+    mask = torch.cat(
+        [torch.arange(length) >= max(1, round(length * prompt_share)) for length in lengths]
+    )
     weights = mask / mask.sum()
     uniform = -torch.log(torch.tensor(float(vocab)))
     return MiniBatch(
-        offsets=offsets_from_lengths(torch.tensor(lengths)),
+        offsets=compute_offsets(torch.tensor(lengths)),
         token_ids=torch.randint(0, vocab, (mask.numel(),), generator=generator),
         response_mask=mask,
         loss_weights=weights,

@@ -9,7 +9,7 @@ from benchmarks.gpu.recorder import Recorder
 from benchmarks.gpu.sweep import Bars, Timed, sweep
 from benchmarks.gpu.timing import peak_bytes
 from benchmarks.kernels.case import Case, CaseResult
-from rlhf_megatron.workers.head_backend import MIB, STASH_MEGABYTES_16
+from rlhf_megatron.ranks.workers.head_backend import MIB, STASH_MEGABYTES_16
 
 STASH_BYTES = int(2.5e9)
 DEFAULT_STASH_BYTES = STASH_MEGABYTES_16 * MIB
@@ -42,19 +42,31 @@ def _shape(recorder: Recorder, label: str, shape: HeadShape, bar_ms: float) -> N
         STASH_BYTES,
     )
     if best is not None:
-        recorder.attempt(f"{label}, parts", lambda: _parts(recorder, label, inputs, best, main_grad))
+        recorder.attempt(
+            f"{label}, parts", lambda: _parts(recorder, label, inputs, best, main_grad)
+        )
 
 
-def _parts(recorder: Recorder, label: str, inputs: HeadInputs, best: Timed, main_grad: MainGrad) -> None:
+def _parts(
+    recorder: Recorder, label: str, inputs: HeadInputs, best: Timed, main_grad: MainGrad
+) -> None:
     """The best pair's two passes apart, its memory, and the same with the default budget and with none."""
-    for name, stash_bytes in (("with stash", STASH_BYTES), ("default stash", DEFAULT_STASH_BYTES), ("recompute", 0)):
+    for name, stash_bytes in (
+        ("with stash", STASH_BYTES),
+        ("default stash", DEFAULT_STASH_BYTES),
+        ("recompute", 0),
+    ):
         head = OurHead(inputs, best.backend, best.chunk_size, main_grad, stash_bytes)
         forward, backward = head.time_parts(recorder.device, recorder.limit_s)
         recorder.add_times(f"{label}, {name}, forward", forward)
         recorder.add_times(f"{label}, {name}, backward", backward)
-        recorder.add_times(f"{label}, {name}, both", head.time_both(recorder.device, recorder.limit_s))
+        recorder.add_times(
+            f"{label}, {name}, both", head.time_both(recorder.device, recorder.limit_s)
+        )
         extra = peak_bytes(head.both, recorder.device)
-        recorder.add(f"{label}, {name}, memory beyond main_grad", extra / 2**30, "GiB", f"of {best}")
+        recorder.add(
+            f"{label}, {name}, memory beyond main_grad", extra / 2**30, "GiB", f"of {best}"
+        )
         recorder.free()
 
 

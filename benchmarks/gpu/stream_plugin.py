@@ -18,8 +18,12 @@ MESSAGE_LENGTH = 2000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stream", type=Path, required=True, help="file that gets a line of JSON per event")
-    parser.addoption("--done", type=Path, default=None, help="file with ids of tests that are left out")
+    parser.addoption(
+        "--stream", type=Path, required=True, help="file that gets a line of JSON per event"
+    )
+    parser.addoption(
+        "--done", type=Path, default=None, help="file with ids of tests that are left out"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,7 +44,15 @@ class _Stream:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             message = str(report.longrepr)[-MESSAGE_LENGTH:]
-            self._write({"name": report.nodeid, "outcome": "failed", "seconds": 0.0, "message": message, "figures": {}})
+            self._write(
+                {
+                    "name": report.nodeid,
+                    "outcome": "failed",
+                    "seconds": 0.0,
+                    "message": message,
+                    "figures": {},
+                }
+            )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write({"collected": [item.nodeid for item in session.items]})
@@ -53,11 +65,15 @@ class _Stream:
         self.reports.append(report)
         if report.when != "teardown":
             return
-        worst = next((r for r in self.reports if r.failed), None) or next((r for r in self.reports if r.skipped), None)
+        worst = next((r for r in self.reports if r.failed), None) or next(
+            (r for r in self.reports if r.skipped), None
+        )
         outcome, message = "passed", ""
         if worst is not None:
             outcome = "failed" if worst.failed else "skipped"
-            message = str(worst.longrepr[2] if isinstance(worst.longrepr, tuple) else worst.longrepr)
+            message = str(
+                worst.longrepr[2] if isinstance(worst.longrepr, tuple) else worst.longrepr
+            )
         self._write(
             {
                 "name": report.nodeid,

@@ -19,7 +19,7 @@ from benchmarks.gpu.head import (
 )
 from benchmarks.gpu.recorder import Recorder
 from benchmarks.gpu.timing import Spread
-from rlhf_megatron.kernels.log_prob import Backend
+from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Bars:
 class Timed:
     """One pair's time, and the part of it that counts."""
 
-    backend: Backend
+    backend: LogProbBackend
     chunk_size: int
     times: Spread
 
@@ -78,5 +78,7 @@ def sweep(
         return None
     best = min(found, key=lambda timed: timed.times.median)
     recorder.note(f"{label}, best", str(best))
-    recorder.add_rate(f"{label}, best", best.times, num_flop, bare_s, bars.tflops, bars.milliseconds)
+    recorder.add_rate(
+        f"{label}, best", best.times, num_flop, bare_s, bars.tflops, bars.milliseconds
+    )
     return best

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlhf_megatron.parallel.device import resident_bytes, synchronize
+from rlhf_megatron.device import read_own_resident_bytes, synchronize_device
 
 NUM_WARMUPS, NUM_RUNS = 20, 50
 MIN_WARMUPS, MIN_RUNS = 3, 7
@@ -61,17 +61,20 @@ def time_parts(
         return marks
 
     turn()  # compiles, and is no measure of the others
-    synchronize(device)
+    synchronize_device(device)
     start = time.perf_counter()
     turn()
-    synchronize(device)
+    synchronize_device(device)
     a_turn = max(time.perf_counter() - start, 1e-9)
     for _ in range(_count(0.3 * limit_s / a_turn, MIN_WARMUPS, NUM_WARMUPS) - 2):
         turn()
-    synchronize(device)
+    synchronize_device(device)
     turns = [turn() for _ in range(_count(0.7 * limit_s / a_turn, MIN_RUNS, NUM_RUNS))]
-    synchronize(device)
-    return [Spread.of([_seconds(marks[index], marks[index + 1]) for marks in turns]) for index in range(len(parts))]
+    synchronize_device(device)
+    return [
+        Spread.of([_seconds(marks[index], marks[index + 1]) for marks in turns])
+        for index in range(len(parts))
+    ]
 
 
 def time_captured(run: Callable[[], object], device: torch.device, num_calls: int = 20) -> Spread:
@@ -92,7 +95,12 @@ def time_captured(run: Callable[[], object], device: torch.device, num_calls: in
         for _ in range(num_calls):
             run()
     calls = time_run(graph.replay, device)
-    return Spread(calls.median / num_calls, calls.fastest / num_calls, calls.slowest / num_calls, calls.num_runs)
+    return Spread(
+        calls.median / num_calls,
+        calls.fastest / num_calls,
+        calls.slowest / num_calls,
+        calls.num_runs,
+    )
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -102,7 +110,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """
     if device.type != "cuda":
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = resident_bytes()
+        before = read_own_resident_bytes()
         run()
         return max(0, _high_water_mark() - before)
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""G10: an optimizer step of a small model through `Actor` on one rank, beside a plain transformers loop.
+"""G10: an optimizer step of a small model through `ActorModel` on one rank, beside a plain transformers loop.
 
 Packed samples, the quickstart's loss, both from the same weights. Model FLOP utilisation is of the operations that the
 step cannot do without (`arithmetic.step_flop`), over the device's data-sheet peak and over the bare GEMM of this run.
@@ -26,19 +26,25 @@ from benchmarks.gpu.head import (
     backends,
 )
 from benchmarks.gpu.recorder import MissingError, Recorder
-from benchmarks.gpu.small_models import CONFIGS, QUICK_CONFIG, DeviceWeights, make_batch, make_lengths
+from benchmarks.gpu.small_models import (
+    CONFIGS,
+    QUICK_CONFIG,
+    DeviceWeights,
+    make_batch,
+    make_lengths,
+)
 from benchmarks.gpu.stash import DEFAULT_STASH_BYTES
 from benchmarks.gpu.timing import Spread
 from benchmarks.kernels.case import Case, CaseResult
 from rlhf_megatron.config.schema import ActorConfig, OptimConfig
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
-from rlhf_megatron.parallel.device import memory, synchronize
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.workers.actor import Actor
-from rlhf_megatron.workers.megatron import MegatronBackend
-from rlhf_megatron.workers.trained_model import Phase
+from rlhf_megatron.data.replica_plan import ReplicaPlan, plan_replicas, take_replica_shard
+from rlhf_megatron.device import measure_device_memory, synchronize_device
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.workers.actor import ActorModel
+from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 NUM_TOKENS, LONGEST, PROMPT_SHARE = 32768, 2048, 0.25
 TOKEN_BUDGETS = (16384, 8192, 32768)  # of our micro-batches; the first one is the default
@@ -75,14 +81,18 @@ class StepTimes:
 def run(is_quick: bool) -> CaseResult:
     recorder = Recorder(is_quick)
     shape = QUICK if is_quick else FULL
-    bare = shape.gemm_flop / measure_gemms(HeadInputs.make(shape, recorder.device), recorder).forward
+    bare = (
+        shape.gemm_flop / measure_gemms(HeadInputs.make(shape, recorder.device), recorder).forward
+    )
     recorder.note("bare GEMM, TFLOP/s", bare / 1e12)
     recorder.free()
-    world = create_world(Layout(1), recorder.device)
+    world = create_world(ParallelLayout(1), recorder.device)
     try:
         for name, hf_config in {"tiny": QUICK_CONFIG}.items() if is_quick else CONFIGS.items():
             work = make_work(hf_config, is_quick)
-            recorder.attempt(name, lambda name=name, work=work: _model(recorder, name, work, world, bare))
+            recorder.attempt(
+                name, lambda name=name, work=work: _model(recorder, name, work, world, bare)
+            )
     finally:
         destroy_world()
     return recorder.result()
@@ -91,7 +101,12 @@ def run(is_quick: bool) -> CaseResult:
 def make_work(hf_config: dict[str, Any], is_quick: bool) -> Work:
     num_tokens, longest = (256, 64) if is_quick else (NUM_TOKENS, LONGEST)
     batch = make_batch(make_lengths(num_tokens, longest), hf_config["vocab_size"], PROMPT_SHARE)
-    return Work(hf_config, batch, (128, 256) if is_quick else TOKEN_BUDGETS, (4,) if is_quick else PADDED_ROWS)
+    return Work(
+        hf_config,
+        batch,
+        (128, 256) if is_quick else TOKEN_BUDGETS,
+        (4,) if is_quick else PADDED_ROWS,
+    )
 
 
 def _model(recorder: Recorder, name: str, work: Work, world: World, bare_flops: float) -> None:
@@ -111,14 +126,16 @@ def _model(recorder: Recorder, name: str, work: Work, world: World, bare_flops: 
         compare(recorder, name, work, ours, plain)
 
 
-def our_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeights, world: World) -> list[StepTimes]:
+def our_steps(
+    recorder: Recorder, name: str, work: Work, weights: DeviceWeights, world: World
+) -> list[StepTimes]:
     """The default budget first. The others are left out where they do not fit."""
-    before = memory(recorder.device).allocated
+    before = measure_device_memory(recorder.device).allocated_bytes
     actor = make_actor(work.hf_config, weights, world, recorder.dtype)
     steps = []
     for budget in work.token_budgets:
         plan = plan_replicas(work.batch.lengths.tolist(), 1, budget)[0]
-        shard = take(work.batch, plan)
+        shard = take_replica_shard(work.batch, plan)
         setting = f"{name}, ours, micro-batches of {budget}"
         found = recorder.attempt(
             setting,
@@ -132,21 +149,27 @@ def our_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeights,
     return steps
 
 
-def make_actor(hf_config: dict[str, Any], weights: DeviceWeights, world: World, dtype: torch.dtype) -> Actor:
+def make_actor(
+    hf_config: dict[str, Any], weights: DeviceWeights, world: World, dtype: torch.dtype
+) -> ActorModel:
     optim = OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=EPS, clip_grad=CLIP_GRAD)
     config = ActorConfig(optim=optim)
     backend = MegatronBackend(hf_config, weights, world, dtype, config.megatron)
-    return Actor(backend, config, {"rl": Phase(optim, 1000)})
+    return ActorModel(backend, config, {"rl": TrainingPhase(optim, 1000)})
 
 
-def our_step(actor: Actor, shard: MiniBatch, plan: ReplicaPlan) -> tuple[float, float]:
+def our_step(actor: ActorModel, shard: MiniBatch, plan: ReplicaPlan) -> tuple[float, float]:
     result = actor.update(shard, plan, temperature=1.0)
     assert result is not None and not result.is_skipped, result
     return result.sums["actor/loss"], result.grad_norm
 
 
 def time_steps(
-    recorder: Recorder, setting: str, work: Work, step: Callable[[], tuple[float, float]], bytes_before: int
+    recorder: Recorder,
+    setting: str,
+    work: Work,
+    step: Callable[[], tuple[float, float]],
+    bytes_before: int,
 ) -> StepTimes:
     """Seconds of whole steps, host included. `bytes_before`: on the device before the model came."""
     if recorder.device.type == "cuda":
@@ -155,21 +178,23 @@ def time_steps(
     seconds = []
     num_warmups, num_runs = (0, 1) if recorder.is_quick else (NUM_WARMUPS, NUM_RUNS)
     for index in range(num_warmups + num_runs):
-        synchronize(recorder.device)
+        synchronize_device(recorder.device)
         start = time.perf_counter()
         step()
-        synchronize(recorder.device)
+        synchronize_device(recorder.device)
         if index >= num_warmups:
             seconds.append(time.perf_counter() - start)
     times = Spread.of(seconds)
     recorder.add_times(setting, times)
     recorder.add(f"{setting}, speed", work.batch.num_tokens / times.median, "tokens/s")
-    peak = memory(recorder.device).peak_allocated - bytes_before
+    peak = measure_device_memory(recorder.device).peak_allocated_bytes - bytes_before
     recorder.add(f"{setting}, peak memory", peak / 2**30, "GiB", "weights and optimizer included")
     return StepTimes(setting, times, first)
 
 
-def add_utilisation(recorder: Recorder, name: str, work: Work, ours: StepTimes, bare_flops: float) -> None:
+def add_utilisation(
+    recorder: Recorder, name: str, work: Work, ours: StepTimes, bare_flops: float
+) -> None:
     """Of the default setting."""
     lengths = (work.batch.lengths - 1).tolist()  # nothing predicts from a sample's last token
     flop = step_flop(work.hf_config, lengths, work.num_rows)
@@ -180,15 +205,31 @@ def add_utilisation(recorder: Recorder, name: str, work: Work, ours: StepTimes, 
     recorder.note("data-sheet peak, TFLOP/s", None if peak is None else peak / 1e12)
     if peak is not None:
         bar = MFU_BAR if name == "1.5B" else None
-        recorder.add(f"{name}, MFU", percent(rate, peak), "%", "bf16 data-sheet peak", bar, is_more_better=True)
-    recorder.add(f"{name}, utilisation of the bare GEMM's rate", percent(rate, bare_flops), "%", "measured here")
+        recorder.add(
+            f"{name}, MFU",
+            percent(rate, peak),
+            "%",
+            "bf16 data-sheet peak",
+            bar,
+            is_more_better=True,
+        )
+    recorder.add(
+        f"{name}, utilisation of the bare GEMM's rate",
+        percent(rate, bare_flops),
+        "%",
+        "measured here",
+    )
 
 
 def _head_share(recorder: Recorder, name: str, work: Work, step: Spread) -> None:
     """The head alone on as many rows, in as many micro-batches, against its share of the step's operations."""
-    num_micro_batches = len(plan_replicas(work.batch.lengths.tolist(), 1, work.token_budgets[0])[0].micro_batches)
+    num_micro_batches = len(
+        plan_replicas(work.batch.lengths.tolist(), 1, work.token_budgets[0])[0].micro_batches
+    )
     config = work.hf_config
-    shape = HeadShape(work.num_rows // num_micro_batches, config["hidden_size"], config["vocab_size"])
+    shape = HeadShape(
+        work.num_rows // num_micro_batches, config["hidden_size"], config["vocab_size"]
+    )
     inputs = HeadInputs.make(shape, recorder.device)
     chunk_size = QUICK_CHUNK_SIZES[0] if recorder.is_quick else DEFAULT_CHUNK_SIZE
     head = OurHead(
@@ -201,21 +242,31 @@ def _head_share(recorder: Recorder, name: str, work: Work, step: Spread) -> None
     )
     both = head.time_both(recorder.device, recorder.limit_s)
     share = percent(both.median * num_micro_batches, step.median)
-    flop_share = 100.0 * step_flop(config, (work.batch.lengths - 1).tolist(), work.num_rows).head_share
-    recorder.add(f"{name}, head's share of the step", share, "%", f"of the operations {flop_share:.1f} %")
-    recorder.add(f"{name}, head's share over that of the operations", share / flop_share, "x", "", HEAD_BAR)
+    flop_share = (
+        100.0 * step_flop(config, (work.batch.lengths - 1).tolist(), work.num_rows).head_share
+    )
+    recorder.add(
+        f"{name}, head's share of the step", share, "%", f"of the operations {flop_share:.1f} %"
+    )
+    recorder.add(
+        f"{name}, head's share over that of the operations", share / flop_share, "x", "", HEAD_BAR
+    )
 
 
-def _plain_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeights, precision: Any) -> list[StepTimes]:
+def _plain_steps(
+    recorder: Recorder, name: str, work: Work, weights: DeviceWeights, precision: Any
+) -> list[StepTimes]:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
         raise MissingError("the package transformers") from error
     from benchmarks.gpu.plain_loop import PlainLoop
 
-    before = memory(recorder.device).allocated
+    before = measure_device_memory(recorder.device).allocated_bytes
     named = weights.named(work.hf_config)
-    loop = PlainLoop(work.hf_config, named, work.batch, work.padded_rows[0], precision, recorder.device)
+    loop = PlainLoop(
+        work.hf_config, named, work.batch, work.padded_rows[0], precision, recorder.device
+    )
     steps = []
     for rows in work.padded_rows:
         loop.use_rows(rows)
@@ -228,7 +279,9 @@ def _plain_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeigh
     return steps
 
 
-def compare(recorder: Recorder, name: str, work: Work, ours: list[StepTimes], plain: list[StepTimes]) -> None:
+def compare(
+    recorder: Recorder, name: str, work: Work, ours: list[StepTimes], plain: list[StepTimes]
+) -> None:
     """Our default setting against the plain loop's fastest. Raises RuntimeError where the two do other work."""
     fastest = min(plain, key=lambda step: step.times.median)
     pairs = [(a, b) for a, b in zip(ours[0].first, plain[0].first, strict=True)]
@@ -237,7 +290,14 @@ def compare(recorder: Recorder, name: str, work: Work, ours: list[StepTimes], pl
     if abs(our_norm - plain_norm) > AGREEMENT * plain_norm:
         raise RuntimeError(f"gradient norms {our_norm} and {plain_norm} differ: not the same work.")
     ratio = fastest.times.median / ours[0].times.median
-    recorder.add(f"{name}, tokens/s over the plain loop's", ratio, "x", fastest.setting, SPEED_BAR, is_more_better=True)
+    recorder.add(
+        f"{name}, tokens/s over the plain loop's",
+        ratio,
+        "x",
+        fastest.setting,
+        SPEED_BAR,
+        is_more_better=True,
+    )
 
 
 CASE = Case("G10", "training step of a small model beside a plain loop", run)

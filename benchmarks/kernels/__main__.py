@@ -44,10 +44,20 @@ def find_cases() -> tuple[list[Case], list[Outcome]]:
         if module.name == "__main__":
             continue
         try:
-            case = getattr(importlib.import_module(f"benchmarks.kernels.{module.name}"), "CASE", None)
+            case = getattr(
+                importlib.import_module(f"benchmarks.kernels.{module.name}"), "CASE", None
+            )
         except Exception as error:  # one broken file must not hide the other cases
             message = f"{type(error).__name__}: {error}"
-            broken.append(Outcome("?", f"benchmarks/kernels/{module.name}.py cannot be imported", 0.0, None, message))
+            broken.append(
+                Outcome(
+                    "?",
+                    f"benchmarks/kernels/{module.name}.py cannot be imported",
+                    0.0,
+                    None,
+                    message,
+                )
+            )
             continue
         if case is not None:
             cases.append(case)
@@ -60,7 +70,9 @@ def run_cases(cases: Iterable[Case], is_quick: bool) -> Iterable[Outcome]:
         start = time.perf_counter()
         result, error = None, ""
         try:
-            result = in_child(_run, QUICK_TIMEOUT_S if is_quick else FULL_TIMEOUT_S, case=case, is_quick=is_quick)
+            result = in_child(
+                _run, QUICK_TIMEOUT_S if is_quick else FULL_TIMEOUT_S, case=case, is_quick=is_quick
+            )
         except RuntimeError as problem:
             error = str(problem)
         yield Outcome(case.name, case.what, time.perf_counter() - start, result, error)
@@ -80,11 +92,19 @@ def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, half a minute; timings have no bars")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, half a minute; timings have no bars"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="C1 C7 ...")
-    parser.add_argument("--repeats", type=int, help="the most rounds of a comparison; 5 unless given")
-    parser.add_argument("--out", type=Path, help="result file; needed for a part of the cases and for --quick")
+    parser.add_argument(
+        "--repeats", type=int, help="the most rounds of a comparison; 5 unless given"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="result file; needed for a part of the cases and for --quick"
+    )
     args = parser.parse_args(arguments)
     if args.repeats is not None:
         os.environ[REPEATS_VARIABLE] = str(args.repeats)
@@ -102,10 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_whole = not args.quick and not args.only
     path = args.out or (RESULTS / "kernels_cpu.json" if is_whole else None)
     if path:
-        flags = [*(["--quick"] if args.quick else []), *(["--only", *args.only] if args.only else [])]
+        flags = [
+            *(["--quick"] if args.quick else []),
+            *(["--only", *args.only] if args.only else []),
+        ]
         flags += ["--repeats", str(args.repeats)] if args.repeats is not None else []
         command = " ".join(["python -m benchmarks.kernels", *flags])
-        write_result(path.stem, command, {"is_quick": args.quick, "cases": as_json(outcomes)}, path.parent)
+        write_result(
+            path.stem, command, {"is_quick": args.quick, "cases": as_json(outcomes)}, path.parent
+        )
         print(f"written: {path}")
     num_bad = sum(not outcome.is_good for outcome in outcomes)
     print(f"{len(outcomes) - num_bad} of {len(outcomes)} cases good")

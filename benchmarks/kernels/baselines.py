@@ -35,19 +35,25 @@ def naive_outputs(
 
 def naive(with_entropy: bool) -> Head:
     def head(problem: Problem) -> Tensor:
-        return problem.loss(*naive_outputs(problem.hidden_TH, problem.weight_VH, problem.targets_T, with_entropy))
+        return problem.loss(
+            *naive_outputs(problem.hidden_TH, problem.weight_VH, problem.targets_T, with_entropy)
+        )
 
     return head
 
 
 def token_chunks(problem: Problem) -> Tensor:
     """The loss with entropy."""
-    return problem.loss(*_TokenChunks.apply(problem.hidden_TH, problem.weight_VH, problem.targets_T))
+    return problem.loss(
+        *_TokenChunks.apply(problem.hidden_TH, problem.weight_VH, problem.targets_T)
+    )
 
 
 class _TokenChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         log_probs, entropies = [], []
         for hidden_CH, targets_C in zip(
             hidden_TH.split(TOKENS_OF_A_CHUNK), targets_T.split(TOKENS_OF_A_CHUNK), strict=True
@@ -59,7 +65,9 @@ class _TokenChunks(torch.autograd.Function):
         return torch.cat(log_probs), torch.cat(entropies)
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropies_T: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(
+        ctx: Any, grad_log_probs_T: Tensor, grad_entropies_T: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         hidden_TH, weight_VH, targets_T = ctx.saved_tensors
         grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
         for first in range(0, hidden_TH.shape[0], TOKENS_OF_A_CHUNK):
@@ -104,7 +112,9 @@ class _GradientsFirst(torch.autograd.Function):
             index_C1 = targets_T[rows, None]
             total += (log_z_C - grad_CV.gather(1, index_C1)[:, 0]).sum()
             grad_CV.sub_(log_z_C[:, None]).exp_()
-            grad_CV.scatter_add_(1, index_C1, torch.full_like(index_C1, -1, dtype=grad_CV.dtype)).div_(num_tokens)
+            grad_CV.scatter_add_(
+                1, index_C1, torch.full_like(index_C1, -1, dtype=grad_CV.dtype)
+            ).div_(num_tokens)
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[rows])
             grad_weight_VH.addmm_(grad_CV.T, hidden_TH[rows])
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
-from benchmarks.kernels.head_problem import Problem, Shape, fused, fused_outputs, make_problem, run_head
+from benchmarks.kernels.head_problem import (
+    Problem,
+    Shape,
+    fused,
+    fused_outputs,
+    make_problem,
+    run_head,
+)
 from benchmarks.kernels.measure import Parts, take_turns
 
 SHAPE, QUICK_SHAPE = Shape(2048, 576, 16384), Shape(256, 64, 4096)
@@ -25,11 +32,15 @@ AGREEMENT = 1e-5
 def rows_of(share: float, num_tokens: int) -> Tensor:
     """[R] sorted indices."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randperm(num_tokens, generator=generator)[: round(share * num_tokens)].sort().values
+    return (
+        torch.randperm(num_tokens, generator=generator)[: round(share * num_tokens)].sort().values
+    )
 
 
 def on_rows(problem: Problem, rows_R: Tensor) -> Callable[[], Parts]:
-    chosen = Problem(problem.hidden_TH, problem.weight_VH, problem.targets_T[rows_R], problem.temperature)
+    chosen = Problem(
+        problem.hidden_TH, problem.weight_VH, problem.targets_T[rows_R], problem.temperature
+    )
     return lambda: run_head(fused(rows_R=rows_R), chosen).seconds
 
 
@@ -55,7 +66,10 @@ def run(is_quick: bool) -> CaseResult:
         figures.append(Figure(f"response tokens {share:.0%}, time", ratio.value, "x", spread, bar))
     wrong = max(difference(problem, rows_of(share, num_tokens)) for share in SHARES)
     figures.append(Figure("log-probs against those of the whole", wrong, "nat", "", AGREEMENT))
-    details: dict[str, Any] = {"shape": str(QUICK_SHAPE if is_quick else SHAPE), "cpu_s": turns.summary()}
+    details: dict[str, Any] = {
+        "shape": str(QUICK_SHAPE if is_quick else SHAPE),
+        "cpu_s": turns.summary(),
+    }
     return CaseResult(tuple(figures), details)
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses.base import PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams
-from rlhf_megatron.algorithms.losses.kl import MAX_K3, MAX_LOG_RATIO, STRAIGHT
+from rlhf_megatron.algorithms.losses.kl_estimators import (
+    MAX_K3,
+    MAX_LOG_RATIO,
+    STRAIGHT_THROUGH_SUFFIX,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams
+from rlhf_megatron.algorithms.losses.total_token_loss import RegularizerParams
 
 
 def eager_ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs:
@@ -33,16 +37,24 @@ def eager_ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLos
 
 def eager_kl(log_probs_T: Tensor, ref_log_probs_T: Tensor, kind: str) -> Tensor:
     diff_T = log_probs_T - ref_log_probs_T
-    if kind.endswith(STRAIGHT):
+    if kind.endswith(STRAIGHT_THROUGH_SUFFIX):
         guide_T = 0.5 * diff_T.square()
-        return eager_kl(log_probs_T.detach(), ref_log_probs_T, kind.removesuffix(STRAIGHT)) + guide_T - guide_T.detach()
+        return (
+            eager_kl(
+                log_probs_T.detach(), ref_log_probs_T, kind.removesuffix(STRAIGHT_THROUGH_SUFFIX)
+            )
+            + guide_T
+            - guide_T.detach()
+        )
     if kind == "k3":
         log_ratio_T = (-diff_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return (log_ratio_T.expm1() - log_ratio_T).clamp(-MAX_K3, MAX_K3)
     return {"k1": diff_T, "abs": diff_T.abs(), "k2": 0.5 * diff_T.square()}[kind]
 
 
-def eager_policy(inputs: PolicyLossInputs, params: PPOClipParams, regularizers: RegularizerParams) -> PolicyLossOutputs:
+def eager_policy(
+    inputs: PolicyLossInputs, params: PPOClipParams, regularizers: RegularizerParams
+) -> PolicyLossOutputs:
     """As `compose.total_token_loss` of ppo_clip."""
     policy = eager_ppo_clip(inputs, params)
     loss_T = policy.token_loss_T
@@ -61,7 +73,9 @@ def eager_policy(inputs: PolicyLossInputs, params: PPOClipParams, regularizers: 
     return PolicyLossOutputs(loss_T, metrics)
 
 
-def eager_value(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float) -> PolicyLossOutputs:
+def eager_value(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float
+) -> PolicyLossOutputs:
     """As `value_loss`."""
     token_loss_T = 0.5 * (values_T - returns_T).square()
     is_clipped_T = torch.zeros_like(token_loss_T, dtype=torch.bool)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.measure import Parts, Ratio, compile_problem, cpu_seconds, take_turns
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
+from rlhf_megatron.algorithms.advantages.advantage_estimator import AdvantageInputs
 from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
-from rlhf_megatron.algorithms.advantages.tokens import discounted_sums_
+from rlhf_megatron.algorithms.advantages.response_tokens import compute_discounted_sums_
 
 PARAMS = GAEParams(gamma=0.99, lam=0.95, whiten=False)
 DECAY = PARAMS.gamma * PARAMS.lam
@@ -67,7 +67,9 @@ def sums_by_filter(terms_BT: Tensor) -> Tensor:
     return torch.from_numpy(lfilter([1.0], [1.0, -DECAY], terms_BT.flip(1).numpy(), axis=1)).flip(1)
 
 
-def gae_of(sums: Callable[[Tensor], Tensor], rewards_BT: Tensor, values_BT: Tensor) -> tuple[Tensor, Tensor]:
+def gae_of(
+    sums: Callable[[Tensor], Tensor], rewards_BT: Tensor, values_BT: Tensor
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns of rows without masks."""
     deltas_BT = rewards_BT - values_BT
     deltas_BT[:, :-1] += PARAMS.gamma * values_BT[:, 1:]
@@ -75,7 +77,9 @@ def gae_of(sums: Callable[[Tensor], Tensor], rewards_BT: Tensor, values_BT: Tens
     return advantages_BT, advantages_BT + values_BT
 
 
-def others(is_quick: bool) -> Iterator[tuple[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | str]]:
+def others(
+    is_quick: bool,
+) -> Iterator[tuple[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | str]]:
     """Whole estimators to compare with, or why one does not run here."""
     yield "chunks", partial(gae_of, sums_by_chunks)
     problem = "a quick run" if is_quick else compile_problem()
@@ -111,7 +115,9 @@ def make_inputs(lengths_B: Tensor, is_masked: bool) -> AdvantageInputs:
     num_samples, total = lengths_B.numel(), int(lengths_B.sum())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_B.cumsum(0)])
     place_T = torch.arange(total) - offsets[:-1].repeat_interleave(lengths_B)
-    is_response_T = (place_T >= (lengths_B // 8).repeat_interleave(lengths_B)) & (place_T // 32 % 4 != 1)
+    is_response_T = (place_T >= (lengths_B // 8).repeat_interleave(lengths_B)) & (
+        place_T // 32 % 4 != 1
+    )
     return AdvantageInputs(
         rewards_B=torch.zeros(num_samples),
         group_ids_B=torch.zeros(num_samples, dtype=torch.int64),
@@ -149,10 +155,14 @@ class Report:
         self._add(what, num_tokens / min(seconds) / 1e6, "Mtok/s", "", bar)
 
     def agreement(self, what: str, error: float, baseline: str) -> None:
-        self.figures.append(Figure(f"{what}, difference", error, "of the largest", baseline, AGREEMENT))
+        self.figures.append(
+            Figure(f"{what}, difference", error, "of the largest", baseline, AGREEMENT)
+        )
 
     def _add(self, what: str, value: float, unit: str, baseline: str, bar: float | None) -> None:
-        self.figures.append(Figure(what, value, unit, baseline, None if self.is_quick else bar, is_more_better=True))
+        self.figures.append(
+            Figure(what, value, unit, baseline, None if self.is_quick else bar, is_more_better=True)
+        )
 
 
 def measure_sums(report: Report, num_samples: int, length: int) -> None:
@@ -164,12 +174,14 @@ def measure_sums(report: Report, num_samples: int, length: int) -> None:
 
     def ours() -> None:
         column[:-1] = terms_BT.view(-1)
-        discounted_sums_(column, lengths_B, DECAY)
+        compute_discounted_sums_(column, lengths_B, DECAY)
 
     expected_BT = sums_by_columns(terms_BT.double())
     ours()
     report.agreement(name, difference(column[:-1], expected_BT), "the loop over columns in float64")
-    report.agreement(f"chunks, {name}", difference(sums_by_chunks(terms_BT), expected_BT), "the same")
+    report.agreement(
+        f"chunks, {name}", difference(sums_by_chunks(terms_BT), expected_BT), "the same"
+    )
     variants = {
         "ours": timed(ours),
         "columns": timed(lambda: sums_by_columns(terms_BT)),
@@ -183,7 +195,9 @@ def measure_sums(report: Report, num_samples: int, length: int) -> None:
     report.cpu_s[name] = turns.summary()
 
 
-def measure_whole(report: Report, num_samples: int, length: int, is_masked: bool, bar: float | None) -> None:
+def measure_whole(
+    report: Report, num_samples: int, length: int, is_masked: bool, bar: float | None
+) -> None:
     name = f"gae{', masked' if is_masked else ''}, {num_samples} x {length}"
     inputs = make_inputs(torch.full((num_samples,), length), is_masked)
     assert inputs.token_rewards_T is not None and inputs.values_T is not None
@@ -193,7 +207,9 @@ def measure_whole(report: Report, num_samples: int, length: int, is_masked: bool
     ]
     found, expected = gae(inputs, PARAMS), gae_by_columns(*(column.double() for column in columns))
     assert found.returns_T is not None
-    wrong = max(difference(found.advantages_T, expected[0]), difference(found.returns_T, expected[1]))
+    wrong = max(
+        difference(found.advantages_T, expected[0]), difference(found.returns_T, expected[1])
+    )
     report.agreement(name, wrong, "verl's loop in float64")
     variants = {
         "ours": timed(lambda: gae(inputs, PARAMS)),
@@ -204,7 +220,9 @@ def measure_whole(report: Report, num_samples: int, length: int, is_masked: bool
         if isinstance(run_other, str):
             report.absent[other] = run_other
             continue
-        wrong = max(difference(*pair) for pair in zip(run_other(*columns[:2]), expected, strict=True))
+        wrong = max(
+            difference(*pair) for pair in zip(run_other(*columns[:2]), expected, strict=True)
+        )
         report.agreement(f"{other}, {name}", wrong, "the same")
         variants[other] = timed(partial(run_other, *columns[:2]))
     turns = take_turns(variants, [("ours", "verl")])
@@ -222,16 +240,23 @@ def measure_short(report: Report, num_samples: int) -> None:
     generator = torch.Generator().manual_seed(2)
     lengths_B = (torch.randn(num_samples, generator=generator).exp() * 64).long().clamp(1, 1024)
     terms_N = torch.randn(int(lengths_B.sum()), generator=generator, dtype=torch.float64)
-    num_after_N = lengths_B.cumsum(0).repeat_interleave(lengths_B) - torch.arange(1, terms_N.numel() + 1)
+    num_after_N = lengths_B.cumsum(0).repeat_interleave(lengths_B) - torch.arange(
+        1, terms_N.numel() + 1
+    )
     column = torch.empty(terms_N.numel() + 1, dtype=torch.float64)
 
     def ours() -> None:
         column[:-1] = terms_N
-        discounted_sums_(column, lengths_B, DECAY)
+        compute_discounted_sums_(column, lengths_B, DECAY)
 
     ours()
-    report.agreement(name, difference(column[:-1], sums_by_doubling(terms_N, num_after_N)), "doubling")
-    variants = {"ours": timed(ours), "doubling": timed(lambda: sums_by_doubling(terms_N, num_after_N))}
+    report.agreement(
+        name, difference(column[:-1], sums_by_doubling(terms_N, num_after_N)), "doubling"
+    )
+    variants = {
+        "ours": timed(ours),
+        "doubling": timed(lambda: sums_by_doubling(terms_N, num_after_N)),
+    }
     turns = take_turns(variants, [("ours", "doubling")])
     report.rate(name, terms_N.numel(), turns.seconds("ours"), None)
     report.faster(name, turns.ratio("ours", "doubling"), "doubling", 1.0)
@@ -246,7 +271,9 @@ def run(is_quick: bool) -> CaseResult:
         for is_masked in (False, True):
             measure_whole(report, *shape, is_masked, SPEED_UP if shape == shapes[-1] else None)
     measure_short(report, QUICK_NUM_SHORT if is_quick else NUM_SHORT)
-    return CaseResult(tuple(report.figures), {"decay": DECAY, "cpu_s": report.cpu_s, "absent": report.absent})
+    return CaseResult(
+        tuple(report.figures), {"decay": DECAY, "cpu_s": report.cpu_s, "absent": report.absent}
+    )
 
 
 CASE = Case("C9", "advantages: discounted sums and the whole estimator", run)

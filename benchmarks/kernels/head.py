@@ -45,7 +45,10 @@ class Size:
     is_long: bool = False
 
 
-SIZES = {"A": Size(Shape(2048, 576, 49152), 0.85), "B": Size(Shape(1024, 1024, 151936), 1.0, is_long=True)}
+SIZES = {
+    "A": Size(Shape(2048, 576, 49152), 0.85),
+    "B": Size(Shape(1024, 1024, 151936), 1.0, is_long=True),
+}
 QUICK = {"quick": Size(Shape(256, 64, 8192), None)}
 
 
@@ -93,10 +96,14 @@ def measure(problem: Problem, all_heads: dict[str, Head], is_long: bool = False)
         return lambda: run_head(head, problem).seconds
 
     pairs = [(OURS, NAIVE)] if is_long else [(OURS, NAIVE), (OURS_LOG_PROB, NAIVE_LOG_PROB)]
-    variants = {name: parts_of(head) for name, head in all_heads.items()} | {BARE: lambda: bare_products(problem)}
+    variants = {name: parts_of(head) for name, head in all_heads.items()} | {
+        BARE: lambda: bare_products(problem)
+    }
     written_here = (OURS_STASH, TOKEN_CHUNKS, GRADIENTS_FIRST, BARE)
     once = [
-        name for name in variants if not any(name in pair for pair in pairs) and (is_long or name in written_here)
+        name
+        for name in variants
+        if not any(name in pair for pair in pairs) and (is_long or name in written_here)
     ]  # what compiles has done so after the first round
     return take_turns(variants, pairs, once=once)
 
@@ -106,7 +113,11 @@ def figures_of(label: str, size: Size, turns: Turns) -> list[Figure]:
 
     def ratio(what: str, ours: str, baseline: str, bar: float | None = None) -> Figure:
         found = turns.ratio(ours, baseline)
-        rounds = f"; spread {100 * found.spread:.1f} % of {len(found.values)} rounds" if len(found.values) > 1 else ""
+        rounds = (
+            f"; spread {100 * found.spread:.1f} % of {len(found.values)} rounds"
+            if len(found.values) > 1
+            else ""
+        )
         return Figure(what, found.value, "x", baseline + rounds, bar)
 
     figures = [ratio(both, OURS, NAIVE, size.bar), ratio(log_prob, OURS_LOG_PROB, NAIVE_LOG_PROB)]
@@ -114,7 +125,9 @@ def figures_of(label: str, size: Size, turns: Turns) -> list[Figure]:
         figures.append(ratio(f"{both}, with a stash", OURS_STASH, NAIVE))
     figures += [ratio(both, OURS, name) for name in (TOKEN_CHUNKS, BARE) if name in turns.rounds]
     others = (OURS, NAIVE, OURS_LOG_PROB, NAIVE_LOG_PROB, OURS_STASH, TOKEN_CHUNKS, BARE)
-    return figures + [ratio(log_prob, OURS_LOG_PROB, name) for name in turns.rounds if name not in others]
+    return figures + [
+        ratio(log_prob, OURS_LOG_PROB, name) for name in turns.rounds if name not in others
+    ]
 
 
 def run(is_quick: bool) -> CaseResult:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.kernels.log_prob import HeadOutputs, linear_log_prob
+from rlhf_megatron.ranks.kernels.log_prob import HeadOutputs, compute_linear_log_probs
 
 CHUNK_SIZE = 4096  # the trainer's default, actor.log_prob_chunk_size
 
@@ -63,13 +63,19 @@ class HeadRun:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def make_problem(shape: Shape, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Problem:
+def make_problem(
+    shape: Shape, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0
+) -> Problem:
     """Logits are normal with deviation `scale`."""
     generator = torch.Generator().manual_seed(seed)
     hidden_TH = torch.randn(shape.num_tokens, shape.hidden, generator=generator)
-    weight_VH = torch.randn(shape.vocab, shape.hidden, generator=generator).mul_(scale / math.sqrt(shape.hidden))
+    weight_VH = torch.randn(shape.vocab, shape.hidden, generator=generator).mul_(
+        scale / math.sqrt(shape.hidden)
+    )
     targets_T = torch.randint(0, shape.vocab, (shape.num_tokens,), generator=generator)
-    return Problem(hidden_TH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_T)
+    return Problem(
+        hidden_TH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_T
+    )
 
 
 def run_head(head: Head, problem: Problem) -> HeadRun:
@@ -83,7 +89,9 @@ def run_head(head: Head, problem: Problem) -> HeadRun:
     grads = problem.hidden_TH.grad, problem.weight_VH.grad
     problem.hidden_TH.grad = problem.weight_VH.grad = None
     assert grads[0] is not None
-    return HeadRun(loss.item(), grads[0], grads[1], {"forward": middle - start, "backward": end - middle})
+    return HeadRun(
+        loss.item(), grads[0], grads[1], {"forward": middle - start, "backward": end - middle}
+    )
 
 
 def fused_outputs(problem: Problem, **arguments: Any) -> HeadOutputs:
@@ -97,11 +105,13 @@ def fused_outputs(problem: Problem, **arguments: Any) -> HeadOutputs:
         "with_entropy": True,
         "backend": "chunked",
     }
-    return linear_log_prob(problem.hidden_TH, problem.weight_VH, problem.targets_T, **{**defaults, **arguments})
+    return compute_linear_log_probs(
+        problem.hidden_TH, problem.weight_VH, problem.targets_T, **{**defaults, **arguments}
+    )
 
 
 def fused(**arguments: Any) -> Head:
-    """Our head with arguments of `linear_log_prob`."""
+    """Our head with arguments of `compute_linear_log_probs`."""
 
     def head(problem: Problem) -> Tensor:
         outputs = fused_outputs(problem, **arguments)
@@ -116,7 +126,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return difference.item()
 
 
-def check_same_work(heads: dict[str, Head], baseline: Head, problem: Problem, tolerance: float = 1e-4) -> None:
+def check_same_work(
+    heads: dict[str, Head], baseline: Head, problem: Problem, tolerance: float = 1e-4
+) -> None:
     """Raises RuntimeError when a head's loss or gradients are not the baseline's: what is not equal is not compared."""
     expected = run_head(baseline, problem)
     assert expected.grad_weight_VH is not None
@@ -125,9 +137,13 @@ def check_same_work(heads: dict[str, Head], baseline: Head, problem: Problem, to
         assert found.grad_weight_VH is not None
         errors = {
             "loss": abs(found.loss - expected.loss) / abs(expected.loss),
-            "gradient of the hidden states": relative_error(found.grad_hidden_TH, expected.grad_hidden_TH),
+            "gradient of the hidden states": relative_error(
+                found.grad_hidden_TH, expected.grad_hidden_TH
+            ),
             "gradient of the weight": relative_error(found.grad_weight_VH, expected.grad_weight_VH),
         }
         wrong = {what: error for what, error in errors.items() if not error <= tolerance}
         if wrong:
-            raise RuntimeError(f"{name} does not do the same work as its baseline: relative errors {wrong}")
+            raise RuntimeError(
+                f"{name} does not do the same work as its baseline: relative errors {wrong}"
+            )

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
-from benchmarks.kernels.head_problem import Problem, Shape, fused, make_problem, relative_error, run_head
+from benchmarks.kernels.head_problem import (
+    Problem,
+    Shape,
+    fused,
+    make_problem,
+    relative_error,
+    run_head,
+)
 from benchmarks.kernels.measure import in_child, peak_memory, reset_peak_memory
 
 SHAPE, QUICK_SHAPE = Shape(512, 256, 65536), Shape(64, 256, 16384)
@@ -30,10 +37,10 @@ class MainGrad:
     weight_VH: Tensor
     main_grad_VH: Tensor
 
-    def buffer_VH(self) -> Tensor:
+    def get_buffer_VH(self) -> Tensor:
         return self.main_grad_VH
 
-    def gradient(self) -> Tensor:
+    def make_autograd_gradient(self) -> Tensor:
         return self.weight_VH.detach()
 
 
@@ -69,11 +76,30 @@ def run(is_quick: bool) -> CaseResult:
     peaks = {way: in_child(peak_of, way=way, shape=shape) for way in WAYS}
     beyond = {way: (peaks[way] - peaks["no gradient"]) / size for way in WAYS}
     figures = (
-        Figure("memory for the weight's gradient, sink", beyond["sink"], "dW", f"dW is {size / 1e6:.0f} MB", BAR),
-        Figure("memory for the weight's gradient, autograd", beyond["autograd"], "dW", "beside main_grad"),
-        Figure("two passes against twice autograd's", error_of_two_passes(QUICK_SHAPE), "relative", "", 1e-5),
+        Figure(
+            "memory for the weight's gradient, sink",
+            beyond["sink"],
+            "dW",
+            f"dW is {size / 1e6:.0f} MB",
+            BAR,
+        ),
+        Figure(
+            "memory for the weight's gradient, autograd",
+            beyond["autograd"],
+            "dW",
+            "beside main_grad",
+        ),
+        Figure(
+            "two passes against twice autograd's",
+            error_of_two_passes(QUICK_SHAPE),
+            "relative",
+            "",
+            1e-5,
+        ),
     )
-    return CaseResult(figures, {"shape": str(shape), "peak_mb": {way: round(peaks[way] / 1e6, 2) for way in WAYS}})
+    return CaseResult(
+        figures, {"shape": str(shape), "peak_mb": {way: round(peaks[way] / 1e6, 2) for way in WAYS}}
+    )
 
 
 CASE = Case("C5", "weight gradient into main_grad", run)

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import significant
-from rlhf_megatron.runtime.processes import die_with_parent
+from rlhf_megatron.runtime.process_control import die_with_parent
 
 SPREAD = 0.05
 LEAST_ROUNDS = 3
 REPEATS_VARIABLE = "BENCH_KERNELS_REPEATS"  # set by the runner's --repeats
 CHILD_TIMEOUT_S = 300.0
 
-Parts = Mapping[str, float]  # CPU seconds of each part of one run: {"forward": 1.2, "backward": 2.5}
+Parts = Mapping[
+    str, float
+]  # CPU seconds of each part of one run: {"forward": 1.2, "backward": 2.5}
 
 
 def most_rounds() -> int:
@@ -60,7 +62,9 @@ class Turns:
     rounds: dict[str, list[Parts]] = field(default_factory=dict)
 
     def seconds(self, name: str, part: str = "total") -> list[float]:
-        return [sum(parts.values()) if part == "total" else parts[part] for parts in self.rounds[name]]
+        return [
+            sum(parts.values()) if part == "total" else parts[part] for parts in self.rounds[name]
+        ]
 
     def ratio(self, ours: str, baseline: str, part: str = "total") -> Ratio:
         """Of the rounds that both took part in."""
@@ -111,7 +115,9 @@ def cpu_seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def in_children(run: Callable[..., Any], jobs: Sequence[Mapping[str, Any]], timeout_s: float = CHILD_TIMEOUT_S) -> Any:
+def in_children(
+    run: Callable[..., Any], jobs: Sequence[Mapping[str, Any]], timeout_s: float = CHILD_TIMEOUT_S
+) -> Any:
     """`run(**job)` of each job in a process of its own, all at once: their results in order.
 
     Forked, so that libraries need no second loading; the caller must not have started threads. Raises RuntimeError with
@@ -157,7 +163,9 @@ def _result(receiver: Any, deadline: float, timeout_s: float) -> Any:
     try:
         is_good, value = receiver.recv()
     except EOFError:
-        raise RuntimeError("a measuring process died without a word; was it killed for its memory?") from None
+        raise RuntimeError(
+            "a measuring process died without a word; was it killed for its memory?"
+        ) from None
     if not is_good:
         raise RuntimeError(f"a measuring process failed:\n{value}")
     return value

@@ -36,7 +36,9 @@ HEADS: dict[str, Head] = {
 
 def extra_bytes(name: str, shape: Shape) -> float:
     """In this process, which must be a fresh one."""
-    run_head(HEADS[name], make_problem(WARM_UP))  # loads and initialises what is loaded on first use
+    run_head(
+        HEADS[name], make_problem(WARM_UP)
+    )  # loads and initialises what is loaded on first use
     problem = make_problem(shape)
     before = reset_peak_memory()
     run_head(HEADS[name], problem)
@@ -60,7 +62,10 @@ def growth(base: Shape) -> tuple[dict[str, float], dict[str, Any]]:
     in_tokens = slope([shape.num_tokens for shape in tokens], [sizes[shape] for shape in tokens])
     in_vocab = slope([shape.vocab for shape in vocabs], [sizes[shape] for shape in vocabs])
     return (
-        {"T": in_tokens / (NAIVE_BYTES * base.vocab), "V": in_vocab / (NAIVE_BYTES * base.num_tokens)},
+        {
+            "T": in_tokens / (NAIVE_BYTES * base.vocab),
+            "V": in_vocab / (NAIVE_BYTES * base.num_tokens),
+        },
         {
             "extra_mb": {str(shape): round(size / MEGABYTE, 2) for shape, size in sizes.items()},
             "bytes_per_token": round(in_tokens, 1),
@@ -77,7 +82,9 @@ def run(is_quick: bool) -> CaseResult:
         found = {name: measure(name, shape) for name in names}
         bar = None if is_quick else BAR
         size = f"naive {found['naive'] / MEGABYTE:.0f} MB, ours {found['ours'] / MEGABYTE:.0f} MB"
-        figures.append(Figure(f"{label}: extra memory", found["ours"] / found["naive"], "x", size, bar))
+        figures.append(
+            Figure(f"{label}: extra memory", found["ours"] / found["naive"], "x", size, bar)
+        )
         figures += [
             Figure(f"{label}: extra memory", found["ours"] / found[name], "x", name)
             for name in found

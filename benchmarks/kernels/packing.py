@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.common import significant
 from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.measure import cpu_seconds
-from rlhf_megatron.data.packing import fewest_bins
-from rlhf_megatron.data.plan import NO_OP, plan_replicas
+from rlhf_megatron.data.bin_packing import compute_bin_lower_bound
+from rlhf_megatron.data.replica_plan import NO_OP, plan_replicas
 
 Shares = list[list[list[int]]]  # samples of each micro-batch of each replica
 
@@ -39,7 +39,10 @@ LONGEST = 32768
 REPLICAS = (1, 8, 64)
 MULTIPLES = ((1, 1), (8, 16))  # of a document and of a micro-batch
 PADDING, IMBALANCE, SECONDS = 0.03, 1.02, 0.1
-FLOOR, ABOVE_FLOOR = 0.025, 0.005  # floors above the first have a bar of their own: the floor and the second
+FLOOR, ABOVE_FLOOR = (
+    0.025,
+    0.005,
+)  # floors above the first have a bar of their own: the floor and the second
 REPEATS = 3
 
 
@@ -59,7 +62,7 @@ class Call:
     @property
     def floor(self) -> float:
         """Padding of a plan with the fewest bins, all of one length or of the longest sample's."""
-        num_bins = round_up(max(1, fewest_bins(self.padded, self.budget)), self.dp)
+        num_bins = round_up(max(1, compute_bin_lower_bound(self.padded, self.budget)), self.dp)
         longest = max(max(self.padded), -(-sum(self.padded) // num_bins))
         return 1 - sum(self.lengths) / (num_bins * round_up(longest, self.packed_multiple))
 
@@ -86,23 +89,35 @@ def bimodal(generator: random.Random, longest: int) -> float:
     return generator.gauss(share * longest, spread * longest)
 
 
-KINDS: dict[str, Callable[[random.Random, int], float]] = {"lognormal": lognormal, "bimodal": bimodal}
+KINDS: dict[str, Callable[[random.Random, int], float]] = {
+    "lognormal": lognormal,
+    "bimodal": bimodal,
+}
 
 
 def calls_of(kind: str, dp: int, num_samples: int) -> Iterator[Call]:
     for budget in BUDGETS:
         longest, generator = min(budget, LONGEST), random.Random(0)
-        lengths = [max(16, min(longest, int(KINDS[kind](generator, longest)))) for _ in range(num_samples)]
+        lengths = [
+            max(16, min(longest, int(KINDS[kind](generator, longest)))) for _ in range(num_samples)
+        ]
         for multiples in MULTIPLES:
             yield Call(kind, lengths, dp, budget, *multiples)
 
 
 def ours(call: Call) -> Shares:
     plans = plan_replicas(
-        call.lengths, call.dp, call.budget, call.document_multiple, call.packed_multiple, 1, ATTENTION_LENGTH
+        call.lengths,
+        call.dp,
+        call.budget,
+        call.document_multiple,
+        call.packed_multiple,
+        1,
+        ATTENTION_LENGTH,
     )
     return [
-        [[plan.samples[i] for i in held if plan.samples[i] != NO_OP] for held in plan.micro_batches] for plan in plans
+        [[plan.samples[i] for i in held if plan.samples[i] != NO_OP] for held in plan.micro_batches]
+        for plan in plans
     ]
 
 
@@ -150,9 +165,9 @@ def costs_of(lengths: list[int]) -> list[int]:
 def quality_of(call: Call, shares: Shares) -> Quality:
     lengths = call.padded
     costs = costs_of(lengths)
-    assert sorted(i for share in shares for held in share for i in held) == list(range(len(lengths))), (
-        "samples are lost"
-    )
+    assert sorted(i for share in shares for held in share for i in held) == list(
+        range(len(lengths))
+    ), "samples are lost"
     tokens = [sum(lengths[i] for i in held) for share in shares for held in share]
     cost = [[sum(costs[i] for i in held) for held in share] for share in shares]
     mean = sum(map(sum, cost)) / call.dp
@@ -170,7 +185,9 @@ def best_seconds(run: Callable[[], object]) -> float:
     return min(cpu_seconds(run) for _ in range(REPEATS))
 
 
-def figures_of(kind: str, dp: int, num_samples: int, is_quick: bool, details: dict[str, Any]) -> Iterator[Figure]:
+def figures_of(
+    kind: str, dp: int, num_samples: int, is_quick: bool, details: dict[str, Any]
+) -> Iterator[Figure]:
     """The worst of all budgets and multiples."""
     calls = list(calls_of(kind, dp, num_samples))
     found = [quality_of(call, ours(call)) for call in calls]
@@ -188,13 +205,27 @@ def figures_of(kind: str, dp: int, num_samples: int, is_quick: bool, details: di
 
     name = f"{kind}, dp {dp}"
     low = [q.padding for call, q in zip(calls, found, strict=True) if call.floor <= FLOOR]
-    high = [q.padding - call.floor for call, q in zip(calls, found, strict=True) if call.floor > FLOOR]
+    high = [
+        q.padding - call.floor for call, q in zip(calls, found, strict=True) if call.floor > FLOOR
+    ]
     if low:
         yield Figure(f"{name}, padding", max(low), "of the tokens", "", bar(PADDING))
     if high:
         floor = max(call.floor for call in calls)
-        yield Figure(f"{name}, padding above the floor", max(high), "of the tokens", f"{floor:.1%}", bar(ABOVE_FLOOR))
-    yield Figure(f"{name}, imbalance", max(q.imbalance for q in found), "x", "the mean replica", bar(IMBALANCE))
+        yield Figure(
+            f"{name}, padding above the floor",
+            max(high),
+            "of the tokens",
+            f"{floor:.1%}",
+            bar(ABOVE_FLOOR),
+        )
+    yield Figure(
+        f"{name}, imbalance",
+        max(q.imbalance for q in found),
+        "x",
+        "the mean replica",
+        bar(IMBALANCE),
+    )
     yield Figure(f"{name}, waiting", max(q.waiting for q in found), "x", "the mean replica")
     yield Figure(f"{name}, time", max(seconds), "s", "", bar(SECONDS))
 
@@ -207,8 +238,12 @@ def baselines_of(kind: str, num_samples: int, details: dict[str, Any]) -> Iterat
         theirs_s = cpu_seconds(lambda run=run: run(call))
         quality = quality_of(call, run(call))
         name = f"{run.__name__}, {kind}, dp {call.dp}"
-        details[name] = {key: significant(x) for key, x in vars(quality).items()} | {"cpu_s": significant(theirs_s)}
-        yield Figure(f"{name}, padding", quality.padding, "of the tokens", f"ours {mine.padding:.2%}")
+        details[name] = {key: significant(x) for key, x in vars(quality).items()} | {
+            "cpu_s": significant(theirs_s)
+        }
+        yield Figure(
+            f"{name}, padding", quality.padding, "of the tokens", f"ours {mine.padding:.2%}"
+        )
         yield Figure(f"{name}, imbalance", quality.imbalance, "x", f"ours {mine.imbalance:.4f}")
         yield Figure(f"{name}, longest over the budget", quality.over_budget, "of the budget", "")
         yield Figure(f"{name}, time", theirs_s, "s", f"ours {time_s:.3f}")

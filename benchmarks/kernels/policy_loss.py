@@ -22,9 +22,13 @@ from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.eager import eager_policy, eager_value
 from benchmarks.kernels.measure import Parts, Turns, compile_problem, cpu_seconds, take_turns
 from rlhf_megatron.config.schema import ActorConfig
-from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
-from rlhf_megatron.kernels.row_loss import Sums, value_sums, weighted
-from rlhf_megatron.workers.losses import policy_row_loss
+from rlhf_megatron.ranks.kernels.policy_row_loss import PolicyRowLoss
+from rlhf_megatron.ranks.kernels.weighted_row_loss import (
+    LossAndMetricSums,
+    compute_value_loss_sums,
+    weigh_loss_terms,
+)
+from rlhf_megatron.ranks.workers.actor_losses import make_policy_row_loss
 
 SIZES, QUICK_SIZES = (32768, 1 << 20), (500,)
 ROWS_OF_A_TURN, MOST_CALLS = 1 << 21, 64  # small problems are called several times, for the clock
@@ -70,11 +74,16 @@ def make_columns(num_rows: int) -> dict[str, Tensor]:
     }
 
 
-def policy_call(name: str, columns: dict[str, Tensor], is_fused: bool, is_compiled: bool = False) -> Call:
-    row_loss = policy_row_loss(CONFIGS[name])
+def policy_call(
+    name: str, columns: dict[str, Tensor], is_fused: bool, is_compiled: bool = False
+) -> Call:
+    row_loss = make_policy_row_loss(CONFIGS[name])
     has_all = row_loss.needs_entropy
     given = {key: column for key, column in columns.items() if has_all or key != "ref_log_probs"}
-    leaves = [columns[key].clone().requires_grad_() for key in ("log_probs", *(["entropies"] if has_all else []))]
+    leaves = [
+        columns[key].clone().requires_grad_()
+        for key in ("log_probs", *(["entropies"] if has_all else []))
+    ]
     forward: Any = row_loss if is_fused else partial(eager_sums, row_loss)
     if is_compiled:
         forward = torch.compile(forward)
@@ -87,17 +96,22 @@ def policy_call(name: str, columns: dict[str, Tensor], is_fused: bool, is_compil
 
 
 def eager_sums(
-    row_loss: PolicyRowLoss, log_probs_R: Tensor, entropies_R: Tensor | None, columns: dict[str, Tensor]
-) -> Sums:
+    row_loss: PolicyRowLoss,
+    log_probs_R: Tensor,
+    entropies_R: Tensor | None,
+    columns: dict[str, Tensor],
+) -> LossAndMetricSums:
     """What `row_loss` returns, by autograd."""
-    inputs = row_loss.inputs(log_probs_R, entropies_R, columns, None)
-    value, sums = weighted(eager_policy(inputs, row_loss.params, row_loss.regularizers), columns)
+    inputs = row_loss.collect_loss_inputs(log_probs_R, entropies_R, columns, None)
+    value, sums = weigh_loss_terms(
+        eager_policy(inputs, row_loss.params, row_loss.regularizers), columns
+    )
     return value, {"actor/loss": value.detach(), **sums}
 
 
 def value_call(columns: dict[str, Tensor], is_fused: bool, is_compiled: bool = False) -> Call:
     values = columns["values"].clone().requires_grad_()
-    forward: Any = value_sums if is_fused else eager_value_sums
+    forward: Any = compute_value_loss_sums if is_fused else eager_value_sums
     if is_compiled:
         forward = torch.compile(forward)
 
@@ -108,14 +122,20 @@ def value_call(columns: dict[str, Tensor], is_fused: bool, is_compiled: bool = F
     return call
 
 
-def eager_value_sums(values_R: Tensor, columns: dict[str, Tensor], cliprange_value: float) -> Sums:
-    return weighted(eager_value(values_R, columns["old_values"], columns["returns"], cliprange_value), columns)
+def eager_value_sums(
+    values_R: Tensor, columns: dict[str, Tensor], cliprange_value: float
+) -> LossAndMetricSums:
+    return weigh_loss_terms(
+        eager_value(values_R, columns["old_values"], columns["returns"], cliprange_value), columns
+    )
 
 
 def difference(found: Found, expected: Found) -> float:
     """Largest: of gradients relative to their largest entry; of sums, which may cancel, as it is."""
     assert list(found.sums) == list(expected.sums), "other metrics"
-    sums = zip([found.value, *found.sums.values()], [expected.value, *expected.sums.values()], strict=True)
+    sums = zip(
+        [found.value, *found.sums.values()], [expected.value, *expected.sums.values()], strict=True
+    )
     differences = [(one - other).abs().item() for one, other in sums]
     for one, other in zip(found.grads, expected.grads, strict=True):
         differences.append(((one - other).abs().max() / other.abs().max()).item())
@@ -137,10 +157,18 @@ def repeated(call: Call, num_rows: int) -> Callable[[], Parts]:
     return run
 
 
-def measure(what: str, calls: dict[str, Call], num_rows: int, is_quick: bool) -> tuple[list[Figure], Turns]:
+def measure(
+    what: str, calls: dict[str, Call], num_rows: int, is_quick: bool
+) -> tuple[list[Figure], Turns]:
     eager = calls["eager"]()
     figures = [
-        Figure(f"{what}, {name}: difference", difference(call(), eager), "of the largest", "eager", AGREEMENT)
+        Figure(
+            f"{what}, {name}: difference",
+            difference(call(), eager),
+            "of the largest",
+            "eager",
+            AGREEMENT,
+        )
         for name, call in calls.items()
         if name != "eager"
     ]
@@ -162,18 +190,29 @@ def run(is_quick: bool) -> CaseResult:
     problem = "a quick run" if is_quick else compile_problem()
     for num_rows in QUICK_SIZES if is_quick else SIZES:
         columns = make_columns(num_rows)
-        problems = {name: {k: policy_call(name, columns, k == "fused") for k in ("fused", "eager")} for name in CONFIGS}
-        problems["value loss"] = {kind: value_call(columns, kind == "fused") for kind in ("fused", "eager")}
+        problems = {
+            name: {k: policy_call(name, columns, k == "fused") for k in ("fused", "eager")}
+            for name in CONFIGS
+        }
+        problems["value loss"] = {
+            kind: value_call(columns, kind == "fused") for kind in ("fused", "eager")
+        }
         if not problem:
             for name in CONFIGS:
-                problems[name]["compiled"] = policy_call(name, columns, is_fused=False, is_compiled=True)
-            problems["value loss"]["compiled"] = value_call(columns, is_fused=False, is_compiled=True)
+                problems[name]["compiled"] = policy_call(
+                    name, columns, is_fused=False, is_compiled=True
+                )
+            problems["value loss"]["compiled"] = value_call(
+                columns, is_fused=False, is_compiled=True
+            )
         for name, calls in problems.items():
             what = f"{name}, {num_rows} rows"
             found, turns = measure(what, calls, num_rows, is_quick)
             figures += found
             cpu_s[what] = turns.summary()
-    return CaseResult(tuple(figures), {"cpu_s": cpu_s, "absent": {"torch.compile": problem} if problem else {}})
+    return CaseResult(
+        tuple(figures), {"cpu_s": cpu_s, "absent": {"torch.compile": problem} if problem else {}}
+    )
 
 
 CASE = Case("C8", "policy and value loss, forward and backward", run)

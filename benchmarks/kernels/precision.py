@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
-from benchmarks.kernels.head_problem import Problem, Shape, fused_outputs, make_problem, relative_error
+from benchmarks.kernels.head_problem import (
+    Problem,
+    Shape,
+    fused_outputs,
+    make_problem,
+    relative_error,
+)
 
 LOG_PROB_BAR, GRADIENT_BAR = 1e-5, 2.0
-SHAPE, QUICK_SHAPE = Shape(256, 512, 20011), Shape(33, 32, 1003)  # vocabularies that no chunk divides
+SHAPE, QUICK_SHAPE = (
+    Shape(256, 512, 20011),
+    Shape(33, 32, 1003),
+)  # vocabularies that no chunk divides
 SCALE = 4.0  # deviation of the logits over the temperature: the largest is some 20
 ENTROPY_WEIGHT = 0.3
 
@@ -50,7 +59,9 @@ class Sample:
 
 
 Outputs = tuple[Tensor, Tensor]  # log-probs and entropies
-Compute = Callable[[Sample, Problem], Outputs]  # the second: the sample's problem with leaves of its own
+Compute = Callable[
+    [Sample, Problem], Outputs
+]  # the second: the sample's problem with leaves of its own
 
 
 def ours(sample: Sample, problem: Problem) -> Outputs:
@@ -68,7 +79,9 @@ def plain(dtype: torch.dtype, logits_dtype: torch.dtype | None = None) -> Comput
         if logits_dtype is not None:
             logits_TV = logits_TV.to(logits_dtype).to(dtype)
         temperature = sample.temperature
-        logits_TV = logits_TV / (temperature[:, None].to(dtype) if torch.is_tensor(temperature) else temperature)
+        logits_TV = logits_TV / (
+            temperature[:, None].to(dtype) if torch.is_tensor(temperature) else temperature
+        )
         log_p_TV = logits_TV.log_softmax(-1)
         log_probs_T = log_p_TV.gather(-1, problem.targets_T[:, None])[:, 0]
         return log_probs_T, -(log_p_TV.exp() * log_p_TV).sum(-1)
@@ -76,19 +89,30 @@ def plain(dtype: torch.dtype, logits_dtype: torch.dtype | None = None) -> Comput
     return compute
 
 
-def results(compute: Compute, sample: Sample, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def results(
+    compute: Compute, sample: Sample, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropies, gradients of hidden states and weight, from leaves of `dtype`."""
     source = sample.problem
-    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (source.hidden_TH, source.weight_VH)]
-    log_probs_T, entropies_T = compute(sample, Problem(leaves[0], leaves[1], source.targets_T, source.temperature))
+    leaves = [
+        tensor.detach().to(dtype).requires_grad_()
+        for tensor in (source.hidden_TH, source.weight_VH)
+    ]
+    log_probs_T, entropies_T = compute(
+        sample, Problem(leaves[0], leaves[1], source.targets_T, source.temperature)
+    )
     generator = torch.Generator().manual_seed(7)
     upstream_2T = torch.randn(2, len(source.targets_T), generator=generator).to(log_probs_T.dtype)
-    loss = (log_probs_T * upstream_2T[0]).sum() + ENTROPY_WEIGHT * (entropies_T * upstream_2T[1]).sum()
+    loss = (log_probs_T * upstream_2T[0]).sum() + ENTROPY_WEIGHT * (
+        entropies_T * upstream_2T[1]
+    ).sum()
     grad_hidden, grad_weight = torch.autograd.grad(loss, leaves)
     return log_probs_T.detach(), entropies_T.detach(), grad_hidden, grad_weight
 
 
-def errors_of(compute: Compute, sample: Sample, dtype: torch.dtype, exact: tuple[Tensor, ...]) -> Errors:
+def errors_of(
+    compute: Compute, sample: Sample, dtype: torch.dtype, exact: tuple[Tensor, ...]
+) -> Errors:
     log_probs_T, entropies_T, grad_hidden, grad_weight = results(compute, sample, dtype)
     return Errors(
         (log_probs_T.double() - exact[0]).abs().max().item(),
@@ -113,7 +137,9 @@ def samples(shape: Shape) -> dict[str, Sample]:
     padded = make_problem(Shape(shape.num_tokens, shape.hidden, shape.vocab + 117), scale=SCALE)
     with torch.no_grad():
         padded.weight_VH[shape.vocab :] = 100.0  # it would win every row
-    padded = Problem(padded.hidden_TH, padded.weight_VH, padded.targets_T.clamp(max=shape.vocab - 1))
+    padded = Problem(
+        padded.hidden_TH, padded.weight_VH, padded.targets_T.clamp(max=shape.vocab - 1)
+    )
     cold = make_problem(shape, scale=0.7 * SCALE)
     temperature_T = torch.rand(shape.num_tokens, generator=torch.Generator().manual_seed(11)) + 0.5
     return {
@@ -122,7 +148,9 @@ def samples(shape: Shape) -> dict[str, Sample]:
         "low logits, -200 to -180": Sample(low_logits(shape)),
         "padded vocabulary": Sample(padded, num_padded=117),
         "temperature 0.7": Sample(Problem(cold.hidden_TH, cold.weight_VH, cold.targets_T, 0.7)),
-        "a temperature a row, 0.5 to 1.5": Sample(make_problem(shape, scale=0.5 * SCALE), 0, temperature_T),
+        "a temperature a row, 0.5 to 1.5": Sample(
+            make_problem(shape, scale=0.5 * SCALE), 0, temperature_T
+        ),
         "one token": Sample(make_problem(Shape(1, shape.hidden, shape.vocab), scale=SCALE)),
     }
 
@@ -148,15 +176,23 @@ def without_tokens(shape: Shape) -> list[Figure]:
     """No response token: nothing comes out, and the gradients are there and zero."""
     problem = make_problem(shape)
     outputs = fused_outputs(
-        Problem(problem.hidden_TH, problem.weight_VH, problem.targets_T[:0]), rows_R=torch.empty(0, dtype=torch.int64)
+        Problem(problem.hidden_TH, problem.weight_VH, problem.targets_T[:0]),
+        rows_R=torch.empty(0, dtype=torch.int64),
     )
     assert outputs.entropies_R is not None
     grads = torch.autograd.grad(
-        outputs.log_probs_R.sum() + outputs.entropies_R.sum(), [problem.hidden_TH, problem.weight_VH]
+        outputs.log_probs_R.sum() + outputs.entropies_R.sum(),
+        [problem.hidden_TH, problem.weight_VH],
     )
     return [
         Figure("no response token: results", float(outputs.log_probs_R.numel()), "rows", "", 0.0),
-        Figure("no response token: largest gradient", max(grad.abs().max().item() for grad in grads), "", "", 0.0),
+        Figure(
+            "no response token: largest gradient",
+            max(grad.abs().max().item() for grad in grads),
+            "",
+            "",
+            0.0,
+        ),
     ]
 
 
@@ -167,7 +203,9 @@ def run(is_quick: bool) -> CaseResult:
     for name, sample in samples(shape).items():
         exact = results(plain(torch.float64), sample, torch.float64)
         dtype = sample.problem.hidden_TH.dtype
-        found, naive = (errors_of(compute, sample, dtype, exact) for compute in (ours, plain(torch.float32)))
+        found, naive = (
+            errors_of(compute, sample, dtype, exact) for compute in (ours, plain(torch.float32))
+        )
         figures += figures_of(name, found, naive)
         details[name] = {"ours": vars(found), "naive float32": vars(naive)}
         if dtype == torch.bfloat16:
@@ -175,7 +213,10 @@ def run(is_quick: bool) -> CaseResult:
             details[name]["naive, logits rounded to bfloat16"] = vars(rounded)
             figures.append(
                 Figure(
-                    f"{name}: log-prob, logits rounded to bfloat16", rounded.log_prob, "nat", "what others pay for it"
+                    f"{name}: log-prob, logits rounded to bfloat16",
+                    rounded.log_prob,
+                    "nat",
+                    "what others pay for it",
                 )
             )
     return CaseResult((*figures, *without_tokens(shape)), details)

@@ -58,27 +58,40 @@ def liger_grpo(problem: Problem) -> Tensor:
     )
     mask = torch.ones(1, problem.targets_T.numel())
     loss, _ = function(
-        problem.hidden_TH[None], problem.weight_VH, problem.targets_T[None], mask, advantages=torch.ones(1)
+        problem.hidden_TH[None],
+        problem.weight_VH,
+        problem.targets_T[None],
+        mask,
+        advantages=torch.ones(1),
     )
     return loss
 
 
 def liger_cross_entropy(problem: Problem) -> Tensor:
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyLoss,
+    )
 
-    return LigerFusedLinearCrossEntropyLoss()(problem.weight_VH, problem.hidden_TH, problem.targets_T)
+    return LigerFusedLinearCrossEntropyLoss()(
+        problem.weight_VH, problem.hidden_TH, problem.targets_T
+    )
 
 
 def cce(implementation: str) -> Head:
     def head(problem: Problem) -> Tensor:
         from cut_cross_entropy import linear_cross_entropy
 
-        return linear_cross_entropy(problem.hidden_TH, problem.weight_VH, problem.targets_T, impl=implementation)
+        return linear_cross_entropy(
+            problem.hidden_TH, problem.weight_VH, problem.targets_T, impl=implementation
+        )
 
     return head
 
 
 PARTS: dict[str, dict[str, Head]] = {
-    "liger-kernel": {"fused linear GRPO": liger_grpo, "fused linear cross entropy": liger_cross_entropy},
+    "liger-kernel": {
+        "fused linear GRPO": liger_grpo,
+        "fused linear cross entropy": liger_cross_entropy,
+    },
     "cut-cross-entropy": {"torch_compile": cce("torch_compile"), "cce": cce("cce")},
 }

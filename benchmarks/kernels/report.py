@@ -61,7 +61,9 @@ def as_json(outcomes: list[Outcome]) -> dict[str, Any]:
             "what": outcome.what,
             "seconds": round(outcome.seconds, 1),
             "error": outcome.error,
-            "figures": [] if outcome.result is None else [_figure(figure) for figure in outcome.result.figures],
+            "figures": []
+            if outcome.result is None
+            else [_figure(figure) for figure in outcome.result.figures],
             "details": {} if outcome.result is None else outcome.result.details,
         }
         for outcome in outcomes
@@ -70,7 +72,10 @@ def as_json(outcomes: list[Outcome]) -> dict[str, Any]:
 
 def figures_of(case: Mapping[str, Any]) -> list[Figure]:
     """The figures of one case of a result file."""
-    return [Figure(**{key: value for key, value in row.items() if key != "is_met"}) for row in case["figures"]]
+    return [
+        Figure(**{key: value for key, value in row.items() if key != "is_met"})
+        for row in case["figures"]
+    ]
 
 
 def _figure(figure: Figure) -> dict[str, Any]:

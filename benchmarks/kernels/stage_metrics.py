@@ -20,23 +20,53 @@ import torch
 from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.measure import Parts, cpu_seconds, significant, take_turns
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.algorithms.mismatch import mismatch_statistics
+from rlhf_megatron.algorithms.log_prob_mismatch import compute_mismatch_statistics
 from rlhf_megatron.config.schema import AlgorithmConfig, RolloutCorrectionConfig
-from rlhf_megatron.data.batch import TrainBatch, offsets_from_lengths
-from rlhf_megatron.observe.health import HealthWatch
-from rlhf_megatron.observe.metrics.batch import batch_metrics, valid_samples, variance_metrics, version_metrics
-from rlhf_megatron.observe.metrics.rates import Workload, balance, throughput, time_per_token, utilisation
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.scheduler.advantages import AdvantageStage, correction_columns
-from rlhf_megatron.scheduler.parts import Parts as RunParts
-from rlhf_megatron.workers.losses import correction_params
+from rlhf_megatron.controller.observe.health import HealthWatch
+from rlhf_megatron.controller.observe.metrics.batch_metrics import (
+    compute_batch_metrics,
+    compute_variance_metrics,
+    compute_version_metrics,
+    make_valid_sample_mask,
+)
+from rlhf_megatron.controller.observe.metrics.performance_metrics import (
+    PerformanceBasis,
+    compute_flops_utilisation,
+    compute_replica_balance,
+    compute_throughput,
+    compute_time_per_token,
+)
+from rlhf_megatron.controller.scheduler.advantage_stage import (
+    AdvantageStage,
+    compute_correction_columns,
+)
+from rlhf_megatron.controller.scheduler.algorithm_setup import AlgorithmSetup as RunParts
+from rlhf_megatron.data.batch import TrainBatch, compute_offsets
+from rlhf_megatron.ranks.workers.actor_losses import parse_correction_params
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-SHAPES, QUICK_SHAPES = ((2048, 2048), (16384, 2048)), ((64, 64),)  # samples, tokens of a sample at most
+SHAPES, QUICK_SHAPES = (
+    ((2048, 2048), (16384, 2048)),
+    ((64, 64),),
+)  # samples, tokens of a sample at most
 GROUP_SIZE, NUM_SOURCES, NUM_REPLICAS = 8, 8, 8
 BAR = 20.0
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96, "vocab_size": 32}
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 32,
+}
 PRESETS = ("disabled", "decoupled_token_is", "decoupled_seq_is_rs", "decoupled_k3_rs_token_tis")
-ESTIMATORS = ("grpo", "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+ESTIMATORS = (
+    "grpo",
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
 COLUMNS = (
     *("token_ids", "response_mask", "rollout_log_probs", "old_log_probs", "advantages"),
     *("values", "returns", "entropies", "sum_squares"),
@@ -46,7 +76,7 @@ COLUMNS = (
 def make_batch(num_samples: int, length: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     lengths_B = torch.randint(length * 7 // 8, length + 1, (num_samples,), generator=generator)
-    offsets = offsets_from_lengths(lengths_B)
+    offsets = compute_offsets(lengths_B)
     total = int(offsets[-1])
     place_T = torch.arange(total) - offsets[:-1].repeat_interleave(lengths_B)
     mask_T = place_T >= length // 8
@@ -78,33 +108,50 @@ def make_batch(num_samples: int, length: int) -> TrainBatch:
     )
 
 
-def step_metrics(batch: TrainBatch, work: Workload) -> dict[str, float]:
+def step_metrics(batch: TrainBatch, work: PerformanceBasis) -> dict[str, float]:
     """As the stages and the tracker make them."""
-    metrics = batch_metrics(batch, work.max_prompt_length) | version_metrics(2, batch)
-    metrics |= {"timing_s/step": 1.0, "actor/num_epochs": 1.0, "perf/peak_tflops": 1.0, "actor/grad_norm": 1.0}
+    metrics = compute_batch_metrics(batch, work.max_prompt_length) | compute_version_metrics(
+        2, batch
+    )
+    metrics |= {
+        "timing_s/step": 1.0,
+        "actor/num_epochs": 1.0,
+        "perf/peak_tflops": 1.0,
+        "actor/grad_norm": 1.0,
+    }
     calls = {"actor.log_probs": 1.0, "actor.update": 1.0, "critic.update": 1.0}
-    metrics |= time_per_token(metrics, calls) | balance(batch, work) | utilisation(metrics, calls, batch, work)
-    metrics |= variance_metrics(batch, metrics) | throughput(metrics, work.num_devices)
-    return metrics | HealthWatch().seen(1, metrics)[0]
+    metrics |= (
+        compute_time_per_token(metrics, calls)
+        | compute_replica_balance(batch, work)
+        | compute_flops_utilisation(metrics, calls, batch, work)
+    )
+    metrics |= compute_variance_metrics(batch, metrics) | compute_throughput(
+        metrics, work.num_devices
+    )
+    return metrics | HealthWatch().judge_step(1, metrics)[0]
 
 
-def parts_of(batch: TrainBatch, work: Workload) -> dict[str, Callable[[], object]]:
+def parts_of(batch: TrainBatch, work: PerformanceBasis) -> dict[str, Callable[[], object]]:
     """What -> the work that is measured."""
-    old, is_valid = batch.old_log_probs, valid_samples(batch)
+    old, is_valid = batch.old_log_probs, make_valid_sample_mask(batch)
     assert old is not None
     columns = replace(batch, ref_log_probs=batch.rollout_log_probs, greedy_rewards=batch.rewards)
 
     def corrected(preset: str) -> Callable[[], object]:
-        params = correction_params(RolloutCorrectionConfig(preset))
-        return lambda: correction_columns(columns, is_valid, params, is_bypass=False)
+        params = parse_correction_params(RolloutCorrectionConfig(preset))
+        return lambda: compute_correction_columns(columns, is_valid, params, is_bypass=False)
 
     def estimated(name: str, use_kl: bool = False) -> Callable[[], object]:
-        stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), run_parts(name, use_kl))
-        return lambda: stage.estimate(columns, is_valid)
+        stage = AdvantageStage(
+            AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), run_parts(name, use_kl)
+        )
+        return lambda: stage.estimate_advantages(columns, is_valid)
 
     return {
         "metrics of a step": lambda: step_metrics(batch, work),
-        "engine against trainer": lambda: mismatch_statistics(batch.rollout_log_probs, old, batch.response_mask),
+        "engine against trainer": lambda: compute_mismatch_statistics(
+            batch.rollout_log_probs, old, batch.response_mask
+        ),
         **{f"correction, {preset}": corrected(preset) for preset in PRESETS},
         **{f"advantages, {name}": estimated(name) for name in ESTIMATORS},
         "advantages, grpo, KL in the reward": estimated("grpo", use_kl=True),
@@ -126,8 +173,18 @@ def run(is_quick: bool) -> CaseResult:
     figures: list[Figure] = []
     details: dict[str, object] = {}
     for num_samples, length in QUICK_SHAPES if is_quick else SHAPES:
-        batch, layout = make_batch(num_samples, length), Layout(NUM_REPLICAS)
-        work = Workload(16, NUM_REPLICAS, NUM_REPLICAS, layout, 4 * length, length // 8, 1, policy=TINY, critic=TINY)
+        batch, layout = make_batch(num_samples, length), ParallelLayout(NUM_REPLICAS)
+        work = PerformanceBasis(
+            16,
+            NUM_REPLICAS,
+            NUM_REPLICAS,
+            layout,
+            4 * length,
+            length // 8,
+            1,
+            policy_hf_config=TINY,
+            critic_hf_config=TINY,
+        )
         columns = [getattr(batch, name).numpy() for name in COLUMNS]
 
         def sums(columns: list[np.ndarray] = columns) -> Parts:
@@ -140,7 +197,9 @@ def run(is_quick: bool) -> CaseResult:
         bar = None if is_quick else BAR
         for what in parts:
             ratio = turns.ratio(what, "sums").value
-            figures.append(Figure(f"{what}, {shape}", significant(ratio), "x", "numpy sum of the columns", bar))
+            figures.append(
+                Figure(f"{what}, {shape}", significant(ratio), "x", "numpy sum of the columns", bar)
+            )
         details[shape] = turns.summary()
     return CaseResult(tuple(figures), {"columns": COLUMNS, "cpu_s": details})
 

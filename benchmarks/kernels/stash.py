@@ -20,7 +20,9 @@ STASH, AGAIN = "stash", "recompute"
 def run(is_quick: bool) -> CaseResult:
     shape = QUICK_SHAPE if is_quick else SHAPE
     problem = make_problem(shape)
-    stash_bytes = 2 * 2 * shape.num_tokens * shape.vocab  # more than the logits need: what is beside them fits too
+    stash_bytes = (
+        2 * 2 * shape.num_tokens * shape.vocab
+    )  # more than the logits need: what is beside them fits too
     heads = {STASH: fused(stash_bytes=stash_bytes), AGAIN: fused()}
     with_stash, without = (run_head(head, problem) for head in heads.values())
     turns = take_turns(
@@ -36,7 +38,11 @@ def run(is_quick: bool) -> CaseResult:
         Figure("forward and backward, time", total.value, "x", "recompute"),
         Figure("gradient of hidden states", error, "relative", "recompute", ERROR_BAR),
     )
-    details: dict[str, Any] = {"shape": str(shape), "stash_bytes": stash_bytes, "cpu_s": turns.summary()}
+    details: dict[str, Any] = {
+        "shape": str(shape),
+        "stash_bytes": stash_bytes,
+        "cpu_s": turns.summary(),
+    }
     return CaseResult(figures, details)
 
 

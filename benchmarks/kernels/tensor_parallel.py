@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
-from benchmarks.kernels.head_problem import Problem, Shape, fused_outputs, make_problem, relative_error
+from benchmarks.kernels.head_problem import (
+    Problem,
+    Shape,
+    fused_outputs,
+    make_problem,
+    relative_error,
+)
 from benchmarks.kernels.measure import in_children
 
 BAR = 1e-5
@@ -50,7 +56,11 @@ def gradients(problem: Problem, **arguments: Any) -> tuple[dict[str, Tensor], di
     grads = torch.autograd.grad(loss, [problem.hidden_TH, problem.weight_VH])
     end = num_collectives(group)
     names = ("log_probs", "entropies", "grad_hidden", "grad_weight")
-    found = dict(zip(names, (outputs.log_probs_R.detach(), outputs.entropies_R.detach(), *grads), strict=True))
+    found = dict(
+        zip(
+            names, (outputs.log_probs_R.detach(), outputs.entropies_R.detach(), *grads), strict=True
+        )
+    )
     return found, {"forward": middle - start, "backward": end - middle}
 
 
@@ -58,7 +68,11 @@ def compare(rank: int, size: int, store: str, shape: Shape, is_split: bool) -> d
     """On one rank: errors against the whole problem, counts, and whether its results are rank 0's bit for bit."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     try:
         whole = make_problem(shape)
@@ -73,7 +87,11 @@ def compare(rank: int, size: int, store: str, shape: Shape, is_split: bool) -> d
             whole.weight_VH.detach()[mine_V].clone().requires_grad_(),
             whole.targets_T,
         )
-        arguments = {"vocab_start": rank * rows, "tp_group": dist.group.WORLD, "is_sequence_split": is_split}
+        arguments = {
+            "vocab_start": rank * rows,
+            "tp_group": dist.group.WORLD,
+            "is_sequence_split": is_split,
+        }
         found, counts = gradients(shard, vocab_size=vocab, **arguments)
         parts = {
             **expected,
@@ -97,8 +115,15 @@ def compare(rank: int, size: int, store: str, shape: Shape, is_split: bool) -> d
 
 def run_ranks(size: int, shape: Shape, is_split: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        job = {"size": size, "store": str(Path(folder) / "store"), "shape": shape, "is_split": is_split}
-        ranks: list[dict[str, Any]] = in_children(compare, [{"rank": rank, **job} for rank in range(size)], TIMEOUT_S)
+        job = {
+            "size": size,
+            "store": str(Path(folder) / "store"),
+            "shape": shape,
+            "is_split": is_split,
+        }
+        ranks: list[dict[str, Any]] = in_children(
+            compare, [{"rank": rank, **job} for rank in range(size)], TIMEOUT_S
+        )
         return ranks
 
 

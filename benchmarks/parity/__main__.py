@@ -39,7 +39,10 @@ def nearest(rows: Iterable[Row], *columns: str) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """One line a row."""
-    wide = [max([6, *(len(name) for name in names)]) for names in ((r.family for r in rows), (r.layout for r in rows))]
+    wide = [
+        max([6, *(len(name) for name in names)])
+        for names in ((r.family for r in rows), (r.layout for r in rows))
+    ]
     lines = [
         f"{'family':<{wide[0]}} {'layout':<{wide[1]}} {'quantity':<16} {'error':>9} {'float32':>9} {'bar':>9}"
         "  worst tensor (cut)"
@@ -57,7 +60,9 @@ def shares(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """layout -> family -> quantity -> error as a share of its bar, of the cut and the tensor that are nearest to it."""
     cells: dict[str, dict[str, dict[str, float]]] = {}
     for row in nearest(rows, "layout", "family", "quantity"):
-        cells.setdefault(row.layout, {}).setdefault(row.family, {})[row.quantity] = round(_share(row), 3)
+        cells.setdefault(row.layout, {}).setdefault(row.family, {})[row.quantity] = round(
+            _share(row), 3
+        )
     return cells
 
 
@@ -75,19 +80,44 @@ def chosen(names: str | None, known: dict[str, Value], what: str) -> dict[str, V
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description="every layout against float64")
-    parser.add_argument("--layouts", help=f"comma-separated, of {', '.join(LAYOUTS)}; all when left out")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parity", description="every layout against float64"
+    )
+    parser.add_argument(
+        "--layouts", help=f"comma-separated, of {', '.join(LAYOUTS)}; all when left out"
+    )
     every = f"comma-separated, of {', '.join(FAMILIES)}; {' or '.join(GROUPS)}; all when left out"
     parser.add_argument("--families", help=every)
-    parser.add_argument("--roles", help=f"comma-separated, of {', '.join(ROLES)}; both when left out")
-    parser.add_argument("--max-ranks", type=int, default=8, help="leave out larger layouts (%(default)s)")
-    parser.add_argument("--in-turns", action="store_true", help="one family a layout, in place of all")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "parity.json", help="result file (%(default)s)")
-    parser.add_argument("--dumps", type=Path, default=DUMPS, help="directory of raw tensors, made anew (%(default)s)")
-    parser.add_argument("--adam-eps", type=float, default=Recipe.adam_eps, help="Adam epsilon (%(default)s)")
+    parser.add_argument(
+        "--roles", help=f"comma-separated, of {', '.join(ROLES)}; both when left out"
+    )
+    parser.add_argument(
+        "--max-ranks", type=int, default=8, help="leave out larger layouts (%(default)s)"
+    )
+    parser.add_argument(
+        "--in-turns", action="store_true", help="one family a layout, in place of all"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "parity.json", help="result file (%(default)s)"
+    )
+    parser.add_argument(
+        "--dumps",
+        type=Path,
+        default=DUMPS,
+        help="directory of raw tensors, made anew (%(default)s)",
+    )
+    parser.add_argument(
+        "--adam-eps", type=float, default=Recipe.adam_eps, help="Adam epsilon (%(default)s)"
+    )
     args = parser.parse_args(argv)
-    layouts = [axes for axes in chosen(args.layouts, LAYOUTS, "layout").values() if axes.num_ranks <= args.max_ranks]
+    layouts = [
+        axes
+        for axes in chosen(args.layouts, LAYOUTS, "layout").values()
+        if axes.num_ranks <= args.max_ranks
+    ]
     if args.device == "cuda" and not args.layouts:  # Transformer Engine itself is asked for there
         layouts = [axes for axes in layouts if axes.impl != TE]
     families = GROUPS.get(args.families) or chosen(args.families, FAMILIES, "family")
@@ -101,7 +131,9 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     if args.dumps.exists():
         if (other := other_than_dumps(args.dumps)) and args.dumps != DUMPS:
-            raise SystemExit(f"{args.dumps} holds {other}, which is no dump of this program; name another directory.")
+            raise SystemExit(
+                f"{args.dumps} holds {other}, which is no dump of this program; name another directory."
+            )
         shutil.rmtree(args.dumps)
 
     def report(line: str) -> None:
@@ -119,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
         is_in_turns=args.in_turns,
     )
     print(table(nearest(rows, "layout", "quantity")))
-    (args.dumps / ROWS).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    (args.dumps / ROWS).write_text(
+        json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
     misses = sum(not row.ok for row in rows)
     result = {
         "measure": "see benchmarks/parity/measure.py; rows: of each layout and quantity the one nearest to its bar",
@@ -137,9 +171,17 @@ def main(argv: list[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.parity", *(sys.argv[1:] if argv is None else argv)])
     path = write_result(args.out.stem, command, result, args.out.parent)
     seconds = time.monotonic() - start
-    cells = len({(row.family, row.layout, row.quantity) for row in rows if row.quantity in ("log_probs", "values")})
+    cells = len(
+        {
+            (row.family, row.layout, row.quantity)
+            for row in rows
+            if row.quantity in ("log_probs", "values")
+        }
+    )
     print(f"{path}; tensors in {args.dumps}")
-    print(f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s")
+    print(
+        f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s"
+    )
     return 1 if misses or failures or not rows else 0
 
 

@@ -32,7 +32,9 @@ _COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "attention_dropout": 0.0,
 }
-_QWEN2 = {key: value for key, value in _COMMON.items() if key != "head_dim"}  # it has hidden_size / heads
+_QWEN2 = {
+    key: value for key, value in _COMMON.items() if key != "head_dim"
+}  # it has hidden_size / heads
 # Within 128 positions all three bands: of the eight waves one is kept, two are blended, five are stretched.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -77,14 +79,28 @@ _EXPERTS = {**_COMMON, "tie_word_embeddings": False, "num_experts_per_tok": 2}
 _QWEN3_MOE = {**_EXPERTS, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 32}
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]},
-    "qwen3_moe_plain": {**_QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [], "tie_word_embeddings": True},
-    "mixtral": {**_EXPERTS, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 32},
+    "qwen3_moe_plain": {
+        **_QWEN3_MOE,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {
+        **_EXPERTS,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+    },
     "glm4_moe": {
         **_EXPERTS,
         "model_type": "glm4_moe",
         "attention_bias": True,
         "use_qk_norm": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "moe_intermediate_size": 32,
@@ -130,7 +146,13 @@ EXPERT_FAMILIES |= {
         "topk_group": 2,
         "rope_parameters": _LATENT_ROPE,
     },
-    "moonlight": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    "moonlight": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 EXPERT_FAMILIES["gpt_oss"] = {
     **_EXPERTS,
@@ -181,7 +203,10 @@ class Recipe:
     @property
     def router_terms(self) -> dict[str, Any]:
         """The settings of the routers' terms as a user would write them; none where there are none."""
-        found = {"moe_router_load_balancing_type": self.balancing, "moe_aux_loss_coeff": self.aux_coef}
+        found = {
+            "moe_router_load_balancing_type": self.balancing,
+            "moe_aux_loss_coeff": self.aux_coef,
+        }
         found |= {"moe_z_loss_coeff": self.z_coef, "moe_router_bias_update_rate": self.bias_rate}
         return found if self.aux_coef or self.z_coef or self.bias_rate else {}
 
@@ -240,17 +265,26 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     def norm(size: int) -> Tensor:
         return 1 + 0.1 * torch.randn(size, generator=generator)
 
-    state = {"model.embed_tokens.weight": matrix(VOCAB, hidden, 0.2), "model.norm.weight": norm(hidden)}
+    state = {
+        "model.embed_tokens.weight": matrix(VOCAB, hidden, 0.2),
+        "model.norm.weight": norm(hidden),
+    }
     for layer in range(hf_config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         state[f"{prefix}.input_layernorm.weight"] = norm(hidden)
-        for name, *shape in _latent(hf_config) if "kv_lora_rank" in hf_config else _grouped(hf_config, dim):
+        for name, *shape in (
+            _latent(hf_config) if "kv_lora_rank" in hf_config else _grouped(hf_config, dim)
+        ):
             made = matrix(shape[0], shape[1], 0.1) if len(shape) == 2 else norm(shape[0])
             state[f"{prefix}.self_attn.{name}.weight"] = made
         state[f"{prefix}.post_attention_layernorm.weight"] = norm(hidden)
         if hf_config["model_type"] == "gpt_oss":
-            state |= {f"{prefix}.{name}": tensor for name, tensor in _of_gpt_oss(hf_config, generator)}
-        for name, rows, columns, scale in _mlp(hf_config, layer) if hf_config["model_type"] != "gpt_oss" else ():
+            state |= {
+                f"{prefix}.{name}": tensor for name, tensor in _of_gpt_oss(hf_config, generator)
+            }
+        for name, rows, columns, scale in (
+            _mlp(hf_config, layer) if hf_config["model_type"] != "gpt_oss" else ()
+        ):
             state[f"{prefix}.{name}.weight"] = matrix(rows, columns, scale)
         if "n_routed_experts" in hf_config and layer not in _dense_layers(hf_config):
             bias = 0.1 * torch.randn(hf_config["n_routed_experts"], generator=generator)
@@ -265,9 +299,13 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     return state
 
 
-def _of_gpt_oss(hf_config: dict[str, Any], generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+def _of_gpt_oss(
+    hf_config: dict[str, Any], generator: torch.Generator
+) -> Iterator[tuple[str, Tensor]]:
     """The sinks of a layer's attention, its router, and what each expert has of tensors that files have fused."""
-    hidden, width, num = (hf_config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
+    hidden, width, num = (
+        hf_config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts")
+    )
     shapes = {
         "gate_up_proj": (0.1, hidden, 2 * width),
         "gate_up_proj_bias": (0.2, 2 * width),
@@ -292,10 +330,18 @@ def _grouped(hf_config: dict[str, Any], dim: int) -> list[tuple[Any, ...]]:
 
 def _latent(hf_config: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Name and shape of the weights of latent attention."""
-    hidden, heads, rank = (hf_config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
-    plain, turned, value = (hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    hidden, heads, rank = (
+        hf_config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    plain, turned, value = (
+        hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
     queries, q_rank = heads * (plain + turned), hf_config["q_lora_rank"]
-    narrow = [("q_a_proj", q_rank, hidden), ("q_a_layernorm", q_rank), ("q_b_proj", queries, q_rank)]
+    narrow = [
+        ("q_a_proj", q_rank, hidden),
+        ("q_a_layernorm", q_rank),
+        ("q_b_proj", queries, q_rank),
+    ]
     return [
         *(narrow if q_rank else [("q_proj", queries, hidden)]),
         ("kv_a_proj_with_mqa", rank + turned, hidden),
@@ -309,10 +355,17 @@ def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, flo
     """Name, rows, columns and scale of the matrices of a layer's MLP, or of its router and experts."""
     hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
     if hf_config["model_type"] == "mixtral":
-        block, matrices, num = "block_sparse_moe", ("w1", "w3", "w2"), hf_config["num_local_experts"]
+        block, matrices, num = (
+            "block_sparse_moe",
+            ("w1", "w3", "w2"),
+            hf_config["num_local_experts"],
+        )
     elif "moe_intermediate_size" in hf_config and layer not in _dense_layers(hf_config):
         block, matrices = "mlp", ("gate_proj", "up_proj", "down_proj")
-        num, ffn = hf_config.get("num_experts") or hf_config["n_routed_experts"], hf_config["moe_intermediate_size"]
+        num, ffn = (
+            hf_config.get("num_experts") or hf_config["n_routed_experts"],
+            hf_config["moe_intermediate_size"],
+        )
     else:
         return [
             ("mlp.gate_proj", ffn, hidden, 0.1),
@@ -322,11 +375,20 @@ def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, flo
     found = [(f"{block}.gate", num, hidden, 0.3)]
     if "n_shared_experts" in hf_config:
         width = ffn * hf_config["n_shared_experts"]
-        shared = (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width))
-        found += [(f"mlp.shared_experts.{name}", rows, columns, 0.1) for name, rows, columns in shared]
+        shared = (
+            ("gate_proj", width, hidden),
+            ("up_proj", width, hidden),
+            ("down_proj", hidden, width),
+        )
+        found += [
+            (f"mlp.shared_experts.{name}", rows, columns, 0.1) for name, rows, columns in shared
+        ]
     for expert in range(num):
         shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
-        found += [(f"{block}.experts.{expert}.{name}", *shape, 0.1) for name, shape in zip(matrices, shapes)]
+        found += [
+            (f"{block}.experts.{expert}.{name}", *shape, 0.1)
+            for name, shape in zip(matrices, shapes)
+        ]
     return found
 
 
@@ -337,7 +399,11 @@ def _dense_layers(hf_config: dict[str, Any]) -> list[int]:
 def _biased(hf_config: dict[str, Any]) -> list[str]:
     """The linear layers of a decoder layer that have a bias."""
     has_attention_bias = hf_config.get("attention_bias", False)
-    names = ["q_proj", "k_proj", "v_proj"] if has_attention_bias or hf_config["model_type"] == "qwen2" else []
+    names = (
+        ["q_proj", "k_proj", "v_proj"]
+        if has_attention_bias or hf_config["model_type"] == "qwen2"
+        else []
+    )
     names += ["o_proj"] if has_attention_bias and hf_config["model_type"] != "glm4_moe" else []
     mlp = ["gate_proj", "up_proj", "down_proj"] if hf_config.get("mlp_bias", False) else []
     return [f"self_attn.{name}" for name in names] + [f"mlp.{name}" for name in mlp]
@@ -377,5 +443,8 @@ def add_values(batch: dict[str, Tensor], values: Tensor, draw: int = 0) -> dict[
     `draw`: as in `add_past`."""
     generator = torch.Generator().manual_seed(4 + 10 * draw)
     noise = torch.randn(2, values.numel(), generator=generator)
-    old, returns = ((values.double() + scale * part) * batch["response_mask"] for scale, part in zip((0.3, 1.0), noise))
+    old, returns = (
+        (values.double() + scale * part) * batch["response_mask"]
+        for scale, part in zip((0.3, 1.0), noise)
+    )
     return {**batch, "values": old.float(), "returns": returns.float()}

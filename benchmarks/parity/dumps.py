@@ -60,11 +60,15 @@ class Dumps:
         """What the run consists of. Written last: a directory without it is incomplete."""
         (self.directory / RUN).write_text(json.dumps(description, indent=1) + "\n")
 
-    def inputs(self, family: str, role: Role, state: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
+    def inputs(
+        self, family: str, role: Role, state: dict[str, Tensor], batch: dict[str, Tensor]
+    ) -> None:
         self._write(self._place(family, role) / "start.safetensors", state)
         self._write(self._place(family, role) / "batch.safetensors", batch)
 
-    def result(self, family: str, role: Role, cut: str, name: str, tensors: dict[str, Tensor]) -> None:
+    def result(
+        self, family: str, role: Role, cut: str, name: str, tensors: dict[str, Tensor]
+    ) -> None:
         self._write(self._place(family, role) / cut / f"{name}.safetensors", tensors)
 
     def _place(self, family: str, role: Role) -> Path:

@@ -48,7 +48,9 @@ def select(model: nn.Module, samples: range) -> None:
 
 
 def _softmax_router(gate: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = nn.functional.linear(x.reshape(-1, gate.hidden_dim), gate.weight, getattr(gate, "bias", None))
+    logits = nn.functional.linear(
+        x.reshape(-1, gate.hidden_dim), gate.weight, getattr(gate, "bias", None)
+    )
     scores = logits.softmax(-1)
     picked = _picked(gate, scores.topk(gate.top_k, -1).indices)
     weights = scores.gather(1, picked)
@@ -71,6 +73,8 @@ def _picked(gate: Any, live: Tensor) -> Tensor:
     return torch.where(given < 0, live, given)
 
 
-def shifted(routes_TLK: Tensor, num_experts: int, hf_config: Mapping[str, Any] | None = None) -> Tensor:
+def shifted(
+    routes_TLK: Tensor, num_experts: int, hf_config: Mapping[str, Any] | None = None
+) -> Tensor:
     """Every expert's successor, which no router would pick; -1 stays."""
     return torch.where(routes_TLK < 0, routes_TLK, (routes_TLK + 1) % num_experts)

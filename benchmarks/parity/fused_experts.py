@@ -11,7 +11,9 @@ from torch import Tensor
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 ON_DISK = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # Mixtral's own names
 _ONE = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_ENTRY = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")  # GPT-OSS
+_ENTRY = re.compile(
+    r"(.*layers\.\d+\.mlp\.experts\.)(\d+)\.((?:gate_up|down)_proj(?:_bias)?)"
+)  # GPT-OSS
 _ENTRIES = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)")
 _FUSED = re.compile(r"(.*layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)")
 
@@ -34,9 +36,14 @@ def fused(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result[name] = torch.stack([parts[number] for number in range(len(parts))])
     for prefix, tensors in experts.items():
         numbers = range(1 + max(number for number, _ in tensors))
-        pairs = [torch.cat([tensors[number, "gate_proj"], tensors[number, "up_proj"]]) for number in numbers]
+        pairs = [
+            torch.cat([tensors[number, "gate_proj"], tensors[number, "up_proj"]])
+            for number in numbers
+        ]
         result[f"{prefix}mlp.experts.gate_up_proj"] = torch.stack(pairs)
-        result[f"{prefix}mlp.experts.down_proj"] = torch.stack([tensors[number, "down_proj"] for number in numbers])
+        result[f"{prefix}mlp.experts.down_proj"] = torch.stack(
+            [tensors[number, "down_proj"] for number in numbers]
+        )
     return result
 
 
@@ -46,7 +53,9 @@ def unfused(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if model_type == "gpt_oss" and (found := _ENTRIES.fullmatch(name)):
-            result |= {f"{found[1]}{number}.{found[2]}": part.clone() for number, part in enumerate(tensor)}
+            result |= {
+                f"{found[1]}{number}.{found[2]}": part.clone() for number, part in enumerate(tensor)
+            }
             continue
         found = _FUSED.fullmatch(name)
         if found is None:
@@ -55,6 +64,8 @@ def unfused(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]
         prefix, kind = found.groups()
         for number, whole in enumerate(tensor):
             parts = whole.chunk(2) if kind == "gate_up_proj" else (whole,)
-            for matrix, part in zip(names[:2] if len(parts) == 2 else names[2:], parts, strict=True):
+            for matrix, part in zip(
+                names[:2] if len(parts) == 2 else names[2:], parts, strict=True
+            ):
                 result[f"{prefix}{block}.experts.{number}.{matrix}.weight"] = part.clone()
     return result

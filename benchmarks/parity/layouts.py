@@ -10,17 +10,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.parity.pairwise import Cell, greedy, pairwise
-from rlhf_megatron.config.rules.experts import num_experts
+from rlhf_megatron.config.rules.expert_rules import read_num_experts
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.table import Impl
+from rlhf_megatron.weights.weight_table import LayerImpl
 
 RECOMPUTE: dict[str | None, dict[str, Any]] = {
     None: {},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "full_block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "full_block": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
-    "layernorm_mlp": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    "layernorm_mlp": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "mlp"),
+    },
     "moe": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe")},
     "latent": {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "moe")},
 }
@@ -38,11 +49,13 @@ class Axes:
     vpp: int = 1
     sequence_parallel: bool = False
     distributed: bool = False  # distributed optimizer
-    overlap: bool = False  # of the gradient reduction; with `distributed` also of the parameter gather
+    overlap: bool = (
+        False  # of the gradient reduction; with `distributed` also of the parameter gather
+    )
     on_host: bool = False  # the optimizer's state
     in_few_bits: bool = False  # the same; not in LAYOUTS, since moments are rounded
     recompute: str | None = None  # a key of RECOMPUTE
-    impl: Impl = "local"
+    impl: LayerImpl = "local"
     ep: int = 1
     etp: int = 0  # 0: as tp
     is_gathered: bool = False  # tokens reach experts by all-gather, not all-to-all
@@ -54,7 +67,13 @@ class Axes:
     @property
     def of_experts(self) -> bool:
         """Whether only a model with experts can have it."""
-        is_there = self.ep > 1 or self.etp > 0 or self.is_gathered or self.is_grouped or self.overlaps_shared
+        is_there = (
+            self.ep > 1
+            or self.etp > 0
+            or self.is_gathered
+            or self.is_grouped
+            or self.overlaps_shared
+        )
         return is_there or self.recompute in ("moe", "latent")
 
     @property
@@ -64,7 +83,10 @@ class Axes:
     @property
     def name(self) -> str:
         """ "tp2_sequence_pp2_vpp2_dp2_distributed_overlap_recompute_full": safe in a file name."""
-        parts = [f"tp{self.tp}" if self.tp > 1 else "", "sequence" if self.sequence_parallel else ""]
+        parts = [
+            f"tp{self.tp}" if self.tp > 1 else "",
+            "sequence" if self.sequence_parallel else "",
+        ]
         sizes = {"pp": self.pp, "vpp": self.vpp, "cp": self.cp, "ep": self.ep}
         parts += [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
         parts += [f"etp{self.etp}"] if self.etp else []
@@ -79,7 +101,10 @@ class Axes:
         parts += ["distributed" if self.distributed else "", "overlap" if self.overlap else ""]
         parts += ["on_host"] if self.on_host else []
         parts += ["in_few_bits"] if self.in_few_bits else []
-        parts += [f"recompute_{self.recompute}" if self.recompute else "", self.impl if self.impl != "local" else ""]
+        parts += [
+            f"recompute_{self.recompute}" if self.recompute else "",
+            self.impl if self.impl != "local" else "",
+        ]
         return "_".join(part for part in parts if part)
 
     @property
@@ -120,7 +145,7 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
         return False
     if axes.overlaps_shared and not hf_config.get("n_shared_experts"):
         return False
-    if num_experts(hf_config):
+    if read_num_experts(hf_config):
         needs_sequence = axes.tp > 1 and not axes.sequence_parallel
         if hf_config["model_type"] == "gpt_oss" and (axes.etp or axes.tp) > 1:
             return False  # experts with biases are not split
@@ -128,11 +153,15 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
             return False
     elif axes.of_experts:
         return False
-    is_even = axes.first_layers > 0 or sum(axes.chunk_layers) == layers or layers % (axes.pp * axes.vpp) == 0
+    is_even = (
+        axes.first_layers > 0
+        or sum(axes.chunk_layers) == layers
+        or layers % (axes.pp * axes.vpp) == 0
+    )
     return heads % axes.tp == 0 and is_even and is_recomputable
 
 
-TE: Impl = "transformer_engine"
+TE: LayerImpl = "transformer_engine"
 _ONE = (
     Axes(),
     Axes(impl=TE),
@@ -237,10 +266,14 @@ _EXPERTS = (
     Axes(tp=2, sequence_parallel=True, pp=2, vpp=2, cp=2, ep=2),
 )
 """Of models with experts; but for the stages of unequal depth."""
-LAYOUTS: dict[str, Axes] = {axes.name: axes for axes in (*_ONE, *_TWO, *_THREE, *_FOUR, *_EIGHT, *_EXPERTS)}
+LAYOUTS: dict[str, Axes] = {
+    axes.name: axes for axes in (*_ONE, *_TWO, *_THREE, *_FOUR, *_EIGHT, *_EXPERTS)
+}
 
 
-def in_turns(layouts: Iterable[Axes], families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
+def in_turns(
+    layouts: Iterable[Axes], families: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, Axes]]:
     """(family, layout): each layout with one of the families that can have it, which take turns."""
     cells, uses = [], dict.fromkeys(families, 0)
     for axes in layouts:
@@ -274,7 +307,9 @@ def is_possible(axes: Axes) -> bool:
         (axes.vpp == 1 or axes.pp > 1)
         and (axes.tp > 1 or not axes.sequence_parallel)
         and (axes.dp * axes.cp > 1 or not (axes.distributed or axes.overlap))
-        and not (axes.impl == TE and axes.recompute == "layernorm_mlp")  # its norms are parts of linear layers
+        and not (
+            axes.impl == TE and axes.recompute == "layernorm_mlp"
+        )  # its norms are parts of linear layers
     )
 
 
@@ -289,7 +324,11 @@ def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
 
     def is_allowed(cell: Cell) -> bool:
         axes = axes_of(cell)
-        return axes.num_ranks <= COVER_RANKS and is_possible(axes) and divides(axes, families[cell["family"]])
+        return (
+            axes.num_ranks <= COVER_RANKS
+            and is_possible(axes)
+            and divides(axes, families[cell["family"]])
+        )
 
     cells = pairwise(
         {"family": tuple(families), **VALUES},
@@ -300,7 +339,9 @@ def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
     return [(cell["family"], axes_of(cell)) for cell in cells]
 
 
-def critic_cells(layouts: Sequence[Axes], families: Mapping[str, Mapping[str, Any]]) -> set[tuple[str, str]]:
+def critic_cells(
+    layouts: Sequence[Axes], families: Mapping[str, Mapping[str, Any]]
+) -> set[tuple[str, str]]:
     """(family, name of a layout) where the critic is compared too: every layout, and in it few families.
 
     So many that every family meets every value of every axis that it meets in the actor's cells, but for ways of
@@ -312,7 +353,9 @@ def critic_cells(layouts: Sequence[Axes], families: Mapping[str, Mapping[str, An
         for family, hf_config in families.items()
         if divides(axes, hf_config)
     ]
-    chosen = greedy(cells, apart=[frozenset(("family", other)) for other in ("layout", "recompute")])
+    chosen = greedy(
+        cells, apart=[frozenset(("family", other)) for other in ("layout", "recompute")]
+    )
     return {(cell["family"], cell["layout"]) for cell in chosen}
 
 
@@ -326,7 +369,10 @@ def critic_cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, A
         axes = Axes(**cell)
         return axes.num_ranks <= COVER_RANKS and is_possible(axes)
 
-    layouts = [Axes(**cell) for cell in pairwise(CRITIC_VALUES, is_allowed, cost=lambda cell: Axes(**cell).num_ranks)]
+    layouts = [
+        Axes(**cell)
+        for cell in pairwise(CRITIC_VALUES, is_allowed, cost=lambda cell: Axes(**cell).num_ranks)
+    ]
     waiting = list(families)
     cells = []
     for axes in layouts:

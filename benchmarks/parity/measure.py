@@ -75,11 +75,24 @@ def measure(
         if not figures:
             continue
         errors = zip(*([error for _, error, _ in run[quantity]] for run in runs), strict=True)
-        settled = [(name, scale(found), own) for (name, _, own), found in zip(figures, errors, strict=True)]
+        settled = [
+            (name, scale(found), own) for (name, _, own), found in zip(figures, errors, strict=True)
+        ]
         tensor, error, float32_error = max(settled, key=lambda figure: share_of_bar(figure, BAR))
         bar = BAR * float32_error
         # not (a <= b): a NaN is a miss
-        row = Row(family, layout, cut, quantity, tensor, error, float32_error, bar, bool(error <= bar), len(runs))
+        row = Row(
+            family,
+            layout,
+            cut,
+            quantity,
+            tensor,
+            error,
+            float32_error,
+            bar,
+            bool(error <= bar),
+            len(runs),
+        )
         rows.append(row)
     return rows
 
@@ -88,11 +101,18 @@ def _figures(
     start: Result, mask: Tensor, exact: Result, draws: Sequence[Result], result: Result, role: Role
 ) -> dict[str, list[Figure]]:
     prefix = PREFIX[role]
-    gradients, updates = [_part(draw, "gradient/0/") for draw in draws], [_update(draw, start) for draw in draws]
+    gradients, updates = (
+        [_part(draw, "gradient/0/") for draw in draws],
+        [_update(draw, start) for draw in draws],
+    )
     return {
         **_token_figures(TOKEN_QUANTITIES[role], mask, exact, draws, result),
-        f"{prefix}gradient": list(tensor_figures(_part(result, "gradient/0/"), _part(exact, "gradient/0/"), gradients)),
-        f"{prefix}update": list(tensor_figures(_update(result, start), _update(exact, start), updates)),
+        f"{prefix}gradient": list(
+            tensor_figures(_part(result, "gradient/0/"), _part(exact, "gradient/0/"), gradients)
+        ),
+        f"{prefix}update": list(
+            tensor_figures(_update(result, start), _update(exact, start), updates)
+        ),
         f"{prefix}grad_norm": list(_norm_figures(exact, draws, result)),
         f"{prefix}copies": list(_copy_figures(result)),
         f"{prefix}routes": list(_route_figures(exact, draws, result)),
@@ -105,12 +125,18 @@ def _token_figures(
     def error(name: str, x: Result) -> float:
         return float((x[name].double() - exact[name].double())[mask].abs().max())
 
-    return {name: [(name, error(name, result), scale(error(name, draw) for draw in draws))] for name in names}
+    return {
+        name: [(name, error(name, result), scale(error(name, draw) for draw in draws))]
+        for name in names
+    }
 
 
 def _update(x: Result, start: Result) -> Result:
     """Weights after the last step minus weights before the first, in float64."""
-    return {name: tensor.double() - start[name].double() for name, tensor in _part(x, "weights/").items()}
+    return {
+        name: tensor.double() - start[name].double()
+        for name, tensor in _part(x, "weights/").items()
+    }
 
 
 def _part(x: Result, prefix: str) -> Result:
@@ -119,9 +145,13 @@ def _part(x: Result, prefix: str) -> Result:
 
 def _norm_figures(exact: Result, draws: Sequence[Result], result: Result) -> Iterator[Figure]:
     def whole(x: Result, step: int) -> Tensor:
-        return torch.cat([x[key].double().flatten() for key in exact if key.startswith(f"gradient/{step}/")])
+        return torch.cat(
+            [x[key].double().flatten() for key in exact if key.startswith(f"gradient/{step}/")]
+        )
 
-    for step, (truth, value) in enumerate(zip(exact["grad_norms"], result["grad_norms"], strict=True)):
+    for step, (truth, value) in enumerate(
+        zip(exact["grad_norms"], result["grad_norms"], strict=True)
+    ):
         own = scale(relative_error(whole(draw, step), whole(exact, step)) for draw in draws)
         yield f"step {step}", float((value.double() - truth).abs() / truth), own
 
@@ -133,11 +163,19 @@ def _route_figures(exact: Result, draws: Sequence[Result], result: Result) -> It
             return float((x["routes"] != exact["routes"])[:, layer].any(-1).sum())
 
         for layer in range(exact["routes"].shape[1]):
-            yield f"router {layer}", num_others(result, layer), scale(num_others(draw, layer) for draw in draws)
+            yield (
+                f"router {layer}",
+                num_others(result, layer),
+                scale(num_others(draw, layer) for draw in draws),
+            )
 
 
 def _copy_figures(result: Result) -> Iterator[Figure]:
     for key, value in result.items():
         if key.startswith("copies/"):
             _, copy, name = key.split("/")
-            yield f"{name} ({copy})", float((value.double() - result[f"weights/{name}"].double()).abs().max()), 0.0
+            yield (
+                f"{name} ({copy})",
+                float((value.double() - result[f"weights/{name}"].double()).abs().max()),
+                0.0,
+            )

@@ -49,7 +49,10 @@ def own(errors: list[float]) -> float:
 def settled(runs: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """`figures` of each run of a layout -> the root mean square of their errors."""
     return {
-        quantity: [(name, own([run[quantity][n][1] for run in runs]), f) for n, (name, _, f) in enumerate(values)]
+        quantity: [
+            (name, own([run[quantity][n][1] for run in runs]), f)
+            for n, (name, _, f) in enumerate(values)
+        ]
         for quantity, values in runs[0].items()
     }
 
@@ -60,14 +63,21 @@ def figures(
     """quantity -> [(tensor, error, float32 error)], of an actor or of a critic."""
     is_critic = "values" in exact
     found: dict[str, list[Any]] = {}
-    for name in ("values", "values_after") if is_critic else ("log_probs", "entropies", "log_probs_after"):
+    for name in (
+        ("values", "values_after") if is_critic else ("log_probs", "entropies", "log_probs_after")
+    ):
         error, *errors = (farthest(x[name], exact[name], mask) for x in (result, *draws))
         found[name] = [(name, error, own(errors))]
     of = "value_" if is_critic else ""
     tensors = tensors_of(start)
     found[f"{of}gradient"], found[f"{of}update"] = [], []
     for name, parts in tensors.items():
-        of_name = {"update": [whole(x, "weights/", parts) - whole(start, "", parts) for x in (exact, result, *draws)]}
+        of_name = {
+            "update": [
+                whole(x, "weights/", parts) - whole(start, "", parts)
+                for x in (exact, result, *draws)
+            ]
+        }
         if f"gradient/0/{parts[0]}" in exact:  # a buffer has none
             of_name["gradient"] = [whole(x, "gradient/0/", parts) for x in (exact, result, *draws)]
         for quantity, (truth, *others) in of_name.items():
@@ -78,15 +88,25 @@ def figures(
     for step, norm in enumerate(exact["grad_norms"]):
         truth, *others = (whole(x, f"gradient/{step}/", trained) for x in (exact, *draws))
         error = abs(result["grad_norms"][step] - norm) / norm
-        found[f"{of}grad_norm"].append((f"step {step}", float(error), own([distance(x, truth) for x in others])))
+        found[f"{of}grad_norm"].append(
+            (f"step {step}", float(error), own([distance(x, truth) for x in others]))
+        )
     copies = [key.split("/") for key in result if key.startswith("copies/")]
     found[f"{of}copies"] = [
-        (f"{n} ({copy})", float(np.max(np.abs(result[f"copies/{copy}/{n}"] - result[f"weights/{n}"]))), 0.0)
+        (
+            f"{n} ({copy})",
+            float(np.max(np.abs(result[f"copies/{copy}/{n}"] - result[f"weights/{n}"]))),
+            0.0,
+        )
         for _, copy, n in copies
     ]
     if "routes" in exact:
-        others = [(x["routes"] != exact["routes"]).any(-1).sum(0).tolist() for x in (result, *draws)]
-        found[f"{of}routes"] = [(f"router {n}", e, own(list(o))) for n, (e, *o) in enumerate(zip(*others))]
+        others = [
+            (x["routes"] != exact["routes"]).any(-1).sum(0).tolist() for x in (result, *draws)
+        ]
+        found[f"{of}routes"] = [
+            (f"router {n}", e, own(list(o))) for n, (e, *o) in enumerate(zip(*others))
+        ]
     return {quantity: values for quantity, values in found.items() if values}
 
 
@@ -126,14 +146,25 @@ def read(path: Path) -> Arrays:
 
 def compare(table: dict[Any, dict[str, tuple[float, float]]], file: dict[str, Any]) -> list[str]:
     """Where the result file says something else than the dumps. It may hold a part of the rows, and then says so."""
-    said = {(row["family"], row["layout"], row["cut"], row["quantity"]): row for row in file["rows"]}
+    said = {
+        (row["family"], row["layout"], row["cut"], row["quantity"]): row for row in file["rows"]
+    }
     wrong = [f"{key} is not in the dumps" for key in said.keys() - table.keys()]
     if len(table) != file.get("num_rows", len(said)):
-        wrong.append(f"{len(table)} quantities in the dumps, {file.get('num_rows', len(said))} in the file")
+        wrong.append(
+            f"{len(table)} quantities in the dumps, {file.get('num_rows', len(said))} in the file"
+        )
     for key in said.keys() & table.keys():
-        row, (error, float32_error) = said[key], table[key].get(said[key]["tensor"], (np.nan, np.nan))
-        if not np.allclose([row["error"], row["float32_error"]], [error, float32_error], rtol=AGREEMENT, atol=0):
-            wrong.append(f"{key} {row['tensor']}: {row['error']:.6e} in the file, {error:.6e} in the dumps")
+        row, (error, float32_error) = (
+            said[key],
+            table[key].get(said[key]["tensor"], (np.nan, np.nan)),
+        )
+        if not np.allclose(
+            [row["error"], row["float32_error"]], [error, float32_error], rtol=AGREEMENT, atol=0
+        ):
+            wrong.append(
+                f"{key} {row['tensor']}: {row['error']:.6e} in the file, {error:.6e} in the dumps"
+            )
         is_ok = all(e <= BAR * f for e, f in table[key].values())
         if row["ok"] != is_ok:
             wrong.append(f"{key}: the file says ok={row['ok']}, the dumps say {is_ok}")
@@ -141,9 +172,15 @@ def compare(table: dict[Any, dict[str, tuple[float, float]]], file: dict[str, An
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity.recompute", description=__doc__.split("\n")[0])
-    parser.add_argument("dumps", type=Path, help="directory that `python -m benchmarks.parity` wrote")
-    parser.add_argument("--against", type=Path, help="its result file, or DUMPS/rows.json, to compare with")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parity.recompute", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "dumps", type=Path, help="directory that `python -m benchmarks.parity` wrote"
+    )
+    parser.add_argument(
+        "--against", type=Path, help="its result file, or DUMPS/rows.json, to compare with"
+    )
     args = parser.parse_args(argv)
     table = recompute(args.dumps)
     failures = json.loads((args.dumps / "run.json").read_text())["failures"]
@@ -154,11 +191,15 @@ def main(argv: list[str] | None = None) -> int:
         num_figures += len(values)
         misses += [(key, name, e, f) for name, (e, f) in values.items() if not e <= BAR * f]
     for (family, layout, cut, quantity), name, error, float32_error in misses:
-        print(f"MISS {family} {layout} {cut} {quantity} {name}: {error:.3e} > {BAR:g} x {float32_error:.3e}")
+        print(
+            f"MISS {family} {layout} {cut} {quantity} {name}: {error:.3e} > {BAR:g} x {float32_error:.3e}"
+        )
     wrong = compare(table, json.loads(args.against.read_text())) if args.against else []
     for line in wrong:
         print(f"DIFFERS {line}")
-    print(f"{len(table)} quantities, {num_figures} figures: {len(misses)} over the bar, {len(wrong)} unlike the file")
+    print(
+        f"{len(table)} quantities, {num_figures} figures: {len(misses)} over the bar, {len(wrong)} unlike the file"
+    )
     return 1 if misses or wrong or failures or not table else 0
 
 

@@ -20,7 +20,13 @@ from benchmarks.parity.forced_routes import force, select
 from benchmarks.parity.fused_experts import fused, unfused
 from benchmarks.parity.rounding import renumbered
 from benchmarks.parity.router_reference import Routers
-from benchmarks.parity.value_reference import ValueModel, padded, token_values, tokens_of, value_losses
+from benchmarks.parity.value_reference import (
+    ValueModel,
+    padded,
+    token_values,
+    tokens_of,
+    value_losses,
+)
 
 
 class NearKinkError(ValueError):
@@ -49,7 +55,9 @@ def make_model(
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     }[hf_config["model_type"]]
     # A copy: transformers completes the mappings that it is given.
-    arguments = {key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"}
+    arguments = {
+        key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"
+    }
     # sdpa computes in the model's type; the other implementations take the softmax in float32, but that of GPT-OSS.
     attention = "eager" if hf_config["model_type"] == "gpt_oss" else "sdpa"
     config = config_kind(**arguments, attn_implementation=attention)
@@ -73,7 +81,9 @@ def make_model(
 
 
 def _exact_norm(module: Any, x: Tensor) -> Tensor:
-    return module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
+    return module.weight * (
+        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    )
 
 
 def _exact_router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,10 +123,16 @@ def policy_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
     KL: exp(-d) + d - 1 with d = log_probs - ref_log_probs (http://joschu.net/blog/kl-approx.html).
     """
     log_probs, entropies = columns["log_probs"], columns["entropies"]
-    old, ref, advantages = (batch[name].to(log_probs) for name in ("old_log_probs", "ref_log_probs", "advantages"))
+    old, ref, advantages = (
+        batch[name].to(log_probs) for name in ("old_log_probs", "ref_log_probs", "advantages")
+    )
     ratio = torch.exp(log_probs - old)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * advantages)
-    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, recipe.dual_clip * advantages), surrogate)
+    surrogate = torch.minimum(
+        ratio * advantages, ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * advantages
+    )
+    surrogate = torch.where(
+        advantages < 0, torch.maximum(surrogate, recipe.dual_clip * advantages), surrogate
+    )
     d = log_probs - ref
     kl = torch.expm1(-d) + d
     _check_case(ratio.detach()[batch["response_mask"]], kl.detach()[batch["response_mask"]], recipe)
@@ -128,9 +144,13 @@ def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
     borders = ratio.new_tensor([1 - recipe.clip_low, 1 + recipe.clip_high, recipe.dual_clip])
     nearest = float((ratio[:, None] - borders).abs().min())
     if nearest < MIN_KINK_DISTANCE:
-        raise NearKinkError(f"a ratio is {nearest:.1e} from a border of the clip range; use another draw of the noise.")
+        raise NearKinkError(
+            f"a ratio is {nearest:.1e} from a border of the clip range; use another draw of the noise."
+        )
     if float(kl.max()) > MAX_KL:
-        raise ValueError(f"the KL estimate of a token is {float(kl.max()):.1f}, over {MAX_KL}; use a smaller lr.")
+        raise ValueError(
+            f"the KL estimate of a token is {float(kl.max()):.1f}, over {MAX_KL}; use a smaller lr."
+        )
 
 
 def critic_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
@@ -149,7 +169,9 @@ def _check_values(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> 
     ties = (values + old + moved.clamp(-clip, clip) - 2 * returns).abs()[moved.abs() > clip]
     nearest = min([border, *ties.tolist()])
     if nearest < MIN_KINK_DISTANCE:
-        raise NearKinkError(f"a value is {nearest:.1e} from a kink of the value loss; use another draw of the noise.")
+        raise NearKinkError(
+            f"a value is {nearest:.1e} from a kink of the value loss; use another draw of the noise."
+        )
 
 
 def loss_of(token_loss: Tensor, batch: Columns, samples: range, mode: str) -> Tensor:
@@ -170,7 +192,10 @@ COLUMNS: dict[Role, Callable[[nn.Module, Columns, range, Recipe], Columns]] = {
     "actor": policy_columns,
     "critic": value_columns,
 }
-LOSSES: dict[Role, Callable[[Columns, Columns, Recipe], Tensor]] = {"actor": policy_losses, "critic": critic_losses}
+LOSSES: dict[Role, Callable[[Columns, Columns, Recipe], Tensor]] = {
+    "actor": policy_losses,
+    "critic": critic_losses,
+}
 
 
 def run_reference(
@@ -200,7 +225,11 @@ def run_reference(
     norms = []
     for step, mini_batch in enumerate(cut.mini_batches):
         samples = range(*mini_batch)
-        part = {name: column[tokens_of(batch, samples)] for name, column in batch.items() if name != "offsets"}
+        part = {
+            name: column[tokens_of(batch, samples)]
+            for name, column in batch.items()
+            if name != "offsets"
+        }
         model.zero_grad()
         token_loss = LOSSES[role](COLUMNS[role](model, batch, samples, recipe), part, recipe)
         loss = loss_of(token_loss, batch, samples, cut.loss_agg_mode)
@@ -211,7 +240,11 @@ def run_reference(
         routers.move_biases(lengths[slice(*mini_batch)], recipe.bias_rate)
     result["grad_norms"] = torch.stack(norms)
     result |= {f"weights/{name}": p.detach().clone() for name, p in parameters.items()}
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    biases = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     result |= {f"weights/{name}": buffer.clone() for name, buffer in biases.items()}
     routes = {"routes": result.pop("routes")} if routers.gates else {}
     result = routes | unfused(result, hf_config["model_type"])
@@ -222,12 +255,19 @@ def run_reference(
 
 
 def run_in_float32(
-    hf_config: dict[str, Any], state: dict[str, Tensor], batch: Columns, cut: Cut, recipe: Recipe, role: Role = "actor"
+    hf_config: dict[str, Any],
+    state: dict[str, Tensor],
+    batch: Columns,
+    cut: Cut,
+    recipe: Recipe,
+    role: Role = "actor",
 ) -> list[dict[str, Tensor]]:
     """`run_reference` in float32, once in each order of the hidden units: draws of float32's own error."""
     draws = []
     for order in orders_of(hf_config):
-        found = run_reference(hf_config, renumbered(state, order), batch, cut, recipe, torch.float32, role)
+        found = run_reference(
+            hf_config, renumbered(state, order), batch, cut, recipe, torch.float32, role
+        )
         draws.append(renumbered(found, order.argsort()))
     return draws
 

@@ -18,7 +18,12 @@ from torch import Tensor
 NUM_ORDERS = 4  # more of them would move the root mean square of a dense model by a few per cent
 NUM_ORDERS_OF_EXPERTS = 8
 HEAD = "score"  # a critic's: a linear layer of one output
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _ROWS = ("o_proj", "down_proj", "w2", "norm", *_NORMS)  # what writes hidden units
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _MLP = ("gate_proj", "up_proj", "gate", "router", "w1", "w3")
@@ -32,7 +37,10 @@ def orders(hidden_size: int, has_experts: bool = False) -> list[Tensor]:
     """Some orders of the hidden units. The first is the one that they have."""
     generator = torch.Generator().manual_seed(23)
     num = NUM_ORDERS_OF_EXPERTS if has_experts else NUM_ORDERS
-    return [torch.arange(hidden_size), *(torch.randperm(hidden_size, generator=generator) for _ in range(num - 1))]
+    return [
+        torch.arange(hidden_size),
+        *(torch.randperm(hidden_size, generator=generator) for _ in range(num - 1)),
+    ]
 
 
 def renumbered(tensors: Tensors, order: Tensor) -> dict[str, Tensor]:
@@ -74,7 +82,9 @@ def tensor_figures(values: Tensors, exact: Tensors, draws: Sequence[Tensors]) ->
     Weight and bias of a critic's head are one tensor, HEAD: a bias of one element can be right by luck in all draws.
     Raises AssertionError for a tensor that one side lacks.
     """
-    assert values.keys() == exact.keys(), f"tensors that one side lacks: {sorted(values.keys() ^ exact.keys())}"
+    assert values.keys() == exact.keys(), (
+        f"tensors that one side lacks: {sorted(values.keys() ^ exact.keys())}"
+    )
     groups: dict[str, list[str]] = {}
     for name in exact:
         groups.setdefault(HEAD if name.startswith(f"{HEAD}.") else name, []).append(name)

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.pack import pack
+from rlhf_megatron.data.replica_plan import NO_OP, ReplicaPlan
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.sequence_packing import pack_batch
 
 
 @contextmanager
-def watched(chunks: Sequence[Any], world: World, batch: TokenBatch, plan: ReplicaPlan) -> Iterator[list[Tensor]]:
+def watched(
+    chunks: Sequence[Any], world: World, batch: TokenBatch, plan: ReplicaPlan
+) -> Iterator[list[Tensor]]:
     """Filled by one forward pass over `batch`: rows (sample of the whole batch, position, layer, sorted experts)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-    packed = pack(batch, plan, world.layout, world.coordinates.cp, with_documents=True)
+    routers = [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)
+    ]
+    packed = pack_batch(batch, plan, world.layout, world.coordinates.cp, with_documents=True)
     calls = [0] * len(routers)
     rows: list[Tensor] = []
 
@@ -32,8 +36,12 @@ def watched(chunks: Sequence[Any], world: World, batch: TokenBatch, plan: Replic
         samples = torch.tensor([plan.samples[sample] for sample in by_length])
         documents, positions = micro.documents, micro.position_ids[0]
         if world.layout.sequence_parallel:
-            documents, positions = (x.chunk(world.layout.tp)[world.coordinates.tp] for x in (documents, positions))
-        place = torch.stack([samples[documents.clamp(min=0)], positions, torch.full_like(positions, layer)], 1)
+            documents, positions = (
+                x.chunk(world.layout.tp)[world.coordinates.tp] for x in (documents, positions)
+            )
+        place = torch.stack(
+            [samples[documents.clamp(min=0)], positions, torch.full_like(positions, layer)], 1
+        )
         experts = routing_map.cpu().nonzero()[:, 1].view(len(positions), -1)
         rows.append(torch.cat([place, experts], 1)[documents >= 0])
 
@@ -58,7 +66,9 @@ def assembled(rows: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """
     table = torch.cat(list(rows))
     layers = sorted(set(table[:, 2].tolist()))
-    index = torch.tensor([layers.index(layer) if layer in layers else -1 for layer in range(max(layers) + 1)])
+    index = torch.tensor(
+        [layers.index(layer) if layer in layers else -1 for layer in range(max(layers) + 1)]
+    )
     found = torch.full((int(offsets[-1]), len(layers), table.shape[1] - 3), -1, dtype=torch.int64)
     token, layer, experts = offsets[table[:, 0]] + table[:, 1], index[table[:, 2]], table[:, 3:]
     found[token, layer] = experts

@@ -28,7 +28,13 @@ from benchmarks.parity.dumps import EXACT, Dumps, run_name, single_name
 from benchmarks.parity.forced_routes import force
 from benchmarks.parity.layouts import Axes, critic_cells, divides, in_turns
 from benchmarks.parity.measure import Result, Row, measure
-from benchmarks.parity.reference import COLUMNS, NearKinkError, make_model, run_in_float32, run_reference
+from benchmarks.parity.reference import (
+    COLUMNS,
+    NearKinkError,
+    make_model,
+    run_in_float32,
+    run_reference,
+)
 from benchmarks.parity.rounding import renumbered
 from benchmarks.parity.sharded import assemble, run_on_rank
 
@@ -72,16 +78,24 @@ def make_case(
             force(model, routes, batch["offsets"])
         columns = COLUMNS[role](model, batch, range(batch["offsets"].numel() - 1), recipe)
     is_actor = role == "actor"
-    batch = add_past(batch, columns["log_probs"], draw) if is_actor else add_values(batch, columns["values"], draw)
+    batch = (
+        add_past(batch, columns["log_probs"], draw)
+        if is_actor
+        else add_values(batch, columns["values"], draw)
+    )
     try:
-        exact = [run_reference(hf_config, state, batch, cut, recipe, torch.float64, role) for cut in cuts]
+        exact = [
+            run_reference(hf_config, state, batch, cut, recipe, torch.float64, role) for cut in cuts
+        ]
         float32 = [run_in_float32(hf_config, state, batch, cut, recipe, role) for cut in cuts]
     except NearKinkError:
         if draw + 1 == NUM_DRAWS:
             raise
         return make_case(family, recipe, cuts, role, draw + 1, routes)
     names = [cut.name for cut in cuts]
-    return Case(family, role, state, batch, dict(zip(names, zip(exact, float32, strict=True), strict=True)))
+    return Case(
+        family, role, state, batch, dict(zip(names, zip(exact, float32, strict=True), strict=True))
+    )
 
 
 def run_cell(
@@ -117,7 +131,13 @@ def run_cell(
         **arguments,
     )
     return {
-        cut.name: assemble([rank[i] for rank in results], FAMILIES[case.family], case.batch["offsets"], axes, case.role)
+        cut.name: assemble(
+            [rank[i] for rank in results],
+            FAMILIES[case.family],
+            case.batch["offsets"],
+            axes,
+            case.role,
+        )
         for i, cut in enumerate(cuts)
     }
 
@@ -129,12 +149,19 @@ def rows_of(case: Case, axes: Axes, *runs: dict[str, Result]) -> list[Row]:
     for cut in runs[-1]:
         exact, draws = case.references[cut]
         results = [run[cut] for run in runs]
-        rows += measure(case.family, axes.name, cut, case.state, mask, exact, draws, results, case.role)
+        rows += measure(
+            case.family, axes.name, cut, case.state, mask, exact, draws, results, case.role
+        )
     return rows
 
 
 def settle(
-    pool: DistPool, case: Case, axes: Axes, recipe: Recipe, cuts: Sequence[Cut] = CUTS, **arguments: Any
+    pool: DistPool,
+    case: Case,
+    axes: Axes,
+    recipe: Recipe,
+    cuts: Sequence[Cut] = CUTS,
+    **arguments: Any,
 ) -> tuple[list[Row], list[dict[str, Result]]]:
     """The figures of one family in one layout, and the runs that they are of: more than one where a figure was over
     the bar, by cut (see `measure`). Raises JobError."""
@@ -180,7 +207,9 @@ def run_parity(
     cases = [_reference(family, role, recipe, dumps, report) for family, role in pairs]
     rows: list[Row] = []
     failures: list[Failure] = []
-    done: dict[str, dict[Role, list[str]]] = {axes.name: {"actor": [], "critic": []} for axes in layouts}
+    done: dict[str, dict[Role, list[str]]] = {
+        axes.name: {"actor": [], "critic": []} for axes in layouts
+    }
     pool = DistPool(device)
     try:
         for axes in sorted(layouts, key=lambda axes: axes.num_ranks):
@@ -196,7 +225,9 @@ def run_parity(
                     continue
                 for number, results in enumerate(runs):
                     for cut, result in results.items():
-                        dumps.result(case.family, case.role, cut, run_name(axes.name, number), result)
+                        dumps.result(
+                            case.family, case.role, cut, run_name(axes.name, number), result
+                        )
                 misses = [row.quantity for row in found if not row.ok]
                 state = f"over the bar: {', '.join(misses)}" if misses else "ok"
                 state += f" in {len(runs)} orders" if len(runs) > 1 else ""
@@ -231,12 +262,22 @@ def _cells(
     if is_in_turns:
         fitting = {(family, axes.name) for family, axes in in_turns(layouts, configs)}
     else:
-        fitting = {(family, axes.name) for family, one in configs.items() for axes in layouts if divides(axes, one)}
-    of: dict[Role, set[tuple[str, str]]] = {"actor": fitting, "critic": fitting & critic_cells(layouts, configs)}
+        fitting = {
+            (family, axes.name)
+            for family, one in configs.items()
+            for axes in layouts
+            if divides(axes, one)
+        }
+    of: dict[Role, set[tuple[str, str]]] = {
+        "actor": fitting,
+        "critic": fitting & critic_cells(layouts, configs),
+    }
     return {(family, role, layout) for role in roles for family, layout in of[role]}
 
 
-def _reference(family: str, role: Role, recipe: Recipe, dumps: Dumps, report: Callable[[str], None]) -> Case:
+def _reference(
+    family: str, role: Role, recipe: Recipe, dumps: Dumps, report: Callable[[str], None]
+) -> Case:
     start = time.monotonic()
     case = make_case(family, recipe, role=role)
     dumps.inputs(family, role, case.state, case.batch)

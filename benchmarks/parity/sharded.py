@@ -20,13 +20,13 @@ from benchmarks.parity.measure import TOKEN_QUANTITIES
 from benchmarks.parity.routes import assembled, watched
 from benchmarks.parity.subjects import HEADS, SUBJECTS, Subject
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.data.batch import LogProbs, TrainBatch, Values, select
-from rlhf_megatron.data.plan import ReplicaPlan, restore, take
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import holders, join
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.runtime.dispatch import scatter_calls
+from rlhf_megatron.data.batch import CriticValues, TokenLogProbs, TrainBatch, select_samples
+from rlhf_megatron.data.replica_plan import ReplicaPlan, restore_sample_order, take_replica_shard
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.runtime.call_dispatch import make_scattered_call
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_table import find_holder_places, join_shards
 
 HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -38,10 +38,12 @@ FIRST = "dp0_cp0_tp0"  # the copy of the model that is compared with the referen
 class RankResult:
     """What a rank hands back. Token columns and norms on leaders only; shards by Megatron name."""
 
-    before: LogProbs | Values | None
-    after: LogProbs | Values | None
+    before: TokenLogProbs | CriticValues | None
+    after: TokenLogProbs | CriticValues | None
     plan: ReplicaPlan
-    gradients: dict[str, Tensor]  # of the first optimizer step, reduced, before clipping; of one copy of the model
+    gradients: dict[
+        str, Tensor
+    ]  # of the first optimizer step, reduced, before clipping; of one copy of the model
     weights: dict[str, Tensor]
     grad_norms: list[float]
     routes: list[Tensor]  # rows of `routes`, before the first optimizer step
@@ -67,7 +69,9 @@ def run_on_rank(
     def run(cut: Cut) -> RankResult:
         subject = SUBJECTS[role](cut, recipe, megatron)
         make_worker = partial(subject.make, hf_config, state, world)
-        return _run_cut(world, subject, make_worker, train_batch(batch), checkpoints and checkpoints / cut.name)
+        return _run_cut(
+            world, subject, make_worker, train_batch(batch), checkpoints and checkpoints / cut.name
+        )
 
     with _small_buckets():
         return [run(cut) for cut in cuts]
@@ -76,44 +80,56 @@ def run_on_rank(
 @contextmanager
 def _small_buckets() -> Iterator[None]:
     """Of the size that Megatron takes by default there would be one: nothing to overlap, and no padding in between."""
-    from rlhf_megatron.workers import data_parallel
+    from rlhf_megatron.ranks.workers import data_parallel
 
-    kept = data_parallel.BUCKET_SIZE
-    data_parallel.BUCKET_SIZE = BUCKET_SIZE
+    kept = data_parallel.DDP_BUCKET_SIZE
+    data_parallel.DDP_BUCKET_SIZE = BUCKET_SIZE
     try:
         yield
     finally:
-        data_parallel.BUCKET_SIZE = kept
+        data_parallel.DDP_BUCKET_SIZE = kept
 
 
 def _run_cut(
-    world: World, subject: Subject, make_worker: Callable[[], Any], batch: TrainBatch, checkpoint: Path | None
+    world: World,
+    subject: Subject,
+    make_worker: Callable[[], Any],
+    batch: TrainBatch,
+    checkpoint: Path | None,
 ) -> RankResult:
-    from rlhf_megatron.checkpoint.load_model import named_weights
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_weights
 
     worker = make_worker()
-    if subject.megatron.overlap_grad_reduce and world.is_first_stage:  # Megatron has one bucket on the others
+    if (
+        subject.megatron.overlap_grad_reduce and world.is_first_stage
+    ):  # Megatron has one bucket on the others
         (buffer,) = worker.backend.model.chunks[0].buffers
         assert len(buffer.buckets) > 1, "overlap needs several buckets"
     gradients = _watch_gradients(worker, world)
     budget = subject.cut.token_budget
     plan = _plan(world, batch, budget)
-    with watched(worker.backend.model.chunks, world, take(batch, plan), plan) as routes:
-        before = subject.columns(worker, take(batch, plan), plan)
+    with watched(
+        worker.backend.model.chunks, world, take_replica_shard(batch, plan), plan
+    ) as routes:
+        before = subject.columns(worker, take_replica_shard(batch, plan), plan)
     norms = []
     for step, (start, stop) in enumerate(subject.cut.mini_batches):
         if step == 1 and checkpoint is not None:
             worker.save(checkpoint)
             worker = make_worker()
             worker.load(checkpoint)
-        mini_batch = subject.mini_batch(select(batch, range(start, stop)))
+        mini_batch = subject.mini_batch(select_samples(batch, range(start, stop)))
         share = _plan(world, mini_batch, budget)
-        update = subject.update(worker, take(mini_batch, share), share)
+        update = subject.update(worker, take_replica_shard(mini_batch, share), share)
         norms += [update.grad_norm] if update else []
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
-    weights = {rule.megatron_name: _copy(shard) for rule, shard in worker.export() if shard is not None}
-    after = subject.columns(worker, take(batch, plan), plan)
-    weights = {name: _copy(p) for name, p in named_weights(worker.backend.model.chunks).items()} | weights
+    weights = {
+        rule.megatron_name: _copy(shard) for rule, shard in worker.export() if shard is not None
+    }
+    after = subject.columns(worker, take_replica_shard(batch, plan), plan)
+    weights = {
+        name: _copy(p) for name, p in collect_named_weights(worker.backend.model.chunks).items()
+    } | weights
     return RankResult(before, after, plan, gradients, weights, norms, routes)
 
 
@@ -139,7 +155,7 @@ def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]
     With the distributed optimizer a rank's main gradients are reduced only in its own part of each bucket: the parts
     are gathered from the ranks that share the bucket.
     """
-    from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
     gathered: dict[Any, Tensor] = {}
     for chunk in chunks:
@@ -151,9 +167,14 @@ def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]
                     whole = _gather(bucket.grad_data, group)
                     for parameter in bucket.params_list:
                         start, stop, _ = buffer.param_index_map[parameter]
-                        gathered[parameter] = whole[start - bucket.offset : stop - bucket.offset].view(parameter.shape)
-    parameters = named_parameters(chunks)
-    return {name: _copy(gathered[p] if p in gathered else _main_grad(p)) for name, p in parameters.items()}
+                        gathered[parameter] = whole[
+                            start - bucket.offset : stop - bucket.offset
+                        ].view(parameter.shape)
+    parameters = collect_named_parameters(chunks)
+    return {
+        name: _copy(gathered[p] if p in gathered else _main_grad(p))
+        for name, p in parameters.items()
+    }
 
 
 def _main_grad(parameter: Any) -> Tensor:
@@ -169,7 +190,9 @@ def _copy(tensor: Tensor) -> Tensor:
 def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Each rank's own part of `bucket`, together."""
     whole = torch.empty_like(bucket)
-    dist.all_gather_into_tensor(whole, bucket.chunk(group.size())[group.rank()].clone(), group=group)
+    dist.all_gather_into_tensor(
+        whole, bucket.chunk(group.size())[group.rank()].clone(), group=group
+    )
     return whole
 
 
@@ -197,27 +220,39 @@ def train_batch(columns: dict[str, Tensor]) -> TrainBatch:
 
 def _plan(world: World, batch: Any, token_budget: int) -> ReplicaPlan:
     """The one that dispatch would send to this rank."""
-    scattered = scatter_calls(0, "update", batch, world.layout, token_budget, {})
-    return scattered.plans[world.coordinates.dp]
+    scattered = make_scattered_call(0, "update", batch, world.layout, token_budget, {})
+    return scattered.replica_plans[world.coordinates.dp]
 
 
 def assemble(
-    results: list[RankResult], hf_config: dict[str, Any], offsets: Tensor, axes: Axes, role: Role = "actor"
+    results: list[RankResult],
+    hf_config: dict[str, Any],
+    offsets: Tensor,
+    axes: Axes,
+    role: Role = "actor",
 ) -> dict[str, Tensor]:
     """The tensors that `measure` reads, of one cut, from all ranks: see `dumps`."""
     leaders = [result for result in results if result.before is not None]
     plans = [leader.plan for leader in leaders]
-    before = restore([leader.before for leader in leaders], plans, offsets)
-    after = restore([leader.after for leader in leaders], plans, offsets)
-    assert all(leader.grad_norms == leaders[0].grad_norms for leader in leaders), "replicas differ in gradient norms"
+    before = restore_sample_order([leader.before for leader in leaders], plans, offsets)
+    after = restore_sample_order([leader.after for leader in leaders], plans, offsets)
+    assert all(leader.grad_norms == leaders[0].grad_norms for leader in leaders), (
+        "replicas differ in gradient norms"
+    )
     tensors = {"grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64)}
     for name in TOKEN_QUANTITIES[role]:
-        tensors[name] = getattr(after if name.endswith("_after") else before, name.removesuffix("_after"))
+        tensors[name] = getattr(
+            after if name.endswith("_after") else before, name.removesuffix("_after")
+        )
     if rows := [part for result in results for part in result.routes]:
         tensors["routes"] = assembled(rows, offsets)
-    gradients = hf_tensors([result.gradients for result in results], hf_config, axes, role, is_whole=False)
+    gradients = hf_tensors(
+        [result.gradients for result in results], hf_config, axes, role, is_whole=False
+    )
     tensors |= {f"gradient/0/{name}": tensor for name, tensor in gradients[FIRST].items()}
-    weights = hf_tensors([result.weights for result in results], hf_config, axes, role, is_whole=True)
+    weights = hf_tensors(
+        [result.weights for result in results], hf_config, axes, role, is_whole=True
+    )
     tensors |= {f"weights/{name}": tensor for name, tensor in weights.pop(FIRST).items()}
     for copy, named in weights.items():
         tensors |= {f"copies/{copy}/{name}": tensor for name, tensor in named.items()}
@@ -225,7 +260,11 @@ def assemble(
 
 
 def hf_tensors(
-    shards: list[dict[str, Tensor]], hf_config: dict[str, Any], axes: Axes, role: Role, is_whole: bool
+    shards: list[dict[str, Tensor]],
+    hf_config: dict[str, Any],
+    axes: Axes,
+    role: Role,
+    is_whole: bool,
 ) -> dict[str, dict[str, Tensor]]:
     """Copy -> HF name -> full tensor. FIRST is the model; every other copy must equal it.
 
@@ -233,8 +272,8 @@ def hf_tensors(
     than the first that have them, and the head's tied embedding. `is_whole` False: only the ranks of the first copy
     hold tensors.
     """
-    layout = Layout(axes.num_ranks, axes.tp, axes.pp, axes.cp, ep=axes.ep, etp=axes.etp)
-    table = table_for(hf_config, axes.tp, axes.impl, HEADS[role])
+    layout = ParallelLayout(axes.num_ranks, axes.tp, axes.pp, axes.cp, ep=axes.ep, etp=axes.etp)
+    table = make_weight_table(hf_config, axes.tp, axes.impl, HEADS[role])
     names = {rule.megatron_name for rule in table}
     replicas = list(product(range(axes.dp), range(axes.cp))) if is_whole else [(0, 0)]
     copies: dict[str, dict[str, Tensor]] = {}
@@ -245,20 +284,33 @@ def hf_tensors(
         if rule.megatron_name == EMBEDDING and HEAD not in names:
             held[HEAD] = "_head"
         if rule.expert is None:
-            groups = {f"dp{dp}_cp{cp}": [layout.rank(dp, 0, tp, cp) for tp in range(axes.tp)] for dp, cp in replicas}
+            groups = {
+                f"dp{dp}_cp{cp}": [layout.compute_rank(dp, 0, tp, cp) for tp in range(axes.tp)]
+                for dp, cp in replicas
+            }
         else:
             copy_size = axes.ep * layout.etp
             firsts = [copy * copy_size for copy in range(layout.edp if is_whole else 1)]
-            groups = {f"experts{first}": [first + place for place in holders(rule, layout)] for first in firsts}
+            groups = {
+                f"experts{first}": [first + place for place in find_holder_places(rule, layout)]
+                for first in firsts
+            }
         for (name, suffix), (group, places) in product(held.items(), groups.items()):
-            ranks = [stage * layout.stage_size + place for stage in range(axes.pp) for place in places]
+            ranks = [
+                stage * layout.stage_size + place for stage in range(axes.pp) for place in places
+            ]
             parts = [shards[rank][name] for rank in ranks if name in shards[rank]]
             if not parts and suffix:
                 continue  # one stage holds both: there is no second copy
-            assert len(parts) == len(places), f"{name} is on {len(parts)} ranks of {group}, not on {len(places)}"
-            fulls = parts if rule.split == "replicated" else [join(rule.split, parts)]
+            assert len(parts) == len(places), (
+                f"{name} is on {len(parts)} ranks of {group}, not on {len(places)}"
+            )
+            fulls = parts if rule.split == "replicated" else [join_shards(rule.split, parts)]
             for tp, full in enumerate(fulls):
                 copy = FIRST if group == "experts0" else f"{group}_tp{tp}{suffix}"
                 target = copies.setdefault(copy, {})
-                target |= {hf.name: t.clone() for hf, t in zip(rule.hf, rule.to_hf(full), strict=True)}
+                target |= {
+                    hf.name: t.clone()
+                    for hf, t in zip(rule.hf_tensors, rule.to_hf(full), strict=True)
+                }
     return copies

@@ -9,20 +9,40 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import Cut, Recipe, Role
-from rlhf_megatron.config.correction import is_bypass
-from rlhf_megatron.config.schema import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, Values
-from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.models.table import Head, Rule
-from rlhf_megatron.observe.metrics.batch import valid_samples
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.scheduler.advantages import correction_columns
-from rlhf_megatron.scheduler.mini_batches import picked, weighed, weighed_values
-from rlhf_megatron.workers.losses import correction_params, moving_correction
-from rlhf_megatron.workers.routes import ReplayMode
+from rlhf_megatron.config.rollout_correction_rules import is_bypass_mode
+from rlhf_megatron.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    MegatronConfig,
+    OptimConfig,
+    PolicyLossConfig,
+)
+from rlhf_megatron.controller.observe.metrics.batch_metrics import make_valid_sample_mask
+from rlhf_megatron.controller.scheduler.advantage_stage import compute_correction_columns
+from rlhf_megatron.controller.scheduler.mini_batches import (
+    make_actor_mini_batch,
+    make_critic_mini_batch,
+    make_token_selection_mask,
+)
+from rlhf_megatron.data.batch import (
+    CriticValues,
+    MiniBatch,
+    TokenBatch,
+    TokenLogProbs,
+    TrainBatch,
+    ValueMiniBatch,
+)
+from rlhf_megatron.data.replica_plan import ReplicaPlan
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.actor_losses import (
+    parse_correction_params,
+    parse_loss_side_correction,
+)
+from rlhf_megatron.ranks.workers.expert_routes import ReplayMode
+from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
 
 LOSS_SCALE_FACTOR = 16.0  # tokens, of seq-mean-token-sum-norm
-HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}
+HEADS: dict[Role, HeadKind] = {"actor": "vocabulary", "critic": "value"}
 
 
 @dataclass(frozen=True)
@@ -35,8 +55,8 @@ class StateSource:
     def names(self) -> tuple[str, ...]:
         return tuple(self.state)
 
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return tuple(self.state[tensor.name] for tensor in rule.hf)
+    def hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        return tuple(self.state[tensor.name] for tensor in rule.hf_tensors)
 
 
 class Subject(Protocol):
@@ -51,7 +71,9 @@ class Subject(Protocol):
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
         """A new worker that holds `state`. All ranks."""
 
-    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | Values | None:
+    def columns(
+        self, worker: Any, batch: TokenBatch, plan: ReplicaPlan
+    ) -> TokenLogProbs | CriticValues | None:
         """Its token columns, on leaders; None elsewhere. All ranks."""
 
     def mini_batch(self, part: TrainBatch) -> Any:
@@ -69,31 +91,44 @@ class ActorSubject:
     router_replay: ReplayMode = "none"
 
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
-        from rlhf_megatron.workers.actor import Actor
-        from rlhf_megatron.workers.megatron import MegatronBackend
-        from rlhf_megatron.workers.trained_model import Phase
+        from rlhf_megatron.ranks.workers.actor import ActorModel
+        from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+        from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
 
         config = actor_config(self.recipe, self.cut, self.megatron)
-        phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
-        moving = None if self.cut.correction is None else moving_correction(self.cut.correction)
+        phases = {"rl": TrainingPhase(config.optim, len(self.cut.mini_batches))}
+        moving = (
+            None if self.cut.correction is None else parse_loss_side_correction(self.cut.correction)
+        )
         source = StateSource(state)
         replay = self.router_replay
-        backend = MegatronBackend(hf_config, source, world, torch.float32, self.megatron, router_replay=replay)
-        return Actor(backend, config, phases, correction=moving)
+        backend = MegatronBackend(
+            hf_config, source, world, torch.float32, self.megatron, router_replay=replay
+        )
+        return ActorModel(backend, config, phases, correction=moving)
 
-    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | None:
-        found: LogProbs | None = worker.log_probs(batch, plan, self.recipe.temperature, with_entropy=True)
+    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> TokenLogProbs | None:
+        found: TokenLogProbs | None = worker.log_probs(
+            batch, plan, self.recipe.temperature, with_entropy=True
+        )
         return found
 
     def mini_batch(self, part: TrainBatch) -> MiniBatch:
         loss = actor_config(self.recipe, self.cut, self.megatron).policy_loss
         is_moving = False
         if self.cut.correction is not None:
-            is_moving = is_bypass(self.cut.correction)
-            params = correction_params(self.cut.correction)
-            part = replace(part, **correction_columns(part, valid_samples(part), params, is_moving)[0])
-        is_picked = picked(part, loss, seed=1, step=0, number=0)
-        return weighed(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR, is_picked, is_moving)
+            is_moving = is_bypass_mode(self.cut.correction)
+            params = parse_correction_params(self.cut.correction)
+            part = replace(
+                part,
+                **compute_correction_columns(part, make_valid_sample_mask(part), params, is_moving)[
+                    0
+                ],
+            )
+        is_picked = make_token_selection_mask(part, loss, seed=1, step=0, mini_batch_number=0)
+        return make_actor_mini_batch(
+            part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR, is_picked, is_moving
+        )
 
     def update(self, worker: Any, mini_batch: MiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan, self.recipe.temperature, "policy")
@@ -106,30 +141,33 @@ class CriticSubject:
     megatron: MegatronConfig
 
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
-        from rlhf_megatron.checkpoint.value_model import with_value_head
-        from rlhf_megatron.workers.critic import Critic
-        from rlhf_megatron.workers.megatron import MegatronBackend
-        from rlhf_megatron.workers.trained_model import Phase
+        from rlhf_megatron.ranks.workers.critic import CriticModel
+        from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+        from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+        from rlhf_megatron.weights.value_model import add_value_head
 
         config = critic_config(self.recipe, self.cut)
-        phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
+        phases = {"rl": TrainingPhase(config.optim, len(self.cut.mini_batches))}
         source = StateSource(state)
-        first = with_value_head(source, config.value_head_init_std, 0)
+        first = add_value_head(source, config.value_head_init_std, 0)
         backend = MegatronBackend(hf_config, first, world, torch.float32, self.megatron, "value")
-        return Critic(backend, config, phases, seed=0)
+        return CriticModel(backend, config, phases, seed=0)
 
-    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
-        found: Values | None = worker.values(batch, plan)
+    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> CriticValues | None:
+        found: CriticValues | None = worker.values(batch, plan)
         return found
 
     def mini_batch(self, part: TrainBatch) -> ValueMiniBatch:
-        return weighed_values(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR)
+        return make_critic_mini_batch(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR)
 
     def update(self, worker: Any, mini_batch: ValueMiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan)
 
 
-SUBJECTS: dict[Role, type[ActorSubject] | type[CriticSubject]] = {"actor": ActorSubject, "critic": CriticSubject}
+SUBJECTS: dict[Role, type[ActorSubject] | type[CriticSubject]] = {
+    "actor": ActorSubject,
+    "critic": CriticSubject,
+}
 
 
 def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorConfig:
@@ -157,7 +195,11 @@ def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorCon
 
 def critic_config(recipe: Recipe, cut: Cut) -> CriticConfig:
     """Likewise."""
-    return CriticConfig(optim=_optim(recipe), cliprange_value=recipe.cliprange_value, loss_agg_mode=cut.loss_agg_mode)
+    return CriticConfig(
+        optim=_optim(recipe),
+        cliprange_value=recipe.cliprange_value,
+        loss_agg_mode=cut.loss_agg_mode,
+    )
 
 
 def _optim(recipe: Recipe) -> OptimConfig:

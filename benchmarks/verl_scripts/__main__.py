@@ -27,7 +27,10 @@ from rlhf_megatron.cli.main import main as command
 
 TABLE = Path(__file__).with_name("table.csv")
 ENVIRONMENT = {
-    **dict.fromkeys(("HOME", "PWD", "DATA_HOME", "HOME_DATA", "HDFS_ROOT", "DATA_ROOT", "RAY_DATA_HOME"), "/home/user"),
+    **dict.fromkeys(
+        ("HOME", "PWD", "DATA_HOME", "HOME_DATA", "HDFS_ROOT", "DATA_ROOT", "RAY_DATA_HOME"),
+        "/home/user",
+    ),
     **dict.fromkeys(("SLURM_JOB_NUM_NODES", "ARNOLD_WORKER_NUM"), "2"),
     **dict.fromkeys(("ARNOLD_WORKER_GPU", "SLURM_GPUS_PER_NODE"), "8"),
 }
@@ -62,7 +65,9 @@ def outcome_of(file: Path, arguments: str) -> tuple[str, str, str]:
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, ENVIRONMENT, clear=True):
         made, said = str(Path(folder) / "run.yaml"), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = command(["config", "from-verl", str(file), *arguments.split(), *TOLD, "--out", made])
+            code = command(
+                ["config", "from-verl", str(file), *arguments.split(), *TOLD, "--out", made]
+            )
             code = code or command(["config", "check", "--no-files", made])
     if code == 0:
         return "converted", "", said.getvalue()
@@ -74,7 +79,9 @@ def looked_at(directory: Path, row: Row) -> tuple[Row, str]:
     """The row as it is now, and what was said."""
     file = directory / row.path.replace("/", "+")
     outcome, reason, said = outcome_of(file, row.arguments)
-    return Row(row.path, hashlib.sha256(file.read_bytes()).hexdigest()[:16], outcome, reason, row.arguments), said
+    return Row(
+        row.path, hashlib.sha256(file.read_bytes()).hexdigest()[:16], outcome, reason, row.arguments
+    ), said
 
 
 def read_table() -> list[Row]:
@@ -83,9 +90,13 @@ def read_table() -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--write", action="store_true", help="write the table with the outcomes as they are")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table with the outcomes as they are"
+    )
     args = parser.parse_args()
     known = {row.path: row for row in (read_table() if TABLE.exists() else ())}
     paths = sorted(file.name.replace("+", "/") for file in args.directory.iterdir())
@@ -96,14 +107,20 @@ def main() -> int:
         found.append(now)
         if now != row and not args.write:
             wrong.append(path)
-            print(f"{path}: {row.outcome} {row.reason} {row.sha256} -> {now.outcome} {now.reason} {now.sha256}\n{said}")
+            print(
+                f"{path}: {row.outcome} {row.reason} {row.sha256} -> {now.outcome} {now.reason} {now.sha256}\n{said}"
+            )
     if args.write:
         with TABLE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+            writer = csv.DictWriter(
+                file, [field.name for field in fields(Row)], lineterminator="\n"
+            )
             writer.writeheader()
             writer.writerows(map(asdict, found))
     counts = Counter(row.reason or row.outcome for row in found)
-    print(f"{len(found)} files:", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
+    print(
+        f"{len(found)} files:", ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    )
     print(f"{len(wrong)} are not as the table says." if wrong else "All as the table says.")
     return 1 if wrong else 0
 

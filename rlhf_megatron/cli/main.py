@@ -15,24 +15,28 @@ import time
 from collections.abc import Sequence
 
 from rlhf_megatron import __version__
-from rlhf_megatron.cli.commands import COMMANDS, add_traceback
+from rlhf_megatron.cli.commands import COMMANDS, add_traceback_option
 from rlhf_megatron.config.errors import ConfigError
 
 USAGE_ERROR = 2
-_FIRST_TELLS_S = 60.0  # for the checks of a node's first rank, which the other ranks leave to it
+_FIRST_RANK_GRACE_S = (
+    60.0  # for the checks of a node's first rank, which the other ranks leave to it
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands of `COMMANDS`. `args.run` names the function to call."""
-    parser = argparse.ArgumentParser(prog="rlhf-megatron", description="Megatron-centric reinforcement learning.")
+    parser = argparse.ArgumentParser(
+        prog="rlhf-megatron", description="Megatron-centric reinforcement learning."
+    )
     parser.add_argument("--version", action="version", version=__version__)
-    add_traceback(parser)
+    add_traceback_option(parser)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
-        sub = subparsers.add_parser(command.name, help=command.help)
-        if command.run:
-            sub.set_defaults(run=command.run)
-            add_traceback(sub)
+        sub = subparsers.add_parser(command.name, help=command.help_text)
+        if command.target:
+            sub.set_defaults(run=command.target)
+            add_traceback_option(sub)
         command.add_arguments(sub)
     return parser
 
@@ -43,7 +47,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     more = next((name for name in ("words", "overrides") if hasattr(args, name)), None)
     strange = [
-        item for item in rest if item.startswith("-") or more is None or (more == "overrides" and "=" not in item)
+        item
+        for item in rest
+        if item.startswith("-") or more is None or (more == "overrides" and "=" not in item)
     ]
     if strange:
         settings = [item.lstrip("-") for item in strange if item.startswith("--") and "=" in item]
@@ -63,11 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if hasattr(args, "traceback"):
             raise
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # the first rank of the node finds the same, and ends this one
-            time.sleep(_FIRST_TELLS_S)
+        if (
+            os.environ.get("LOCAL_RANK", "0") != "0"
+        ):  # the first rank of the node finds the same, and ends this one
+            time.sleep(_FIRST_RANK_GRACE_S)
             return USAGE_ERROR
-        _complain(
-            f"{error.subject or _where(args)}: {len(error.problems)} problem(s)",
+        _print_error_lines(
+            f"{error.subject or _describe_error_subject(args)}: {len(error.problems)} problem(s)",
             *(f"  {p}" for p in error.problems),
         )
         return USAGE_ERROR
@@ -77,16 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if hasattr(args, "traceback"):
             raise
-        _complain(f"error: {error}")
+        _print_error_lines(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _print_error_lines("interrupted")
         return 130
 
 
-def _where(args: argparse.Namespace) -> str:
+def _describe_error_subject(args: argparse.Namespace) -> str:
     return f"configuration {args.config}" if hasattr(args, "config") else "configuration"
 
 
-def _complain(*lines: str) -> None:
+def _print_error_lines(*lines: str) -> None:
     sys.stderr.write("\n".join(lines) + "\n")

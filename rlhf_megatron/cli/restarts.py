@@ -24,78 +24,94 @@ from pathlib import Path
 from rlhf_megatron.cli.main import USAGE_ERROR, parse_arguments
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV
+from rlhf_megatron.runtime.process_control import AGENTS_PARENT_ENV
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 NONFINITE_EXIT_CODE = 17
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-RUN_LOCK = "run.lock"  # of the run directory, held by every process of an attempt
-FINAL = {0, USAGE_ERROR, NONFINITE_EXIT_CODE, STOPPED_EXIT_CODE, *(128 + number for number in PASSED_ON)}
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+RUN_LOCK_FILE = "run.lock"  # of the run directory, held by every process of an attempt
+FINAL_EXIT_CODES = {
+    0,
+    USAGE_ERROR,
+    NONFINITE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    *(128 + number for number in FORWARDED_SIGNALS),
+}
 MAX_IDLE_ATTEMPTS = 2
-CONNECT_S, LOOK_AGAIN_S = 3.0, 1.0
-LEAVE_S = 30.0  # for what an attempt has left to end: its controller, where the agent was killed
-_CHECKPOINT = re.compile(r"step_(\d+)")
-_RECORD = re.compile(r"step_(\d+)\.(groups|scored|train)")
-_STAGES = ("groups", "scored", "train")
-_GROUP = re.compile(r"group_(\d+)\.samples")  # of a schedule that generates ahead
+CONNECT_TIMEOUT_S, ADDRESS_POLL_S = 3.0, 1.0
+LOCK_RELEASE_TIMEOUT_S = (
+    30.0  # for what an attempt has left to end: its controller, where the agent was killed
+)
+_CHECKPOINT_PATTERN = re.compile(r"step_(\d+)")
+_JOURNAL_RECORD_PATTERN = re.compile(r"step_(\d+)\.(groups|scored|train)")
+_JOURNAL_STAGES = ("groups", "scored", "train")
+_JOURNAL_GROUP_PATTERN = re.compile(r"group_(\d+)\.samples")  # of a schedule that generates ahead
 
-Progress = tuple[int, int, int]  # step, stage in it (-1: nothing yet), bytes, or groups of the run so far
+RunProgress = tuple[
+    int, int, int
+]  # step, stage in it (-1: nothing yet), bytes, or groups of the run so far
 
 
 @dataclass(frozen=True)
-class Restartable:
+class RestartableRun:
     """A run that goes on where it was when it is started again."""
 
     command: tuple[str, ...]
-    again: tuple[str, ...]  # the command of later attempts
+    restart_command: tuple[str, ...]  # the command of later attempts
     run_dir: Path
 
-    def progress(self) -> Progress:
+    def read_progress(self) -> RunProgress:
         """How far the run has come, as its files say. Grows, also while checkpoints replace the journal."""
-        return max(_progress(self.run_dir), default=(0, -1, 0))
+        return max(_iter_progress(self.run_dir), default=(0, -1, 0))
 
 
-def _progress(run_dir: Path) -> Iterator[Progress]:
+def _iter_progress(run_dir: Path) -> Iterator[RunProgress]:
     next_step = 0
-    for entry in _entries(run_dir / "checkpoints"):
-        if match := _CHECKPOINT.fullmatch(entry.name):
+    for entry in _list_entries(run_dir / "checkpoints"):
+        if match := _CHECKPOINT_PATTERN.fullmatch(entry.name):
             next_step = max(next_step, int(match[1]) + 1)
     yield next_step, -1, 0
-    for entry in _entries(run_dir / "journal"):
-        if match := _GROUP.fullmatch(entry.name):
+    for entry in _list_entries(run_dir / "journal"):
+        if match := _JOURNAL_GROUP_PATTERN.fullmatch(entry.name):
             yield next_step, 0, int(match[1]) + 1
-        elif match := _RECORD.fullmatch(entry.name):
+        elif match := _JOURNAL_RECORD_PATTERN.fullmatch(entry.name):
             with contextlib.suppress(FileNotFoundError):
-                yield int(match[1]), _STAGES.index(match[2]), entry.stat().st_size
+                yield int(match[1]), _JOURNAL_STAGES.index(match[2]), entry.stat().st_size
 
 
-def _entries(directory: Path) -> list[Path]:
+def _list_entries(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
 
-def restartable(command: Sequence[str]) -> Restartable:
+def parse_restartable_run(command: Sequence[str]) -> RestartableRun:
     """Return the run that a command starts. Raises ConfigError if a second attempt would not go on from the first."""
     at = next(i for i, word in enumerate(command) if word in ("train", "sft", "reward-model"))
     args = parse_arguments(command[at:])
     trainer = load_run_config(args.config, args.overrides).config.trainer
     problems = []
     if not trainer.save_freq:
-        problems.append("MAX_RESTARTS needs trainer.save_freq above 0, or every attempt begins at the first step.")
+        problems.append(
+            "MAX_RESTARTS needs trainer.save_freq above 0, or every attempt begins at the first step."
+        )
     if getattr(args, "replay", None) is not None:
-        problems.append("MAX_RESTARTS does not go with --replay, which has no checkpoints; leave it out.")
+        problems.append(
+            "MAX_RESTARTS does not go with --replay, which has no checkpoints; leave it out."
+        )
     if problems:
         raise ConfigError(problems)
     # What starts anew, or from elsewhere, is for the first attempt.
     again = [word for word in command if word != "--fresh"]
     again += ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
-    return Restartable(tuple(command), tuple(again), Path(trainer.default_local_dir) / trainer.experiment_name)
+    return RestartableRun(
+        tuple(command), tuple(again), Path(trainer.default_local_dir) / trainer.experiment_name
+    )
 
 
-def _wait_until_free(lock: Path) -> None:
-    deadline = time.monotonic() + LEAVE_S
+def _wait_until_lock_is_free(lock_path: Path) -> None:
+    deadline = time.monotonic() + LOCK_RELEASE_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            with lock.open("r+b") as file:
+            with lock_path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except FileNotFoundError:
@@ -104,83 +120,89 @@ def _wait_until_free(lock: Path) -> None:
             time.sleep(0.2)
 
 
-class Attempts:
+class RestartSupervisor:
     """Runs a command, once at a time; signals go on to it, and then it is not started again."""
 
     def __init__(self) -> None:
-        self.is_told_to_stop = False
+        self.is_stop_requested = False
         self._process: subprocess.Popen[bytes] | None = None
-        for number in PASSED_ON:
-            signal.signal(number, self._pass_on)
+        for number in FORWARDED_SIGNALS:
+            signal.signal(number, self._forward_signal)
 
-    def run(self, command: Sequence[str]) -> int:
+    def run_command(self, command: Sequence[str]) -> int:
         """Run the command once and return its exit code, 128 + n if signal n has ended it."""
         environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
         given = os.environ.get("MASTER_ADDR", "")
         if "," in given:
-            found = self._node_0(given.split(","), "--node-rank 0 " in f"{' '.join(command)} ")
+            found = self._find_master_address(
+                given.split(","), "--node-rank 0 " in f"{' '.join(command)} "
+            )
             if not found:
-                return STOPPED_EXIT_CODE if self.is_told_to_stop else USAGE_ERROR
+                return STOPPED_EXIT_CODE if self.is_stop_requested else USAGE_ERROR
             environment["MASTER_ADDR"] = found
             command = [found if word == given else word for word in command]
         self._process = subprocess.Popen(command, env=environment)
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
-    def _node_0(self, addresses: Sequence[str], is_here: bool) -> str:
+    def _find_master_address(self, addresses: Sequence[str], is_node_0: bool) -> str:
         """Return the one of several addresses that node 0 of this attempt has; a spare may have taken its place.
 
-        `is_here`: this machine is node 0, else it waits until one answers. Empty: none is this machine's, or it was
+        `is_node_0`: this machine is node 0, else it waits until one answers. Empty: none is this machine's, or it was
         told to stop.
         """
         port = int(os.environ["MASTER_PORT"])
-        while not self.is_told_to_stop:
+        while not self.is_stop_requested:
             for address in addresses:
                 with contextlib.suppress(OSError):
-                    if is_here:
+                    if is_node_0:
                         socket.create_server((address, 0)).close()
                     else:
-                        socket.create_connection((address, port), timeout=CONNECT_S).close()
+                        socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
                     return address
-            if is_here:
-                sys.stderr.write(f"MASTER_ADDR ({','.join(addresses)}) has no address of this node 0; add it\n")
+            if is_node_0:
+                sys.stderr.write(
+                    f"MASTER_ADDR ({','.join(addresses)}) has no address of this node 0; add it\n"
+                )
                 return ""
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(ADDRESS_POLL_S)
         return ""
 
-    def _pass_on(self, number: int, frame: object) -> None:
-        self.is_told_to_stop = True
+    def _forward_signal(self, signal_number: int, frame: object) -> None:
+        self.is_stop_requested = True
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                self._process.send_signal(signal_number)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command until it ends well or no attempt is left; return the exit code of the last attempt."""
     max_restarts, command = int(arguments[0]), list(arguments[1:])
     try:
-        run = restartable(command)
+        run = parse_restartable_run(command)
     except ConfigError as error:
         sys.stderr.write("\n".join(error.problems) + "\n")
         return USAGE_ERROR
-    attempts, before, num_idle = Attempts(), run.progress(), 0
+    attempts, before, num_idle = RestartSupervisor(), run.read_progress(), 0
     for number in range(max_restarts + 1):
-        code = attempts.run(run.again if number else run.command)
-        if code in FINAL or attempts.is_told_to_stop:
+        code = attempts.run_command(run.restart_command if number else run.command)
+        if code in FINAL_EXIT_CODES or attempts.is_stop_requested:
             return code
-        now = run.progress()
+        now = run.read_progress()
         num_idle = 0 if now > before else num_idle + 1
         before = max(before, now)
         said = f"attempt {number + 1} ended with exit code {code} in step {now[0]}"
         if num_idle == MAX_IDLE_ATTEMPTS:
-            sys.stderr.write(f"{said}; {num_idle} in a row made no progress: the run is not started again\n")
+            sys.stderr.write(
+                f"{said}; {num_idle} in a row made no progress: the run is not started again\n"
+            )
             return code
         if number == max_restarts:
             sys.stderr.write(f"{said}; MAX_RESTARTS ({max_restarts}) is used up\n")
             return code
         sys.stderr.write(f"{said}; the run is started again ({number + 1} of {max_restarts})\n")
-        _wait_until_free(run.run_dir / RUN_LOCK)
-        if attempts.is_told_to_stop:
+        _wait_until_lock_is_free(run.run_dir / RUN_LOCK_FILE)
+        if attempts.is_stop_requested:
             return code
     raise AssertionError("the last attempt returns")
 

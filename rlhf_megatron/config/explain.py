@@ -7,45 +7,64 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from rlhf_megatron.config.keys import leaf_keys, leaves, section_keys, value_of
-from rlhf_megatron.config.reference import type_name
+from rlhf_megatron.config.key_paths import (
+    get_config_value,
+    list_leaf_keys,
+    list_section_keys,
+    list_setting_leaves,
+)
+from rlhf_megatron.config.reference import describe_type
 from rlhf_megatron.config.rules import IDLE_RULES, RULES, validate
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.schema.fields import NOT_NEGATIVE
-from rlhf_megatron.config.show import as_text
-from rlhf_megatron.config.source import Loaded
-from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES, current_path, suggest
+from rlhf_megatron.config.schema.setting_fields import NOT_NEGATIVE
+from rlhf_megatron.config.show import format_yaml_value
+from rlhf_megatron.config.verl_names import (
+    RENAMED_SECTIONS,
+    VERL_NAMES,
+    rename_to_current_key,
+    suggest_setting,
+)
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 _WORD = re.compile(r"[a-z]\w*(?:\.\w+)+")
 
 
-def explain(key: str, loaded: Loaded | None = None) -> str:
+def explain_setting(key: str, loaded: LoadedConfig | None = None) -> str:
     """Lines on a setting: meaning, type, range, default, verl's name, the settings that rules hold beside it, and with
     a configuration its value there and where that comes from. Of a section: its settings.
 
     Raises ValueError for a key that does not exist, with what it may have meant.
     """
-    here = current_path(key)
-    if here in section_keys(RunConfig):
-        lines = [f"{leaf.key}: {leaf.doc}" for leaf in leaves(RunConfig) if leaf.key.startswith(here + ".")]
+    here = rename_to_current_key(key)
+    if here in list_section_keys(RunConfig):
+        lines = [
+            f"{leaf.key}: {leaf.doc}"
+            for leaf in list_setting_leaves(RunConfig)
+            if leaf.key.startswith(here + ".")
+        ]
         return "\n".join([f"{here} is a section:", *lines]) + "\n"
-    leaf = next((leaf for leaf in leaves(RunConfig) if leaf.key == here), None)
+    leaf = next((leaf for leaf in list_setting_leaves(RunConfig) if leaf.key == here), None)
     if leaf is None:
-        raise ValueError(f"{key} is no setting. {suggest(key).text}".strip())
+        raise ValueError(f"{key} is no setting. {suggest_setting(key).text}".strip())
     limits = "" if leaf.bounds == NOT_NEGATIVE else f", {leaf.bounds}"
     rows = [
         (here, leaf.doc),
-        ("type", type_name(leaf.type) + limits),
-        ("default", as_text(value_of(RunConfig(), here))),
+        ("type", describe_type(leaf.type) + limits),
+        ("default", format_yaml_value(get_config_value(RunConfig(), here))),
     ]
     if loaded is not None:
-        rows.append(("value", f"{as_text(value_of(loaded.config, here))} ({loaded.origin(here)})"))
-    rows += [("verl", name) for name in _verl_names(here)]
-    rows += [("goes with", ", ".join(related))] if (related := _related(here)) else []
+        rows.append(
+            (
+                "value",
+                f"{format_yaml_value(get_config_value(loaded.config, here))} ({loaded.find_origin(here)})",
+            )
+        )
+    rows += [("verl", name) for name in _list_verl_names(here)]
+    rows += [("goes with", ", ".join(related))] if (related := _find_related_settings(here)) else []
     return "".join(f"{name}: {text}\n" for name, text in rows)
 
 
-def _verl_names(key: str) -> Iterator[str]:
+def _list_verl_names(key: str) -> Iterator[str]:
     """The names that verl has for it, where they are others."""
     for entry in VERL_NAMES:
         if entry.target == key:
@@ -56,16 +75,16 @@ def _verl_names(key: str) -> Iterator[str]:
 
 
 @cache
-def _together() -> tuple[frozenset[str], ...]:
+def _collect_keys_of_rules() -> tuple[frozenset[str], ...]:
     """The settings that each rule names."""
     assert validate, "the rules are registered when their modules are imported"
-    known = set(leaf_keys(RunConfig))
+    known = set(list_leaf_keys(RunConfig))
     rules: list[Callable[..., object]] = [*RULES, *IDLE_RULES]
     found = (frozenset(_WORD.findall(inspect.getsource(rule))) & known for rule in rules)
     return tuple(keys for keys in found if len(keys) > 1)
 
 
-def _related(key: str) -> list[str]:
+def _find_related_settings(key: str) -> list[str]:
     """Settings that a rule names together with this one, those of small rules first."""
-    rules = sorted((keys for keys in _together() if key in keys), key=len)
+    rules = sorted((keys for keys in _collect_keys_of_rules() if key in keys), key=len)
     return list(dict.fromkeys(other for keys in rules[:2] for other in sorted(keys - {key})))[:12]

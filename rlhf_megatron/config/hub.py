@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.keys import value_of
+from rlhf_megatron.config.key_paths import get_config_value
 from rlhf_megatron.config.schema import RunConfig
 
 TOKENIZER = "model.tokenizer_path"
 MODELS = ("model.path", TOKENIZER, "critic.path", "reference.path", "reward_model.path")
 """Settings that take the name of a model."""
 
-MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*"]  # no weights of other formats
+MODEL_FILES = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "LICENSE*",
+]  # no weights of other formats
 TOKENIZER_FILES = MODEL_FILES[1:]
 Answer = TypeVar("Answer")
 _PART = r"(?![^/@]*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}\w)?"  # what huggingface_hub takes, and no more
@@ -29,13 +36,13 @@ def is_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def name_of_copy(path: str) -> str | None:
+def parse_cached_model_name(path: str) -> str | None:
     """owner/name@revision of a directory in huggingface_hub's cache; None of another one."""
     found = re.fullmatch(r".*/models--(.+?)--(.+)/snapshots/([^/]+)/?", path)
     return None if found is None else f"{found[1]}/{found[2]}@{found[3]}"
 
 
-def local_copy(name: str, key: str = "model.path") -> str | None:
+def find_local_model_copy(name: str, key: str = "model.path") -> str | None:
     """Return the directory of a copy in huggingface_hub's cache, at a fixed revision; None where there is none.
 
     A copy has what the setting `key` needs: a model its weights, a tokenizer its own files. The network is not asked.
@@ -46,14 +53,22 @@ def local_copy(name: str, key: str = "model.path") -> str | None:
     repository, _, revision = name.partition("@")
     try:
         found = snapshot_download(
-            repository, revision=revision or None, allow_patterns=_files_of(key), local_files_only=True
+            repository,
+            revision=revision or None,
+            allow_patterns=_select_file_patterns(key),
+            local_files_only=True,
         )
     except LocalEntryNotFoundError:
         return None
-    return found if _has_files(Path(found), key) else None
+    return found if _has_required_files(Path(found), key) else None
 
 
-def download(name: str, out: Path | None = None, files: Sequence[str] = MODEL_FILES, is_data: bool = False) -> str:
+def download_from_hub(
+    name: str,
+    out: Path | None = None,
+    file_patterns: Sequence[str] = MODEL_FILES,
+    is_dataset: bool = False,
+) -> str:
     """Bring a model, or a data set, to huggingface_hub's cache or into the folder `out`; return its directory.
 
     With a progress bar. What is there already is not downloaded again, and a download that was cut off goes on.
@@ -62,54 +77,58 @@ def download(name: str, out: Path | None = None, files: Sequence[str] = MODEL_FI
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
-    return asked(
+    return query_hub(
         name,
         lambda: snapshot_download(
             repository,
             revision=revision or None,
-            repo_type="dataset" if is_data else "model",
-            allow_patterns=list(files),
+            repo_type="dataset" if is_dataset else "model",
+            allow_patterns=list(file_patterns),
             local_dir=out,
             endpoint=os.environ.get("HF_ENDPOINT"),
         ),
     )
 
 
-def asked(name: str, ask: Callable[[], Answer]) -> Answer:
+def query_hub(name: str, query: Callable[[], Answer]) -> Answer:
     """Return the hub's answer about `name`. Raises ValueError with the cause and what else can be done."""
     try:
-        return ask()
+        return query()
     except Exception as error:  # the library's own, those of its HTTP library, of the disk
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise ValueError(f"{name} cannot be fetched from the hub ({cause}). {_advice()}") from error
+        raise ValueError(
+            f"{name} cannot be fetched from the hub ({cause}). {_advise_on_failed_fetch()}"
+        ) from error
 
 
-def fetch_models(config: RunConfig, say: Callable[[str], None]) -> None:
+def fetch_models(config: RunConfig, log_line: Callable[[str], None]) -> None:
     """Download the models that a configuration names as on a hub, where no copy is here. Raises ConfigError."""
     problems = []
     # A copy, or a folder of that name, stands there as an absolute path.
     # What a model and its tokenizer share comes as a model's: later keys win.
-    keys = {str(value_of(config, key)): key for key in (TOKENIZER, *MODELS)}
+    keys = {str(get_config_value(config, key)): key for key in (TOKENIZER, *MODELS)}
     for name, key in keys.items():
         if is_hub_name(name):
-            say(f"{name} is fetched from the hub")
+            log_line(f"{name} is fetched from the hub")
             try:
-                found = Path(download(name, files=_files_of(key)))
+                found = Path(download_from_hub(name, file_patterns=_select_file_patterns(key)))
             except ValueError as error:
                 problems.append(str(error))
             else:
-                if not _has_files(found, key):
+                if not _has_required_files(found, key):
                     what = "tokenizer.json" if key == TOKENIZER else "*.safetensors"
-                    problems.append(f"{key} ({name}): it has no {what} on the hub, which is needed; name another.")
+                    problems.append(
+                        f"{key} ({name}): it has no {what} on the hub, which is needed; name another."
+                    )
     if problems:
         raise ConfigError(problems)
 
 
-def _files_of(key: str) -> list[str]:
+def _select_file_patterns(key: str) -> list[str]:
     return TOKENIZER_FILES if key == TOKENIZER else MODEL_FILES
 
 
-def _has_files(directory: Path, key: str) -> bool:
+def _has_required_files(directory: Path, key: str) -> bool:
     if key == TOKENIZER:
         return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     index = directory / "model.safetensors.index.json"
@@ -119,7 +138,7 @@ def _has_files(directory: Path, key: str) -> bool:
     return all((directory / name).is_file() for name in names)
 
 
-def _advice() -> str:
+def _advise_on_failed_fetch() -> str:
     by_hand = "copy its directory here from elsewhere, and name the path"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         return f"HF_HUB_OFFLINE is set: unset it, or {by_hand}."

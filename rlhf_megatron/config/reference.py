@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from rlhf_megatron.config.keys import field_types, leaves, value_of
+from rlhf_megatron.config.key_paths import (
+    get_config_value,
+    list_setting_leaves,
+    resolve_field_types,
+)
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.schema.fields import NOT_NEGATIVE
-from rlhf_megatron.config.show import as_text
+from rlhf_megatron.config.schema.setting_fields import NOT_NEGATIVE
+from rlhf_megatron.config.show import format_yaml_value
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
 HEAD = """\
@@ -20,72 +24,92 @@ A key of a YAML file is section.key; `docs/config.md` says how files and overrid
 """
 
 
-def reference(section: str = "") -> str:
+def render_settings_reference(section: str = "") -> str:
     """Return the document, or only the sections whose titles contain `section`. Raises ValueError where none does."""
-    text = HEAD + "".join(_sections()) + "".join(_entries()) + "".join(_verl())
+    text = (
+        HEAD
+        + "".join(_render_sections())
+        + "".join(_render_entry_sections())
+        + "".join(_render_verl_names())
+    )
     if not section:
         return text
     found = [part for part in text.split("\n## ")[1:] if section in part.partition("\n")[0]]
     if not found:
-        raise ValueError(f"no section is called {section}; `rlhf-megatron config reference` prints all.")
+        raise ValueError(
+            f"no section is called {section}; `rlhf-megatron config reference` prints all."
+        )
     return "\n".join(f"## {part}" for part in found)
 
 
-def _sections() -> Iterator[str]:
+def _render_sections() -> Iterator[str]:
     section = None
-    for leaf in leaves(RunConfig):
+    for leaf in list_setting_leaves(RunConfig):
         here, _, name = leaf.key.rpartition(".")
         if here != section:
             section = here
             yield f"\n## {section}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-        default = as_text(value_of(RunConfig(), leaf.key))
+        default = format_yaml_value(get_config_value(RunConfig(), leaf.key))
         limits = "" if leaf.bounds == NOT_NEGATIVE else f" ({leaf.bounds})"
         meaning = leaf.doc + limits
-        yield f"| `{name}` | {_cell(type_name(leaf.type))} | `{_cell(default)}` | {_cell(meaning)} |\n"
+        yield f"| `{name}` | {_escape_table_cell(describe_type(leaf.type))} | `{_escape_table_cell(default)}` | {_escape_table_cell(meaning)} |\n"
 
 
-def _entries() -> Iterator[str]:
+def _render_entry_sections() -> Iterator[str]:
     """Sections that are entries of a list or mapping, which have no key path of their own."""
-    for leaf in leaves(RunConfig):
+    for leaf in list_setting_leaves(RunConfig):
         for kind in get_args(leaf.type):
             if not (isinstance(kind, type) and is_dataclass(kind)):
                 continue
             yield f"\n## an entry of {leaf.key}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-            types_ = field_types(kind)
+            types_ = resolve_field_types(kind)
             for field in fields(kind):
-                value = field.default if field.default_factory is MISSING else field.default_factory()
-                default = "" if value is MISSING else f"`{_cell(as_text(value))}`"
-                meaning = _cell(field.metadata["doc"])
-                yield f"| `{field.name}` | {_cell(type_name(types_[field.name]))} | {default} | {meaning} |\n"
+                value = (
+                    field.default if field.default_factory is MISSING else field.default_factory()
+                )
+                default = (
+                    "" if value is MISSING else f"`{_escape_table_cell(format_yaml_value(value))}`"
+                )
+                meaning = _escape_table_cell(field.metadata["doc"])
+                yield f"| `{field.name}` | {_escape_table_cell(describe_type(types_[field.name]))} | {default} | {meaning} |\n"
 
 
-def _verl() -> Iterator[str]:
+def _render_verl_names() -> Iterator[str]:
     yield "\n## Coming from verl\n\nOther keys have the names of verl.\n\n"
     yield "| verl | here | note |\n|---|---|---|\n"
     for old, new in RENAMED_SECTIONS:
         yield f"| `{old}.*` | `{new}.*` | |\n"
     for entry in VERL_NAMES:
-        yield f"| `{entry.name}` | {f'`{entry.target}`' if entry.target else '-'} | {_cell(entry.note)} |\n"
+        yield f"| `{entry.name}` | {f'`{entry.target}`' if entry.target else '-'} | {_escape_table_cell(entry.note)} |\n"
 
 
-def type_name(kind: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """A type as a reader of YAML would say it."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(type_name(argument) for argument in arguments)
+        return " or ".join(describe_type(argument) for argument in arguments)
     if origin is Literal:
         return ", ".join(str(argument) for argument in arguments)
     if origin in (tuple, list):
         if origin is tuple and arguments[-1] is not Ellipsis:
-            return f"list of {len(arguments)}: {', '.join(type_name(argument) for argument in arguments)}"
-        return f"list of {type_name(arguments[0])}"
+            return f"list of {len(arguments)}: {', '.join(describe_type(argument) for argument in arguments)}"
+        return f"list of {describe_type(arguments[0])}"
     if origin is dict:
-        return f"mapping to {type_name(arguments[1])}" if is_dataclass(arguments[1]) else "mapping"
-    if is_dataclass(kind):
-        return f"`{{{', '.join(field.name for field in fields(kind))}}}`"
-    names = {type(None): "null", int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any"}
-    return names[kind]
+        return (
+            f"mapping to {describe_type(arguments[1])}" if is_dataclass(arguments[1]) else "mapping"
+        )
+    if is_dataclass(annotation):
+        return f"`{{{', '.join(field.name for field in fields(annotation))}}}`"
+    names = {
+        type(None): "null",
+        int: "whole number",
+        float: "number",
+        bool: "true or false",
+        str: "text",
+        Any: "any",
+    }
+    return names[annotation]
 
 
-def _cell(text: str) -> str:
+def _escape_table_cell(text: str) -> str:
     return text.replace("|", "\\|")

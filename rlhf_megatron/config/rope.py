@@ -47,16 +47,16 @@ class YarnScaling:
     mscale_all_dim: float = 0.0  # is times m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True)
-class Rotary:
+class RotaryConfig:
     """Which angles a model's positions turn by. Hashable: tables are cached by it."""
 
     base: float
-    scaling: Scaling | None = None
-    share: float = 1.0  # of a head's dimensions that turn: the first ones
+    scaling: RotaryScaling | None = None
+    rotated_share: float = 1.0  # of a head's dimensions that turn: the first ones
 
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -82,12 +82,14 @@ _LATENT_KEYS: dict[str, set[str]] = {
 """Those of models with latent attention, whose angles are megatron-core's."""
 
 
-def read_rotary(hf_config: Mapping[str, Any], can_be_partial: bool = False, is_latent: bool = False) -> Rotary:
+def read_rotary_config(
+    hf_config: Mapping[str, Any], can_be_partial: bool = False, is_latent: bool = False
+) -> RotaryConfig:
     """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a head only; `is_latent`:
     it has latent attention. Raises ValueError for a type or setting that is not supported."""
-    parameters = _parameters(hf_config)
+    parameters = _read_rope_parameters(hf_config)
     keys = _LATENT_KEYS if is_latent else _KEYS
-    kind = _kind(parameters, tuple(keys))
+    kind = _read_rope_type(parameters, tuple(keys))
     unknown = sorted(parameters.keys() - _COMMON - keys[kind])
     if unknown:
         raise ValueError(
@@ -96,12 +98,18 @@ def read_rotary(hf_config: Mapping[str, Any], can_be_partial: bool = False, is_l
         )
     partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if not can_be_partial and partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor ({partial!r}) is not supported; it must be 1: choose another model.")
-    share = 1.0 if partial is None else _number("partial_rotary_factor", partial)
-    return Rotary(_base(hf_config, parameters), _scaling(kind, parameters, hf_config), min(share, 1.0))
+        raise ValueError(
+            f"partial_rotary_factor ({partial!r}) is not supported; it must be 1: choose another model."
+        )
+    share = 1.0 if partial is None else _require_number("partial_rotary_factor", partial)
+    return RotaryConfig(
+        _read_rope_base(hf_config, parameters),
+        _read_rope_scaling(kind, parameters, hf_config),
+        min(share, 1.0),
+    )
 
 
-def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are there (null is absent) of the one section that holds them."""
     sections = []
     for key in ("rope_scaling", "rope_parameters"):
@@ -118,7 +126,7 @@ def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return parameters or scaling
 
 
-def _kind(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> str:
+def _read_rope_type(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> str:
     kinds = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
     if len(kinds) > 1:
         raise ValueError(f"rotary embeddings have the types {sorted(kinds)}; keep one.")
@@ -136,26 +144,34 @@ def _kind(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> str:
     return kind
 
 
-def _base(hf_config: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
+def _read_rope_base(hf_config: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
     found = {
-        _number("rope_theta", section["rope_theta"])
+        _require_number("rope_theta", section["rope_theta"])
         for section in (parameters, hf_config)
         if section.get("rope_theta") is not None
     }
     if len(found) > 1:
-        raise ValueError(f"rope_theta is given twice, as {' and '.join(map(str, sorted(found)))}; keep the right one.")
+        raise ValueError(
+            f"rope_theta is given twice, as {' and '.join(map(str, sorted(found)))}; keep the right one."
+        )
     return found.pop() if found else DEFAULT_BASE
 
 
-def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Scaling | None:
-    if kind == "default":
+def _read_rope_scaling(
+    rope_type: str, parameters: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> RotaryScaling | None:
+    if rope_type == "default":
         return None
 
-    def number(key: str, default: float | None = None, at_least: float = 0.0) -> float:
-        return _number(f"{key} of rotary embeddings of type {kind!r}", parameters.get(key, default), at_least)
+    def read_number(key: str, default: float | None = None, minimum: float = 0.0) -> float:
+        return _require_number(
+            f"{key} of rotary embeddings of type {rope_type!r}",
+            parameters.get(key, default),
+            minimum,
+        )
 
-    factor = number("factor", at_least=1.0)
-    if kind == "linear":
+    factor = read_number("factor", minimum=1.0)
+    if rope_type == "linear":
         return LinearScaling(factor)
     # transformers looks in this order; the last is for files from before the setting.
     places = (
@@ -164,27 +180,31 @@ def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, A
         hf_config.get("max_position_embeddings"),
     )
     length = next((place for place in places if place is not None), None)
-    original = int(_number("original_max_position_embeddings", length, 1.0))
-    if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
+    original = int(_require_number("original_max_position_embeddings", length, 1.0))
+    if rope_type == "llama3":
+        low, high = read_number("low_freq_factor"), read_number("high_freq_factor")
         if low >= high:
-            raise ValueError(f"low_freq_factor ({low}) must be below high_freq_factor ({high}); mend the file.")
+            raise ValueError(
+                f"low_freq_factor ({low}) must be below high_freq_factor ({high}); mend the file."
+            )
         return Llama3Scaling(factor, low, high, original)
     given = sorted(_MSCALES & parameters.keys())
     if len(given) == 1:
         raise ValueError(
             f"{given[0]} without the other of mscale and mscale_all_dim is read in several ways; give both."
         )
-    mscale, all_dim = (number(key) for key in ("mscale", "mscale_all_dim")) if given else (1.0, 0.0)
+    mscale, all_dim = (
+        (read_number(key) for key in ("mscale", "mscale_all_dim")) if given else (1.0, 0.0)
+    )
     # The paper's temperature of the softmax, as a factor of cos and sin.
     usual = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
-    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    fast, slow = read_number("beta_fast", 32.0), read_number("beta_slow", 1.0)
     if fast < slow:
         raise ValueError(f"beta_fast ({fast}) must not be below beta_slow ({slow}); mend the file.")
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
-        attention_factor=number("attention_factor", usual),
+        attention_factor=read_number("attention_factor", usual),
         beta_fast=fast,
         beta_slow=slow,
         is_truncated=bool(parameters.get("truncate", True)),
@@ -193,10 +213,10 @@ def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, A
     )
 
 
-def _number(name: str, value: Any, at_least: float = 0.0) -> float:
+def _require_number(name: str, value: Any, minimum: float = 0.0) -> float:
     """A finite positive number. Raises ValueError."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= LARGEST or value < at_least:
-        rule = f"a number of at least {at_least:g}" if at_least else "a positive number"
+    if not is_number or not 0 < value <= LARGEST or value < minimum:
+        rule = f"a number of at least {minimum:g}" if minimum else "a positive number"
         raise ValueError(f"{name} ({value!r}) must be {rule}; mend the file.")
     return float(value)

@@ -16,19 +16,24 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.config.errors import ConfigError, ConfigProblem
 from rlhf_megatron.config.schema import RunConfig
 
 REDACTED = "<redacted>"
-ENVIRONMENTS = ("rollout.sglang.env", "reward_model.served.env")  # each name that ends so is a secret's there
-_ALWAYS = re.compile(r"(^|_)(apikey|auth|authorization|secret|passwd|passphrase|credentials?)$|password$")
+ENVIRONMENTS = (
+    "rollout.sglang.env",
+    "reward_model.served.env",
+)  # each name that ends so is a secret's there
+_ALWAYS = re.compile(
+    r"(^|_)(apikey|auth|authorization|secret|passwd|passphrase|credentials?)$|password$"
+)
 _IN_ENVIRONMENT = re.compile(r"(^|_)(key|token|pat)$")
 _ELSEWHERE = re.compile(
     r"(^|_)(api|access|secret|private|signing|auth|bearer|hf|hub|session|refresh|admin)_(key|token)$|^token$"
 )
 
 
-def is_secret(key: str) -> bool:
+def is_secret_key(key: str) -> bool:
     """Whether an entry of a free mapping is a secret by its name, as rollout.sglang.env.HF_TOKEN or params.api_key are.
 
     The `bos_token` of a template and the `answer_key` of a task are none.
@@ -36,26 +41,33 @@ def is_secret(key: str) -> bool:
     mapping, _, name = key.rpartition(".")
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
     words = re.sub(r"[- ]", "_", words).lower()
-    return any(rule.search(words) for rule in (_ALWAYS, _IN_ENVIRONMENT if mapping in ENVIRONMENTS else _ELSEWHERE))
+    return any(
+        rule.search(words)
+        for rule in (_ALWAYS, _IN_ENVIRONMENT if mapping in ENVIRONMENTS else _ELSEWHERE)
+    )
 
 
-def secrets_in(value: Any, key: str) -> list[str]:
+def find_secret_keys(value: Any, key: str) -> list[str]:
     """The keys of all secrets in a tree of plain values that stands at `key`."""
     if isinstance(value, Mapping):
-        return [found for name, item in value.items() for found in secrets_in(item, _join(key, name))]
-    return [key] if is_secret(key) else []
+        return [
+            found
+            for name, item in value.items()
+            for found in find_secret_keys(item, _join_key(key, name))
+        ]
+    return [key] if is_secret_key(key) else []
 
 
-def redacted(config: RunConfig) -> RunConfig:
+def redact_secrets(config: RunConfig) -> RunConfig:
     """The same configuration without its secrets."""
-    return _clean(config, "", lambda key, value: REDACTED)
+    return _replace_secrets(config, "", lambda key, value: REDACTED)
 
 
-def revealed(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+def reveal_secrets(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """The configuration with what was redacted taken from `environment`. Raises ConfigError for what is not there."""
     problems = []
 
-    def reveal(key: str, value: Any) -> Any:
+    def look_up_secret(key: str, value: Any) -> Any:
         if value != REDACTED:
             return value
         mapping, _, name = key.rpartition(".")
@@ -63,53 +75,70 @@ def revealed(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
         if is_variable and name in environment:
             return environment[name]
         where = f"set {name} in the environment" if is_variable else "give it again"
-        problems.append(Problem(f"{key} is {REDACTED}: a secret that was not written down; {where}, or in the file."))
+        problems.append(
+            ConfigProblem(
+                f"{key} is {REDACTED}: a secret that was not written down; {where}, or in the file."
+            )
+        )
         return value
 
-    result = _clean(config, "", reveal)
+    result = _replace_secrets(config, "", look_up_secret)
     if problems:
         raise ConfigError(problems)
     return result
 
 
-def _clean(value: Any, key: str, put: Any) -> Any:
-    """A copy in which `put(key, value)` stands for each text under a name of a secret in a mapping."""
+def _replace_secrets(value: Any, key: str, make_replacement: Any) -> Any:
+    """A copy in which `make_replacement(key, value)` stands for each text under a name of a secret in a mapping."""
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
-        return replace(value, **{name: _clean(item, _join(key, name), put) for name, item in items.items()})
+        return replace(
+            value,
+            **{
+                name: _replace_secrets(item, _join_key(key, name), make_replacement)
+                for name, item in items.items()
+            },
+        )
     if isinstance(value, Mapping):
         return {
-            name: put(_join(key, name), item)
-            if is_secret(_join(key, name)) and isinstance(item, str)
-            else _clean(item, _join(key, name), put)
+            name: make_replacement(_join_key(key, name), item)
+            if is_secret_key(_join_key(key, name)) and isinstance(item, str)
+            else _replace_secrets(item, _join_key(key, name), make_replacement)
             for name, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return type(value)(_clean(item, f"{key}[{index}]", put) for index, item in enumerate(value))
+        return type(value)(
+            _replace_secrets(item, f"{key}[{index}]", make_replacement)
+            for index, item in enumerate(value)
+        )
     return value
 
 
-def _join(key: str, name: object) -> str:
+def _join_key(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
 
 
-def read_key(path: str | None, setting: str) -> str:
+def read_key_file(path: str | None, setting: str) -> str:
     """The key in that file; "" without one. `setting`: for messages. Raises ValueError: no such file, readable by
     others, or not one line."""
     if path is None:
         return ""
     try:
-        with open(path, encoding="utf-8", opener=_without_waiting) as file:
+        with open(path, encoding="utf-8", opener=_open_without_blocking) as file:
             info = os.fstat(file.fileno())
             if stat.S_IMODE(info.st_mode) & 0o077 or info.st_uid != os.getuid():
-                raise ValueError(f"{setting} ({path}) must belong to you and have mode 0600; run chmod 600 {path}.")
+                raise ValueError(
+                    f"{setting} ({path}) must belong to you and have mode 0600; run chmod 600 {path}."
+                )
             key = file.read(4096).strip()
     except OSError as error:
-        raise ValueError(f"{setting} ({path}) cannot be read: {error.strerror}; correct the path.") from error
+        raise ValueError(
+            f"{setting} ({path}) cannot be read: {error.strerror}; correct the path."
+        ) from error
     except UnicodeDecodeError:
         key = ""
     if not key or not key.isascii() or not key.isprintable() or " " in key:

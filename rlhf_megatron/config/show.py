@@ -9,21 +9,21 @@ from typing import Any
 
 import yaml
 
-from rlhf_megatron.config.keys import leaf_keys, value_of
-from rlhf_megatron.config.rules.sft import OF_RL
-from rlhf_megatron.config.rules.validate import ignored
+from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
+from rlhf_megatron.config.rules.supervised_rules import OF_RL
+from rlhf_megatron.config.rules.validate import find_ignored_settings
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.secrets import redacted
-from rlhf_megatron.config.source import CORE_SCHEMA, DEFAULT, Loaded, Origin
+from rlhf_megatron.config.secrets import redact_secrets
+from rlhf_megatron.config.yaml_nodes import CORE_SCHEMA, DEFAULT, LoadedConfig, ValueOrigin
 
 MAX_VALUE_WIDTH = 40
 Scalar = bool | int | float | str
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
-def table(loaded: Loaded, use_colours: bool = False) -> str:
+def format_settings_table(loaded: LoadedConfig, use_colours: bool = False) -> str:
     """One line a setting: key, value, origin, aligned. Values that somebody wrote are bold, defaults dim."""
-    rows = list(_rows(loaded))
+    rows = list(_list_setting_rows(loaded))
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(MAX_VALUE_WIDTH, max(len(value) for _, value, _ in rows))
     lines = []
@@ -35,77 +35,100 @@ def table(loaded: Loaded, use_colours: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
-    config = redacted(loaded.config)
-    for key in leaf_keys(RunConfig):
-        value = value_of(config, key)
+def _list_setting_rows(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
+    config = redact_secrets(loaded.config)
+    for key in list_leaf_keys(RunConfig):
+        value = get_config_value(config, key)
         if isinstance(value, dict) and value:
             for name, entry in value.items():
-                yield f"{key}.{name}", as_text(entry), str(loaded.origin(f"{key}.{name}"))
+                yield (
+                    f"{key}.{name}",
+                    format_yaml_value(entry),
+                    str(loaded.find_origin(f"{key}.{name}")),
+                )
         else:
-            yield key, as_text(value), str(loaded.origin(key))
+            yield key, format_yaml_value(value), str(loaded.find_origin(key))
 
 
-def as_text(value: Any) -> str:
+def format_yaml_value(value: Any) -> str:
     """A value as one would write it in YAML or on the command line."""
     if isinstance(value, float):
         return repr(value)
     style = '"' if isinstance(value, str) and "\n" in value else None
     text = yaml.dump(
-        _plain(value), Dumper=_Dumper, default_flow_style=True, default_style=style, width=10**9, allow_unicode=True
+        _make_dumpable(value),
+        Dumper=_YamlDumper,
+        default_flow_style=True,
+        default_style=style,
+        width=10**9,
+        allow_unicode=True,
     )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def chosen(config: RunConfig, main: Collection[str], hidden: Collection[str]) -> dict[str, Scalar]:
-    """The settings `main` and all that differ from their defaults, but for `hidden`; entries of free mappings one by
+def select_notable_settings(
+    config: RunConfig, main_keys: Collection[str], hidden_keys: Collection[str]
+) -> dict[str, Scalar]:
+    """The settings `main_keys` and all that differ from their defaults, but for `hidden_keys`; entries of free mappings one by
     one."""
-    config, defaults = redacted(config), RunConfig()
+    config, defaults = redact_secrets(config), RunConfig()
     found: dict[str, Scalar] = {}
-    for key in leaf_keys(RunConfig):
-        value = value_of(config, key)
+    for key in list_leaf_keys(RunConfig):
+        value = get_config_value(config, key)
         if config.job != "train" and key.startswith(OF_RL):
             continue
-        if key in hidden or (key not in main and value == value_of(defaults, key)):
+        if key in hidden_keys or (
+            key not in main_keys and value == get_config_value(defaults, key)
+        ):
             continue
-        entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
+        entries = (
+            {f"{key}.{name}": entry for name, entry in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
         found |= {
-            name: entry if isinstance(entry, bool | int | float | str) else as_text(entry)
+            name: entry if isinstance(entry, bool | int | float | str) else format_yaml_value(entry)
             for name, entry in entries.items()
         }
     return found
 
 
-def as_yaml(config: RunConfig, with_secrets: bool = False) -> str:
+def render_config_yaml(config: RunConfig, with_secrets: bool = False) -> str:
     """The resolved configuration as YAML that `load_run_config` accepts: all settings but those that are not in use."""
-    config = config if with_secrets else redacted(config)
-    every = Loaded(config, {key: Origin("resolved", layer=0) for key in leaf_keys(RunConfig)})
-    idle = {problem.keys[0] for problem in ignored(every)}
+    config = config if with_secrets else redact_secrets(config)
+    every = LoadedConfig(
+        config, {key: ValueOrigin("resolved", layer=0) for key in list_leaf_keys(RunConfig)}
+    )
+    idle = {problem.keys[0] for problem in find_ignored_settings(every)}
     sections_of_idle = {key.rpartition(".")[0] for key in idle}
     sections_in_use = {
-        key.rpartition(".")[0] for key in leaf_keys(RunConfig) if key not in idle and value_of(config, key) is not None
+        key.rpartition(".")[0]
+        for key in list_leaf_keys(RunConfig)
+        if key not in idle and get_config_value(config, key) is not None
     }
     empty = sections_of_idle - sections_in_use  # what is left of them is null
     tree: dict[str, Any] = {}
-    for key in leaf_keys(RunConfig):
+    for key in list_leaf_keys(RunConfig):
         if key not in idle and key.rpartition(".")[0] not in empty:
             *sections, name = key.split(".")
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
-            node[name] = _plain(value_of(config, key))
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+            node[name] = _make_dumpable(get_config_value(config, key))
+    return yaml.dump(tree, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def _plain(value: Any) -> Any:
+def _make_dumpable(value: Any) -> Any:
     if is_dataclass(value):  # an entry of a list: null is what a missing key means
-        value = {f.name: item for f in fields(value) if (item := getattr(value, f.name)) is not None}
+        value = {
+            f.name: item for f in fields(value) if (item := getattr(value, f.name)) is not None
+        }
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _make_dumpable(item) for key, item in value.items()}
+    return [_make_dumpable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class _Dumper(yaml.SafeDumper):
+class _YamlDumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or 1.2 would take for something else; writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -113,4 +136,4 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _tag, _pattern, _first in CORE_SCHEMA:
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+    _YamlDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)

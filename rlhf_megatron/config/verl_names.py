@@ -8,7 +8,12 @@ import json
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-from rlhf_megatron.config.keys import Suggestion, leaf_keys, nearest, section_keys
+from rlhf_megatron.config.key_paths import (
+    KeySuggestion,
+    list_leaf_keys,
+    list_section_keys,
+    suggest_nearest_key,
+)
 from rlhf_megatron.config.schema import RunConfig
 
 RENAMED_SECTIONS = (
@@ -21,30 +26,41 @@ RENAMED_SECTIONS = (
 
 
 @dataclass(frozen=True)
-class VerlName:
+class VerlKey:
     """`name` is verl's key after RENAMED_SECTIONS; one that ends in ".*" covers all below. `target` is ours."""
 
     name: str
     target: str | None
     note: str = ""
-    learns: bool = False  # left out, it changes what is learnt
-    switch: str = ""  # verl's key without which it asks for nothing
-    off: tuple[object, ...] = ()  # values that ask for nothing, beside null, false, 0, -1, "", [] and {}
+    affects_learning: bool = False  # left out, it changes what is learnt
+    switch_key: str = ""  # verl's key without which it asks for nothing
+    off_values: tuple[
+        object, ...
+    ] = ()  # values that ask for nothing, beside null, false, 0, -1, "", [] and {}
 
 
-def _read(line: str) -> VerlName:
+def _parse_table_line(line: str) -> VerlKey:
     name, target, note, more = (*line.split(" | "), "", "")[:4]
     given = dict(word.partition("=")[::2] for word in more.split("; ") if word)
     off = tuple(json.loads(given.get("off", "[]")))
-    return VerlName(name, None if target == "-" else target, note, "learns" in given, given.get("switch", ""), off)
+    return VerlKey(
+        name,
+        None if target == "-" else target,
+        note,
+        "learns" in given,
+        given.get("switch", ""),
+        off,
+    )
 
 
 _TABLE = files("rlhf_megatron.config").joinpath("verl_names.txt").read_text(encoding="utf-8")
-VERL_NAMES = tuple(_read(line) for line in _TABLE.splitlines() if not line.startswith("#"))
+VERL_NAMES = tuple(
+    _parse_table_line(line) for line in _TABLE.splitlines() if not line.startswith("#")
+)
 """The first entry that fits a key counts."""
 
 
-def current_path(key: str) -> str:
+def rename_to_current_key(key: str) -> str:
     """The key under today's name of its section: "actor_rollout_ref.actor.x" is "actor.x"."""
     for old, new in RENAMED_SECTIONS:
         if key == old or key.startswith(old + "."):
@@ -53,7 +69,10 @@ def current_path(key: str) -> str:
 
 
 _ALIKE = (
-    *((f"critic.{section}", f"actor.{section}") for section in ("megatron.", "optim.", "fsdp_config.", "profiler.")),
+    *(
+        (f"critic.{section}", f"actor.{section}")
+        for section in ("megatron.", "optim.", "fsdp_config.", "profiler.")
+    ),
     ("critic.ulysses_", "actor.ulysses_"),
     ("critic.model.fsdp_config.", "actor.fsdp_config."),
     ("critic.model.", "model."),
@@ -61,16 +80,21 @@ _ALIKE = (
 )
 
 
-def entry_of(key: str) -> VerlName | None:
+def find_verl_key(key: str) -> VerlKey | None:
     """The entry of a key of verl in today's layout; of one that is alike where it has none of its own."""
     for entry in VERL_NAMES:
         stem = entry.name.removesuffix(".*")
         if key == stem or (entry.name.endswith(".*") and key.startswith(stem + ".")):
             return entry
     for section, alike in _ALIKE:
-        if key.startswith(section) and (other := entry_of(alike + key.removeprefix(section))) is not None:
+        if (
+            key.startswith(section)
+            and (other := find_verl_key(alike + key.removeprefix(section))) is not None
+        ):
             target = other.target or ""
-            is_own = section.startswith("critic.") and target.startswith(("actor.megatron", "actor.optim"))
+            is_own = section.startswith("critic.") and target.startswith(
+                ("actor.megatron", "actor.optim")
+            )
             return replace(other, target="critic" + target[5:] if is_own else other.target)
     return None
 
@@ -94,32 +118,44 @@ ELSEWHERE = {
 """Last parts of names that other trainers have -> what it is here."""
 
 
-def suggest(key: str) -> Suggestion:
+def suggest_setting(key: str) -> KeySuggestion:
     """Guess what an unknown key of a run meant."""
-    path = current_path(key)
-    known = (*leaf_keys(RunConfig), *section_keys(RunConfig))
+    path = rename_to_current_key(key)
+    known = (*list_leaf_keys(RunConfig), *list_section_keys(RunConfig))
     if path != key and path in known:
-        return Suggestion(f"Here it is {path}.", (path,))
-    entry = entry_of(path)
+        return KeySuggestion(f"Here it is {path}.", (path,))
+    entry = find_verl_key(path)
     if entry is None and (name := path.rpartition(".")[2]) in ELSEWHERE:
-        return Suggestion(f"Here it is {ELSEWHERE[name]}.", (ELSEWHERE[name].partition(" ")[0],))
+        return KeySuggestion(f"Here it is {ELSEWHERE[name]}.", (ELSEWHERE[name].partition(" ")[0],))
     name = path.rpartition(".")[2]
-    if entry is None and not any(other.rpartition(".")[2] == name for other in known):  # verl's, without its section
+    if entry is None and not any(
+        other.rpartition(".")[2] == name for other in known
+    ):  # verl's, without its section
         named = [each for each in VERL_NAMES if each.name.rpartition(".")[2] == name]
         entry = min(named, key=lambda each: not each.name.startswith("trainer."), default=None)
     if entry is None:
-        return nearest(path, [name for name in known if not path.startswith(name + ".")])
+        return suggest_nearest_key(
+            path, [name for name in known if not path.startswith(name + ".")]
+        )
     if entry.target is None:
-        return Suggestion(f"{entry.note[0].upper()}{entry.note[1:]}.")
+        return KeySuggestion(f"{entry.note[0].upper()}{entry.note[1:]}.")
     text = f"Here it is {entry.target}"
-    return Suggestion(f"{text} ({entry.note})." if entry.note else f"{text}.", (entry.target,))
+    return KeySuggestion(f"{text} ({entry.note})." if entry.note else f"{text}.", (entry.target,))
 
 
-def has_known_below(key: str) -> bool:
+def has_known_subkeys(key: str) -> bool:
     """Whether an unknown section is one of verl's whose entries deserve a hint each."""
-    path = current_path(key)
-    below = any(entry.name.startswith(path + ".") and entry.name != f"{path}.*" for entry in VERL_NAMES)
-    entry = entry_of(path)
-    if entry is not None:  # what stands for a section says enough, but where it only says that the rest has no place
+    path = rename_to_current_key(key)
+    below = any(
+        entry.name.startswith(path + ".") and entry.name != f"{path}.*" for entry in VERL_NAMES
+    )
+    entry = find_verl_key(path)
+    if (
+        entry is not None
+    ):  # what stands for a section says enough, but where it only says that the rest has no place
         return below and entry.target is None and entry.name == f"{path}.*"
-    return below or path in section_keys(RunConfig) or any(old.startswith(key + ".") for old, _ in RENAMED_SECTIONS)
+    return (
+        below
+        or path in list_section_keys(RunConfig)
+        or any(old.startswith(key + ".") for old, _ in RENAMED_SECTIONS)
+    )

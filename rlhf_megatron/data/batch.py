@@ -26,20 +26,22 @@ from torch import Tensor
 from rlhf_megatron.data import codec
 
 Batch = TypeVar("Batch", bound="TokenBatch")
-Spans = tuple[tuple[int, int, int], ...]  # (version, start, end): response tokens start .. end - 1 are of that version
+VersionSpans = tuple[
+    tuple[int, int, int], ...
+]  # (version, start, end): response tokens start .. end - 1 are of that version
 
 
-def per_sample(**kwargs: Any) -> Any:
+def sample_column(**kwargs: Any) -> Any:
     """A field with one entry a sample: Tensor [B] or a tuple of B objects."""
     return field(metadata={"axis": "sample"}, **kwargs)
 
 
-def per_token(**kwargs: Any) -> Any:
+def token_column(**kwargs: Any) -> Any:
     """A field with one entry a token: Tensor [T], or None."""
     return field(metadata={"axis": "token"}, **kwargs)
 
 
-@codec.register
+@codec.register("PromptBatch")
 @dataclass(frozen=True)
 class PromptBatch:
     """P prompts drawn for one step. Made by `data.prompts`."""
@@ -55,17 +57,21 @@ class PromptBatch:
         return len(self.prompt_ids)
 
 
-@codec.register
+@codec.register("TokenBatch")
 @dataclass(frozen=True)
 class TokenBatch:
     """B samples as ragged token columns: what a forward pass needs."""
 
     offsets: Tensor  # [B + 1] int64; offsets[0] == 0, offsets[B] == T
-    token_ids: Tensor = per_token()  # [T] int32 (int64 in older files), prompt then response
-    response_mask: Tensor = per_token()  # [T] bool, never True on the first token of a sample
+    token_ids: Tensor = token_column()  # [T] int32 (int64 in older files), prompt then response
+    response_mask: Tensor = token_column()  # [T] bool, never True on the first token of a sample
     # Where routing is replayed: which sample it is, and what its engine wrote of it.
-    sample_ids: Tensor | None = per_sample(default=None, kw_only=True)  # [B] int64, unique over the run
-    routes: tuple[str, ...] | None = per_sample(default=None, kw_only=True)  # files, see data.routes
+    sample_ids: Tensor | None = sample_column(
+        default=None, kw_only=True
+    )  # [B] int64, unique over the run
+    routes: tuple[str, ...] | None = sample_column(
+        default=None, kw_only=True
+    )  # files, see data.expert_route_files
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -80,67 +86,85 @@ class TokenBatch:
         return self.offsets.diff()
 
 
-@codec.register
+@codec.register("RolloutBatch")
 @dataclass(frozen=True)
 class RolloutBatch(TokenBatch):
     """The samples after `generate`."""
 
-    rollout_log_probs: Tensor = per_token()  # [T] float32, as the engine reported
-    group_ids: Tensor = per_sample()  # [B] int64
-    sample_ids: Tensor = per_sample()  # [B] int64, unique over the run
-    policy_versions: Tensor = per_sample()  # [B] int64, version at dispatch
-    finish_reasons: tuple[str, ...] = per_sample()  # "stop" | "length" | "abort"
-    prompts: tuple[str, ...] = per_sample()
-    responses: tuple[str, ...] = per_sample()  # decoded, without special tokens
-    labels: tuple[str, ...] = per_sample()
-    sources: tuple[str, ...] = per_sample()
-    extras: tuple[str, ...] = per_sample()  # as in PromptBatch
+    rollout_log_probs: Tensor = token_column()  # [T] float32, as the engine reported
+    group_ids: Tensor = sample_column()  # [B] int64
+    sample_ids: Tensor = sample_column()  # [B] int64, unique over the run
+    policy_versions: Tensor = sample_column()  # [B] int64, version at dispatch
+    finish_reasons: tuple[str, ...] = sample_column()  # "stop" | "length" | "abort"
+    prompts: tuple[str, ...] = sample_column()
+    responses: tuple[str, ...] = sample_column()  # decoded, without special tokens
+    labels: tuple[str, ...] = sample_column()
+    sources: tuple[str, ...] = sample_column()
+    extras: tuple[str, ...] = sample_column()  # as in PromptBatch
     # What engines tell beyond text; None in a file that was written before they were asked.
-    version_spans: tuple[Spans, ...] | None = per_sample(default=None, kw_only=True)  # (): all of `policy_versions`
-    num_cached_tokens: Tensor | None = per_sample(default=None, kw_only=True)  # [B] int64, of the prompt
-    num_retractions: Tensor | None = per_sample(default=None, kw_only=True)  # [B] int64
+    version_spans: tuple[VersionSpans, ...] | None = sample_column(
+        default=None, kw_only=True
+    )  # (): all of `policy_versions`
+    num_cached_tokens: Tensor | None = sample_column(
+        default=None, kw_only=True
+    )  # [B] int64, of the prompt
+    num_retractions: Tensor | None = sample_column(default=None, kw_only=True)  # [B] int64
 
 
-@codec.register
+@codec.register("ScoredBatch")
 @dataclass(frozen=True)
 class ScoredBatch(RolloutBatch):
     """The samples after `score`."""
 
-    rewards: Tensor = per_sample()  # [B] float32; what a masked status has here is never read
-    reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base; a "masked:<why>" sample is left out
-    reward_parts: dict[str, Tensor] = field(default_factory=dict, metadata={"axis": "sample"})  # name -> [B] float32
+    rewards: Tensor = sample_column()  # [B] float32; what a masked status has here is never read
+    reward_statuses: tuple[str, ...] = (
+        sample_column()
+    )  # see rewards.base; a "masked:<why>" sample is left out
+    reward_parts: dict[str, Tensor] = field(
+        default_factory=dict, metadata={"axis": "sample"}
+    )  # name -> [B] float32
     # Shares of `rewards` that are paid at tokens of their own; the rest is paid at the response's last token.
-    process_rewards: Tensor | None = per_token(default=None, kw_only=True)  # [T] float32
+    process_rewards: Tensor | None = token_column(default=None, kw_only=True)  # [T] float32
     # Of the greedy sample of the sample's prompt, where the estimator needs it; nan: that one is of masked status.
-    greedy_rewards: Tensor | None = per_sample(default=None, kw_only=True)  # [B] float32
+    greedy_rewards: Tensor | None = sample_column(default=None, kw_only=True)  # [B] float32
 
 
-@codec.register
+@codec.register("AnnotatedBatch")
 @dataclass(frozen=True)
 class AnnotatedBatch(ScoredBatch):
     """The samples after `annotate`. A column that neither estimator nor loss needs is None."""
 
-    old_log_probs: Tensor | None = per_token(default=None)  # [T] float32, trainer's policy at the start of this update
-    ref_log_probs: Tensor | None = per_token(default=None)  # [T] float32, frozen reference
-    values: Tensor | None = per_token(default=None)  # [T] float32, critic
-    entropies: Tensor | None = per_token(default=None)  # [T] float32, nats
-    sum_squares: Tensor | None = per_token(default=None)  # [T] float32, of the trainer's probabilities
-    teacher_ids: Tensor | None = per_token(default=None, kw_only=True)  # [T, K] int32, the teacher's most likely tokens
-    teacher_log_probs: Tensor | None = per_token(default=None, kw_only=True)  # [T, K] float32
+    old_log_probs: Tensor | None = token_column(
+        default=None
+    )  # [T] float32, trainer's policy at the start of this update
+    ref_log_probs: Tensor | None = token_column(default=None)  # [T] float32, frozen reference
+    values: Tensor | None = token_column(default=None)  # [T] float32, critic
+    entropies: Tensor | None = token_column(default=None)  # [T] float32, nats
+    sum_squares: Tensor | None = token_column(
+        default=None
+    )  # [T] float32, of the trainer's probabilities
+    teacher_ids: Tensor | None = token_column(
+        default=None, kw_only=True
+    )  # [T, K] int32, the teacher's most likely tokens
+    teacher_log_probs: Tensor | None = token_column(default=None, kw_only=True)  # [T, K] float32
 
 
-@codec.register
+@codec.register("TrainBatch")
 @dataclass(frozen=True)
 class TrainBatch(AnnotatedBatch):
     """The samples after `advantages`."""
 
-    advantages: Tensor = per_token(default=None)  # [T] float32, 0 outside of response_mask
-    returns: Tensor | None = per_token(default=None)  # [T] float32
-    correction_weights: Tensor | None = per_token(default=None)  # [T] float32, factor of the policy loss
-    is_kept: Tensor | None = per_token(default=None)  # [T] bool; False: rejected, the actor's loss leaves it out
+    advantages: Tensor = token_column(default=None)  # [T] float32, 0 outside of response_mask
+    returns: Tensor | None = token_column(default=None)  # [T] float32
+    correction_weights: Tensor | None = token_column(
+        default=None
+    )  # [T] float32, factor of the policy loss
+    is_kept: Tensor | None = token_column(
+        default=None
+    )  # [T] bool; False: rejected, the actor's loss leaves it out
 
 
-@codec.register
+@codec.register("MiniBatch")
 @dataclass(frozen=True)
 class MiniBatch(TokenBatch):
     """The samples of one optimizer step, with the loss weights already divided by the global denominator.
@@ -149,139 +173,161 @@ class MiniBatch(TokenBatch):
     Token metrics are averaged the same way with `metric_weights`.
     """
 
-    loss_weights: Tensor = per_token()  # [T] float32, from algorithms.aggregate
-    metric_weights: Tensor = per_token()  # [T] float32, response_mask / (response tokens of the whole mini-batch)
-    advantages: Tensor | None = per_token(default=None)  # [T] float32
-    old_log_probs: Tensor | None = per_token(default=None)  # None: those of the policy that the step begins with
-    ref_log_probs: Tensor | None = per_token(default=None)
-    rollout_log_probs: Tensor | None = per_token(default=None)
-    correction_weights: Tensor | None = per_token(default=None)  # [T] float32, factor of the policy loss
-    is_picked: Tensor | None = per_token(default=None)  # [T] bool, tokens that the policy loss treats in its own way
-    teacher_ids: Tensor | None = per_token(default=None)  # [T, K] int32, the teacher's most likely tokens
-    teacher_log_probs: Tensor | None = per_token(default=None)  # [T, K] float32
+    loss_weights: Tensor = token_column()  # [T] float32, from algorithms.loss_aggregation
+    metric_weights: Tensor = (
+        token_column()
+    )  # [T] float32, response_mask / (response tokens of the whole mini-batch)
+    advantages: Tensor | None = token_column(default=None)  # [T] float32
+    old_log_probs: Tensor | None = token_column(
+        default=None
+    )  # None: those of the policy that the step begins with
+    ref_log_probs: Tensor | None = token_column(default=None)
+    rollout_log_probs: Tensor | None = token_column(default=None)
+    correction_weights: Tensor | None = token_column(
+        default=None
+    )  # [T] float32, factor of the policy loss
+    is_picked: Tensor | None = token_column(
+        default=None
+    )  # [T] bool, tokens that the policy loss treats in its own way
+    teacher_ids: Tensor | None = token_column(
+        default=None
+    )  # [T, K] int32, the teacher's most likely tokens
+    teacher_log_probs: Tensor | None = token_column(default=None)  # [T, K] float32
 
 
-@codec.register
+@codec.register("ValueMiniBatch")
 @dataclass(frozen=True)
 class ValueMiniBatch(TokenBatch):
     """The samples of one optimizer step of the critic; weights as in `MiniBatch`."""
 
-    loss_weights: Tensor = per_token()
-    metric_weights: Tensor = per_token()
-    old_values: Tensor = per_token()  # [T] float32, before the update
-    returns: Tensor = per_token()  # [T] float32
+    loss_weights: Tensor = token_column()
+    metric_weights: Tensor = token_column()
+    old_values: Tensor = token_column()  # [T] float32, before the update
+    returns: Tensor = token_column()  # [T] float32
 
 
-@codec.register
+@codec.register("TokenColumns")
 @dataclass(frozen=True)
 class TokenColumns:
     """The reply of a rank to a TokenBatch: its token columns alone, since the caller has the rest."""
 
 
-@codec.register
+@codec.register("Values")
 @dataclass(frozen=True)
-class Values(TokenColumns):
+class CriticValues(TokenColumns):
     """The result of the critic's forward-only pass. Zero where `response_mask` is False."""
 
-    values: Tensor = per_token()  # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
+    values: Tensor = (
+        token_column()
+    )  # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
 
 
-@codec.register
+@codec.register("LogProbs")
 @dataclass(frozen=True)
-class LogProbs(TokenColumns):
+class TokenLogProbs(TokenColumns):
     """The result of a forward-only pass. Zero where `response_mask` is False."""
 
-    log_probs: Tensor = per_token()  # [T] float32
-    entropies: Tensor | None = per_token(default=None)  # [T] float32, nats, when asked for
-    sum_squares: Tensor | None = per_token(default=None)  # [T] float32, sum over the vocabulary of p^2, when asked for
+    log_probs: Tensor = token_column()  # [T] float32
+    entropies: Tensor | None = token_column(default=None)  # [T] float32, nats, when asked for
+    sum_squares: Tensor | None = token_column(
+        default=None
+    )  # [T] float32, sum over the vocabulary of p^2, when asked for
 
 
-@codec.register
+@codec.register("TopLogProbs")
 @dataclass(frozen=True)
 class TopLogProbs(TokenColumns):
     """The K most likely tokens at each place, the likeliest first. Zero where `response_mask` is False."""
 
-    teacher_ids: Tensor = per_token()  # [T, K] int32
-    teacher_log_probs: Tensor = per_token()  # [T, K] float32
+    teacher_ids: Tensor = token_column()  # [T, K] int32
+    teacher_log_probs: Tensor = token_column()  # [T, K] float32
 
 
-def token_index(offsets: Tensor, samples: Sequence[int]) -> Tensor:
-    """[T'] int64: the token positions of `samples`, in that order."""
-    rows = torch.as_tensor(list(samples), dtype=torch.int64)
+def make_token_index(offsets: Tensor, sample_indices: Sequence[int]) -> Tensor:
+    """[T'] int64: the token positions of `sample_indices`, in that order."""
+    rows = torch.as_tensor(list(sample_indices), dtype=torch.int64)
     lengths = offsets.diff()[rows]
-    shifts = offsets[rows] - offsets_from_lengths(lengths)[:-1]  # from a token's new position to its old one
+    shifts = (
+        offsets[rows] - compute_offsets(lengths)[:-1]
+    )  # from a token's new position to its old one
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
 
 
-def offsets_from_lengths(lengths: Tensor) -> Tensor:
+def compute_offsets(lengths: Tensor) -> Tensor:
     """[B] -> [B + 1] int64."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
 
 
-def with_places_behind(tokens: TokenBatch, is_wanted_T: Tensor | None = None) -> TokenBatch:
+def append_next_state_positions(
+    tokens: TokenBatch, is_selected_T: Tensor | None = None
+) -> TokenBatch:
     """`tokens`, each sample with a copy of its last token behind it, so that a value model's value of the state behind
-    each token has a place. Its mask has the places behind `is_wanted_T`: [T] bool; None: behind whole samples."""
-    if is_wanted_T is None:
-        is_wanted_T = torch.zeros(tokens.num_tokens, dtype=torch.bool)
-        is_wanted_T[tokens.offsets[1:] - 1] = True
+    each token has a place. Its mask has the places behind `is_selected_T`: [T] bool; None: behind whole samples."""
+    if is_selected_T is None:
+        is_selected_T = torch.zeros(tokens.num_tokens, dtype=torch.bool)
+        is_selected_T[tokens.offsets[1:] - 1] = True
     index_T = torch.repeat_interleave(torch.arange(len(tokens)), tokens.lengths)
     token_ids = torch.empty(tokens.num_tokens + len(tokens), dtype=tokens.token_ids.dtype)
     token_ids[torch.arange(tokens.num_tokens) + index_T] = tokens.token_ids
-    token_ids[tokens.offsets[1:] + torch.arange(len(tokens))] = tokens.token_ids[tokens.offsets[1:] - 1]
+    token_ids[tokens.offsets[1:] + torch.arange(len(tokens))] = tokens.token_ids[
+        tokens.offsets[1:] - 1
+    ]
     mask = torch.zeros(len(token_ids), dtype=torch.bool)
-    mask[places_behind(tokens.offsets, is_wanted_T)] = True
+    mask[find_next_state_positions(tokens.offsets, is_selected_T)] = True
     return TokenBatch(tokens.offsets + torch.arange(len(tokens.offsets)), token_ids, mask)
 
 
-def places_behind(offsets: Tensor, is_wanted_T: Tensor) -> Tensor:
-    """[N] int64: where `with_places_behind` has the states behind those tokens."""
+def find_next_state_positions(offsets: Tensor, is_selected_T: Tensor) -> Tensor:
+    """[N] int64: where `append_next_state_positions` has the states behind those tokens."""
     index_T = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
-    return (torch.arange(len(is_wanted_T)) + index_T + 1)[is_wanted_T]
+    return (torch.arange(len(is_selected_T)) + index_T + 1)[is_selected_T]
 
 
 @functools.cache
-def _axes(kind: type) -> tuple[tuple[str, str], ...]:
+def _list_column_axes(batch_type: type) -> tuple[tuple[str, str], ...]:
     """(name, "sample" or "token") of each column."""
-    return tuple((f.name, f.metadata["axis"]) for f in fields(kind) if "axis" in f.metadata)
+    return tuple((f.name, f.metadata["axis"]) for f in fields(batch_type) if "axis" in f.metadata)
 
 
-def columns_of(batch: TokenBatch | TokenColumns) -> Iterator[tuple[str, str, Any]]:
+def iterate_columns(batch: TokenBatch | TokenColumns) -> Iterator[tuple[str, str, Any]]:
     """(name, "sample" or "token", value) of each column that is there."""
     kind: Any = type(batch)
-    for name, axis in _axes(kind):
+    for name, axis in _list_column_axes(kind):
         if (value := getattr(batch, name)) is not None:
             yield name, axis, value
 
 
-def select(
-    batch: Batch, samples: Sequence[int], of_runs: Callable[[Tensor, Sequence[slice]], Any] | None = None
+def select_samples(
+    batch: Batch,
+    sample_indices: Sequence[int],
+    join_runs: Callable[[Tensor, Sequence[slice]], Any] | None = None,
 ) -> Batch:
-    """The given samples of a batch, in the given order. Every column follows: a token column as `of_runs` makes it,
+    """The given samples of a batch, in the given order. Every column follows: a token column as `join_runs` makes it,
     by default as a tensor, which is a view where the samples are neighbours."""
-    rows = torch.as_tensor(list(samples), dtype=torch.int64)
+    rows = torch.as_tensor(list(sample_indices), dtype=torch.int64)
     starts, stops = batch.offsets[rows], batch.offsets[rows + 1]
-    runs = _runs(starts, stops)
-    new: dict[str, Any] = {"offsets": offsets_from_lengths(stops - starts)}
-    for name, axis, value in columns_of(batch):
+    runs = _merge_token_runs(starts, stops)
+    new: dict[str, Any] = {"offsets": compute_offsets(stops - starts)}
+    for name, axis, value in iterate_columns(batch):
         if axis == "token":
-            new[name] = (of_runs or _joined)(value, runs)
+            new[name] = (join_runs or _concat_column_runs)(value, runs)
         elif isinstance(value, Tensor):
             new[name] = value[rows]
         elif isinstance(value, dict):
             new[name] = {key: column[rows] for key, column in value.items()}
         else:
-            new[name] = tuple(value[i] for i in samples)
+            new[name] = tuple(value[i] for i in sample_indices)
     return replace(batch, **new)
 
 
-def _joined(column: Tensor, runs: Sequence[slice]) -> Tensor:
+def _concat_column_runs(column: Tensor, runs: Sequence[slice]) -> Tensor:
     if len(runs) == 1:
         return column[runs[0]]
     array = column.numpy()
     return torch.from_numpy(np.concatenate([array[:0], *(array[run] for run in runs)]))
 
 
-def _runs(starts: Tensor, stops: Tensor) -> list[slice]:
+def _merge_token_runs(starts: Tensor, stops: Tensor) -> list[slice]:
     """The tokens of these samples; those of neighbours are one run. No index a token: it is larger than a column."""
     runs: list[slice] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -291,17 +337,19 @@ def _runs(starts: Tensor, stops: Tensor) -> list[slice]:
     return runs
 
 
-def concat(batches: Sequence[Batch]) -> Batch:
+def concat_batches(batches: Sequence[Batch]) -> Batch:
     """Samples of all batches, in order. All must be of one type and have the same optional columns."""
     assert batches, "concat needs at least one batch"
     first = batches[0]
-    new: dict[str, Any] = {"offsets": offsets_from_lengths(torch.cat([b.lengths for b in batches]))}
+    new: dict[str, Any] = {"offsets": compute_offsets(torch.cat([b.lengths for b in batches]))}
     for f in fields(first):
         if f.metadata.get("axis") is None:
             continue
         values = [getattr(b, f.name) for b in batches]
         if any(v is None for v in values):
-            assert all(v is None for v in values), f"column {f.name} is present in some batches only"
+            assert all(v is None for v in values), (
+                f"column {f.name} is present in some batches only"
+            )
         elif isinstance(values[0], Tensor):
             new[f.name] = torch.cat(values)
         elif isinstance(values[0], dict):
@@ -311,7 +359,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
     return replace(first, **new)
 
 
-def gain(kind: type[Batch], batch: TokenBatch, **columns: Any) -> Batch:
-    """`batch` as the later stage's type `kind`, with `columns` added."""
+def add_columns(batch_type: type[Batch], batch: TokenBatch, **columns: Any) -> Batch:
+    """`batch` as the later stage's type `batch_type`, with `columns` added."""
     kept = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return kind(**{**kept, **columns})
+    return batch_type(**{**kept, **columns})

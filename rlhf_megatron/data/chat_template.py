@@ -27,148 +27,186 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from rlhf_megatron.data.rows import ChatMessage, Prompt
+from rlhf_megatron.data.data_rows import ChatMessage, Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer
 
-MAX_STEPS = 1_000_000  # turns of loops for one text; those of published models need a few for each message
-STEPS_OF_CALL = 10  # it takes as long
-SIZE_OF_STEP = 500  # characters or items that an operation reads or makes: they take memory and time
+MAX_STEPS = (
+    1_000_000  # turns of loops for one text; those of published models need a few for each message
+)
+STEPS_PER_CALL = 10  # it takes as long
+SIZE_PER_STEP = (
+    500  # characters or items that an operation reads or makes: they take memory and time
+)
 MAX_SIZE = 10_000_000  # characters or items that one operation makes
-MAX_MEMORY = 1 << 28  # bytes that a text may take beyond what the process has
-NOT_HERE = ("random", "lipsum")  # no two runs would read the same prompts
+MAX_MEMORY_BYTES = 1 << 28  # bytes that a text may take beyond what the process has
+REMOVED_BUILTINS = ("random", "lipsum")  # no two runs would read the same prompts
 MAX_DIGITS = 64  # of base and exponent in a power: 64 ** 64 has 116 digits
-_COUNTED, _SIZED = "counted by the sandbox", "sized by the sandbox"
+_COUNT_FILTER, _SIZE_FILTER = "counted by the sandbox", "sized by the sandbox"
 
 _num_steps: contextvars.ContextVar[list[int]] = contextvars.ContextVar("num_steps")
 
 
-def render(template: jinja2.Template, is_bounded: bool = True, **variables: Any) -> str:
+def render_chat_template(
+    template: jinja2.Template, is_bounded: bool = True, **variables: Any
+) -> str:
     """The text. Raises ValueError with the template's own words where it refuses, fails, or does too much.
 
     `is_bounded`: its memory, by a limit that holds for the whole process meanwhile; other threads must not need any.
     """
     token = _num_steps.set([0])
     try:
-        with _bounded_memory() if is_bounded else nullcontext():
+        with _limit_memory() if is_bounded else nullcontext():
             return template.render(**variables)
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+    ) as error:
         raise ValueError(str(error)) from error
     except (RecursionError, MemoryError) as error:
-        raise ValueError(f"it needs too much memory or calls itself too often ({type(error).__name__})") from error
+        raise ValueError(
+            f"it needs too much memory or calls itself too often ({type(error).__name__})"
+        ) from error
     finally:
         _num_steps.reset(token)
 
 
 @contextmanager
-def _bounded_memory() -> Iterator[None]:
+def _limit_memory() -> Iterator[None]:
     """Limit the memory of a template. What the sandbox's counts miss, such as a text padded to a billion characters,
     raises MemoryError.
     """
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
+    pages = (
+        int(Path("/proc/self/statm").read_text().split()[0])
+        if Path("/proc/self/statm").exists()
+        else None
+    )
     if pages is None:
         yield
         return
-    room = pages * resource.getpagesize() + MAX_MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (room if limits[1] < 0 else min(room, limits[1]), limits[1]))
+    room = pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    resource.setrlimit(
+        resource.RLIMIT_AS, (room if limits[1] < 0 else min(room, limits[1]), limits[1])
+    )
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment whose templates are rendered with `render`."""
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """An environment whose templates are rendered with `render_chat_template`."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])  # also not worked out at compile time
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name in NOT_HERE:
+        for name in REMOVED_BUILTINS:
             self.filters.pop(name, None)
             self.globals.pop(name, None)
-        self.filters = {name: _weighed(function) for name, function in self.filters.items()}
-        self.filters[_COUNTED] = _counted
-        self.filters[_SIZED] = _sized
+        self.filters = {name: _wrap_filter(function) for name, function in self.filters.items()}
+        self.filters[_COUNT_FILTER] = _count_loop_items
+        self.filters[_SIZE_FILTER] = _check_result_size
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Bounds().visit(super()._parse(source, name, filename))
+        return _LimitFilterInserter().visit(super()._parse(source, name, filename))
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(called, LoopContext) and args:  # a recursive loop goes over it without the loop's filter
-            args = (_turns(args[0]), *args[1:])
-        _count_sizes(args)
+        if (
+            isinstance(called, LoopContext) and args
+        ):  # a recursive loop goes over it without the loop's filter
+            args = (_count_each_item(args[0]), *args[1:])
+        _count_argument_sizes(args)
         result = super().call(context, called, *args, **kwargs)
-        _count(STEPS_OF_CALL + (len(result) if isinstance(result, range) else 0))
-        return _sized(result)
+        _count_steps(STEPS_PER_CALL + (len(result) if isinstance(result, range) else 0))
+        return _check_result_size(result)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not all(_is_number(value) and abs(value) <= MAX_DIGITS for value in (left, right)):
-            raise SecurityError(f"{left!r:.20} ** {right!r:.20} is refused: the numbers are above {MAX_DIGITS}")
+        if operator == "**" and not all(
+            _is_number(value) and abs(value) <= MAX_DIGITS for value in (left, right)
+        ):
+            raise SecurityError(
+                f"{left!r:.20} ** {right!r:.20} is refused: the numbers are above {MAX_DIGITS}"
+            )
         if operator == "*" and not (_is_number(left) and _is_number(right)):
-            _check_size(_length(left) * _length(right))
+            _check_size(_measure_operand(left) * _measure_operand(right))
         if operator == "*" and isinstance(left, int) and isinstance(right, int):
             _check_size(left.bit_length() * right.bit_length())
-        return _sized(super().call_binop(context, operator, left, right))
+        return _check_result_size(super().call_binop(context, operator, left, right))
 
 
-class _Bounds(NodeTransformer):
+class _LimitFilterInserter(NodeTransformer):
     """Puts filters around what a loop goes over, and around what ~ joins."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, _COUNTED, [], [], None, None, lineno=node.lineno)
+        node.iter = nodes.Filter(node.iter, _COUNT_FILTER, [], [], None, None, lineno=node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(node, _SIZED, [], [], None, None, lineno=node.lineno)
+        return nodes.Filter(node, _SIZE_FILTER, [], [], None, None, lineno=node.lineno)
 
 
 @jinja2.pass_context  # which keeps it from being worked out at compile time
-def _counted(context: Any, items: Iterable[Any]) -> Iterator[Any]:
-    return _turns(items)
+def _count_loop_items(context: Any, items: Iterable[Any]) -> Iterator[Any]:
+    return _count_each_item(items)
 
 
-def _turns(items: Iterable[Any]) -> Iterator[Any]:
+def _count_each_item(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
-        _count(1)
+        _count_steps(1)
         yield item
 
 
-def _count(number: int) -> None:
+def _count_steps(num_steps: int) -> None:
     steps = _num_steps.get(None)
     if steps is None:  # while a template is compiled
         return
-    steps[0] += number
+    steps[0] += num_steps
     if steps[0] > MAX_STEPS:
-        raise SecurityError(f"it takes more than {MAX_STEPS} turns of loops, a call counting {STEPS_OF_CALL}")
+        raise SecurityError(
+            f"it takes more than {MAX_STEPS} turns of loops, a call counting {STEPS_PER_CALL}"
+        )
 
 
-def _weighed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_filter(filter_function: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, what it reads and makes counted. It takes the context, which keeps it from compile time."""
-    kind = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
+    kind = getattr(getattr(filter_function, "jinja_pass_arg", None), "name", "")
 
     @jinja2.pass_context
-    def weighed(context: Any, *args: Any, **kwargs: Any) -> Any:
-        passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-        _count_sizes(args)
-        _count(STEPS_OF_CALL)
+    def call_counted_filter(context: Any, *args: Any, **kwargs: Any) -> Any:
+        passed = {
+            "context": context,
+            "eval_context": context.eval_ctx,
+            "environment": context.environment,
+        }
+        _count_argument_sizes(args)
+        _count_steps(STEPS_PER_CALL)
         for number in (value for value in (*args[1:], *kwargs.values()) if _is_number(value)):
             _check_size(abs(number))
-        return _sized(function(*([passed[kind]] if kind else []), *args, **kwargs))
+        return _check_result_size(
+            filter_function(*([passed[kind]] if kind else []), *args, **kwargs)
+        )
 
-    return weighed
-
-
-def _count_sizes(values: Iterable[Any]) -> None:
-    _count(sum(len(value) for value in values if isinstance(value, str | bytes | list | tuple | dict)) // SIZE_OF_STEP)
+    return call_counted_filter
 
 
-def _sized(value: Any) -> Any:
+def _count_argument_sizes(values: Iterable[Any]) -> None:
+    _count_steps(
+        sum(len(value) for value in values if isinstance(value, str | bytes | list | tuple | dict))
+        // SIZE_PER_STEP
+    )
+
+
+def _check_result_size(value: Any) -> Any:
     if isinstance(value, Sized) and not isinstance(value, range):
         _check_size(len(value))
-        _count(len(value) // SIZE_OF_STEP)
+        _count_steps(len(value) // SIZE_PER_STEP)
     return value
 
 
@@ -181,16 +219,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _length(value: Any) -> float:
+def _measure_operand(value: Any) -> float:
     return abs(value) if _is_number(value) else len(value) if isinstance(value, Sized) else 1
 
 
-KWARGS = "data.apply_chat_template_kwargs"
-OWN_VARIABLES = ("messages", "add_generation_prompt")
-DAY = "strftime_now"
+KWARGS_SETTING = "data.apply_chat_template_kwargs"
+TRAINER_VARIABLES = ("messages", "add_generation_prompt")
+DATE_FUNCTION = "strftime_now"
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTagExtension(jinja2.ext.Extension):
     """{% generation %} marks an assistant's words for transformers; the text is that between the tags."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
@@ -208,22 +246,24 @@ class ChatFormat:
     variables: Mapping[str, Any]  # special tokens and the user's
     system_prompt: str | None
 
-    def text(self, prompt: Prompt) -> str:
+    def render_prompt(self, prompt: Prompt) -> str:
         """The chat up to where the model's answer begins. A text is the one message of a user.
 
         Raises ValueError where the template refuses the chat, and for two system messages.
         """
         messages = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt
-        return self.conversation([{"role": message.role, "content": message.content} for message in messages])
+        return self.render_conversation(
+            [{"role": message.role, "content": message.content} for message in messages]
+        )
 
-    def conversation(
+    def render_conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
-        with_prompt: bool = True,
+        has_answer_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Messages with all that they have, and the tools that they may call. `with_prompt`: as `text`, up to where an
-        answer begins. Raises ValueError as `text`."""
+        """Messages with all that they have, and the tools that they may call. `has_answer_prompt`: as `render_prompt`, up to where an
+        answer begins. Raises ValueError as `render_prompt`."""
         if self.system_prompt is not None:
             if messages and messages[0]["role"] == "system":
                 raise ValueError(
@@ -233,26 +273,34 @@ class ChatFormat:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self.chat(messages, with_prompt=with_prompt, **variables)
+            return self.render_messages(messages, has_answer_prompt=has_answer_prompt, **variables)
         except ValueError as error:
             raise ValueError(
-                f"the chat template refuses the prompt ({error}); correct the prompt, data.system_prompt or {KWARGS}."
+                f"the chat template refuses the prompt ({error}); correct the prompt, data.system_prompt or {KWARGS_SETTING}."
             ) from error
 
-    def chat(
+    def render_messages(
         self,
         messages: Sequence[Mapping[str, Any]],
         is_bounded: bool = True,
-        with_prompt: bool = True,
+        has_answer_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of messages as they are, with further variables such as `tools`. `is_bounded`: see `render`. Raises
+        """The text of messages as they are, with further variables such as `tools`. `is_bounded`: see `render_chat_template`. Raises
         ValueError with the template's words."""
         given = {"tools": None, "documents": None, **self.variables, **variables}
-        return render(self.template, is_bounded, messages=list(messages), add_generation_prompt=with_prompt, **given)
+        return render_chat_template(
+            self.template,
+            is_bounded,
+            messages=list(messages),
+            add_generation_prompt=has_answer_prompt,
+            **given,
+        )
 
 
-def make_chat_format(tokenizer: Tokenizer, system_prompt: str | None, kwargs: Mapping[str, Any]) -> ChatFormat:
+def make_chat_format(
+    tokenizer: Tokenizer, system_prompt: str | None, template_kwargs: Mapping[str, Any]
+) -> ChatFormat:
     """Raises ValueError for a tokenizer without template, a malformed template, and variables that it does not read."""
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -260,53 +308,78 @@ def make_chat_format(tokenizer: Tokenizer, system_prompt: str | None, kwargs: Ma
             " chat_template.jinja nor chat_template in tokenizer_config.json; set model.tokenizer_path to a directory"
             " that has one, or write the chat out in data.prompt_template."
         )
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals[DAY] = _day(kwargs.get(DAY))
+    environment = TemplateSandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTagExtension, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _dump_json
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals[DATE_FUNCTION] = _make_date_function(template_kwargs.get(DATE_FUNCTION))
     try:
-        with _bounded_memory():
+        with _limit_memory():
             template = environment.from_string(tokenizer.chat_template)
-            known = jinja2.meta.find_undeclared_variables(environment.parse(tokenizer.chat_template))
+            known = jinja2.meta.find_undeclared_variables(
+                environment.parse(tokenizer.chat_template)
+            )
     except (jinja2.TemplateError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the tokenizer's chat template is malformed ({error}); fetch it again.") from error
-    for name in kwargs:
-        if name in OWN_VARIABLES:
-            raise ValueError(f"{KWARGS}.{name} is set by the trainer; remove it.")
-        if name not in known and not (name == DAY and DAY in tokenizer.chat_template):
-            own = ", ".join(sorted(known - {*OWN_VARIABLES, *tokenizer.special_tokens, "raise_exception"})) or "none"
+        raise ValueError(
+            f"the tokenizer's chat template is malformed ({error}); fetch it again."
+        ) from error
+    for name in template_kwargs:
+        if name in TRAINER_VARIABLES:
+            raise ValueError(f"{KWARGS_SETTING}.{name} is set by the trainer; remove it.")
+        if name not in known and not (
+            name == DATE_FUNCTION and DATE_FUNCTION in tokenizer.chat_template
+        ):
+            own = (
+                ", ".join(
+                    sorted(
+                        known - {*TRAINER_VARIABLES, *tokenizer.special_tokens, "raise_exception"}
+                    )
+                )
+                or "none"
+            )
             raise ValueError(
-                f"{KWARGS}.{name} would be ignored: the chat template reads no such variable (it reads {own}); remove"
+                f"{KWARGS_SETTING}.{name} would be ignored: the chat template reads no such variable (it reads {own}); remove"
                 " or correct it."
             )
-    variables = {name: value for name, value in kwargs.items() if name != DAY}
+    variables = {name: value for name, value in template_kwargs.items() if name != DATE_FUNCTION}
     return ChatFormat(template, {**tokenizer.special_tokens, **variables}, system_prompt)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+def _dump_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """jinja2's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
-def _raise(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _day(text: Any) -> Callable[[str], str]:
+def _make_date_function(date_text: Any) -> Callable[[str], str]:
     """The template's clock stands still: prompts that change overnight could not be resumed."""
     try:
-        day = None if text is None else date.fromisoformat(str(text))
+        day = None if date_text is None else date.fromisoformat(str(date_text))
     except ValueError:
-        raise ValueError(f"{KWARGS}.{DAY} ({text!r}) must be a day such as 2025-01-31.") from None
+        raise ValueError(
+            f"{KWARGS_SETTING}.{DATE_FUNCTION} ({date_text!r}) must be a day such as 2025-01-31."
+        ) from None
 
-    def strftime_now(form: str) -> str:
+    def strftime_now(date_format: str) -> str:
         if day is None:
             raise jinja2.TemplateError(
                 f"it writes today's date, and prompts must not change from day to day: name one with"
-                f" {KWARGS}: {{{DAY}: 2025-01-31}}"
+                f" {KWARGS_SETTING}: {{{DATE_FUNCTION}: 2025-01-31}}"
             )
-        return day.strftime(form)
+        return day.strftime(date_format)
 
     return strftime_now

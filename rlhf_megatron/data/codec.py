@@ -12,11 +12,10 @@ and such a field is one that a later version added.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,79 +24,144 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.direct import write_whole
+from rlhf_megatron.data.direct_file_io import write_large_file_atomically
 
 MAGIC = b"RLM1"
 ALIGNMENT = 64  # bytes
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ),
         *(torch.int64, torch.int32, torch.int16, torch.int8),
         *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
     )
 }
-_PLAIN = {type(None), bool, int, str}  # what JSON keeps as it is; floats too, when they are finite
-_PLAIN_NODES = _PLAIN | {float}
-_REGISTERED: dict[str, type] = {}
+_PLAIN_TYPES = {
+    type(None),
+    bool,
+    int,
+    str,
+}  # what JSON keeps as it is; floats too, when they are finite
+_PLAIN_NODE_TYPES = _PLAIN_TYPES | {float}
+_CLASSES_BY_WIRE_NAME: dict[str, type] = {}
+_WIRE_FORMATS: dict[type, "WireFormat"] = {}
 
 
-class _Header(msgspec.Struct, forbid_unknown_fields=True):
+class _MessageHeader(msgspec.Struct, forbid_unknown_fields=True):
     tree: Any
     sizes: list[Annotated[int, msgspec.Meta(ge=0)]]  # of the buffers, bytes
 
 
-_READER = msgspec.json.Decoder(_Header)
+_HEADER_DECODER = msgspec.json.Decoder(_MessageHeader)
 Class = TypeVar("Class", bound=type)
 Buffer = bytes | bytearray | memoryview
-SHORT_BYTES = 1 << 14  # of runs of a column; shorter ones are joined, since each piece costs the socket a call
+SHORT_RUN_BYTES = (
+    1 << 14
+)  # of runs of a column; shorter ones are joined, since each piece costs the socket a call
 
 
-class Parts(list[Buffer]):
+class MessagePieces(list[Buffer]):
     """The pieces of a message, to write one after the other. Inside another message it stands for its bytes."""
 
 
 @dataclass(frozen=True)
-class Runs:
+class WireFormat:
+    """The names under which a registered class is written: they outlive the names in the code."""
+
+    class_name: str
+    wire_fields: dict[str, str]  # attribute -> wire name, in the order of the fields
+    attributes: dict[str, str]  # wire name -> attribute
+    required_fields: set[str]  # wire names of the fields without a default
+
+
+@dataclass(frozen=True)
+class ColumnRuns:
     """Encoded as the tensor of some rows of `column`, which are not copied."""
 
     column: Tensor
     runs: Sequence[slice]
 
 
-def register(cls: Class) -> Class:
-    """Class decorator: lets a frozen dataclass travel, under its qualified name. Raises ValueError on a taken name."""
-    name = cls.__qualname__
-    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise ValueError(f"{name} cannot be registered: it must be a frozen dataclass.")
-    other = _REGISTERED.setdefault(name, cls)
-    if other.__module__ != cls.__module__:
-        raise ValueError(
-            f"{name} of {cls.__module__} is registered already by {other.__module__}; choose another name."
+def register(
+    wire_name: str, renamed_fields: Mapping[str, str] | None = None
+) -> Callable[[Class], Class]:
+    """Class decorator: lets a frozen dataclass travel and be stored under `wire_name`.
+
+    Files and running processes know the wire names, so a wire name never changes: a class may get
+    another name in the code, and a field too, with `renamed_fields` (attribute -> wire name).
+    A list that a test reads holds all of them. Raises ValueError for a taken name, a class that is
+    no frozen dataclass, and a renamed field that the class lacks.
+    """
+
+    def add_wire_format(cls: Class) -> Class:
+        name = cls.__qualname__
+        if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} cannot be registered: it must be a frozen dataclass.")
+        other = _CLASSES_BY_WIRE_NAME.setdefault(wire_name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, name):
+            raise ValueError(
+                f"the wire name {wire_name!r} of {cls.__module__}.{name} is taken already by"
+                f" {other.__module__}.{other.__qualname__}; choose another wire name."
+            )
+        attributes = [field.name for field in fields(cls)]
+        wire_fields = {**dict(zip(attributes, attributes, strict=True)), **(renamed_fields or {})}
+        if len(wire_fields) > len(attributes):
+            raise ValueError(
+                f"{name} has no field {sorted(wire_fields.keys() - set(attributes))} to be renamed;"
+                f" it has {attributes}."
+            )
+        _CLASSES_BY_WIRE_NAME[wire_name] = cls
+        _WIRE_FORMATS[cls] = WireFormat(
+            wire_name,
+            wire_fields,
+            {wire_field: attribute for attribute, wire_field in wire_fields.items()},
+            {
+                wire_fields[field.name]
+                for field in fields(cls)
+                if field.default is MISSING and field.default_factory is MISSING
+            },
         )
-    _REGISTERED[name] = cls
-    return cls
+        return cls
+
+    return add_wire_format
 
 
-def encode(obj: Any) -> bytes:
+def list_wire_formats() -> dict[str, list[str]]:
+    """Return wire name of a class -> wire names of its fields, of all that this process registered."""
+    return {
+        wire_format.class_name: list(wire_format.wire_fields.values())
+        for wire_format in _WIRE_FORMATS.values()
+    }
+
+
+def encode_message(obj: Any) -> bytes:
     """One message. Tensors are copied once, from whatever device they are on; gradients are not kept.
 
     Takes None, bool, int, float, str, bytes, list, tuple, dict with str keys, Path, dense real tensors and registered
     dataclasses, nested at will. Raises ValueError for anything else (subclasses such as numpy.float64 included).
     """
-    return b"".join(encode_parts(obj))
+    return b"".join(encode_message_pieces(obj))
 
 
-def encode_parts(obj: Any) -> Parts:
-    """`encode` without the last copy."""
+def encode_message_pieces(obj: Any) -> MessagePieces:
+    """`encode_message` without the last copy."""
     buffers: list[Sequence[Buffer]] = []
     try:
-        tree = _pack(obj, buffers)
+        tree = _pack_object(obj, buffers)
     except RecursionError:
-        raise ValueError("cannot encode an object that is nested too deeply or contains itself.") from None
+        raise ValueError(
+            "cannot encode an object that is nested too deeply or contains itself."
+        ) from None
     sizes = [sum(map(len, pieces)) for pieces in buffers]
-    header = _written(_Header(tree, sizes))
-    parts = Parts([MAGIC + len(header).to_bytes(4, "little") + header])
+    header = _encode_header(_MessageHeader(tree, sizes))
+    parts = MessagePieces([MAGIC + len(header).to_bytes(4, "little") + header])
     position = len(parts[0])
     for pieces, size in zip(buffers, sizes, strict=True):
         padding = -position % ALIGNMENT
@@ -106,8 +170,8 @@ def encode_parts(obj: Any) -> Parts:
     return parts
 
 
-def decode(data: Buffer) -> Any:
-    """Undo `encode`. Raises ValueError when `data` is malformed, cut, too long or names an unregistered class.
+def decode_message(data: Buffer) -> Any:
+    """Undo `encode_message`. Raises ValueError when `data` is malformed, cut, too long or names an unregistered class.
 
     Tensors are views into `data` when it is writable (a bytearray), else into one copy of it; they keep it alive.
     """
@@ -115,14 +179,18 @@ def decode(data: Buffer) -> Any:
     if view.readonly:
         view = memoryview(bytearray(view))
     if len(view) < 8 or view[:4] != MAGIC:
-        raise ValueError(f"malformed message: {len(view)} bytes that do not start with {MAGIC!r} and a length.")
+        raise ValueError(
+            f"malformed message: {len(view)} bytes that do not start with {MAGIC!r} and a length."
+        )
     end = 8 + int.from_bytes(view[4:8], "little")
     if end > len(view):
-        raise ValueError(f"malformed message: a header of {end - 8} bytes is announced, {len(view) - 8} bytes follow.")
+        raise ValueError(
+            f"malformed message: a header of {end - 8} bytes is announced, {len(view) - 8} bytes follow."
+        )
     try:
-        header = _read(view[8:end])
-        buffers = _slices(view, end, header.sizes)
-        obj = _unpack(header.tree, buffers)
+        header = _decode_header(view[8:end])
+        buffers = _slice_buffers(view, end, header.sizes)
+        obj = _unpack_node(header.tree, buffers)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"malformed message: {error}.") from error
     if next(buffers, None) is not None:
@@ -130,112 +198,131 @@ def decode(data: Buffer) -> Any:
     return obj
 
 
-def write_file(path: Path, obj: Any) -> None:
-    """Write `encode(obj)`; at any moment `path` is the old file or the whole new one. Makes parent directories."""
-    write_whole(path, encode_parts(obj))
+def write_message_file(path: Path, obj: Any) -> None:
+    """Write `encode_message(obj)`; at any moment `path` is the old file or the whole new one. Makes parent directories."""
+    write_large_file_atomically(path, encode_message_pieces(obj))
 
 
-def read_file(path: Path) -> Any:
-    """Undo `write_file`. Raises ValueError naming the file when it is missing or malformed."""
+def read_message_file(path: Path) -> Any:
+    """Undo `write_message_file`. Raises ValueError naming the file when it is missing or malformed."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist or is not a file.")
     with open(path, "rb") as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         count = file.readinto(data)
     try:
-        return decode(memoryview(data)[:count])
+        return decode_message(memoryview(data)[:count])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _written(header: _Header) -> bytes:
+def _encode_header(header: _MessageHeader) -> bytes:
     try:
         return msgspec.json.encode(header)
     except UnicodeEncodeError:  # text with half of a surrogate pair: JSON can have it, UTF-8 cannot
         return json.dumps(msgspec.structs.asdict(header)).encode("ascii")
 
 
-def _read(header: memoryview) -> _Header:
+def _decode_header(header: memoryview) -> _MessageHeader:
     try:
-        return _READER.decode(header)
+        return _HEADER_DECODER.decode(header)
     except msgspec.DecodeError:
         if b"\\ud" not in bytes(header).lower():
             raise
-        return msgspec.convert(json.loads(bytes(header)), _Header)
+        return msgspec.convert(json.loads(bytes(header)), _MessageHeader)
 
 
-def _pack(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
+def _pack_object(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
     """The tree node of `obj`: JSON's own types for plain values and lists, else an object of one key, the kind."""
     kind = type(obj)
-    if kind in _PLAIN:
+    if kind in _PLAIN_TYPES:
         return obj
     if kind is float:
         return obj if math.isfinite(obj) else {"float": repr(obj)}
     if kind in (list, tuple):
-        nodes = list(obj) if set(map(type, obj)) <= _PLAIN else [_pack(item, buffers) for item in obj]
+        nodes = (
+            list(obj)
+            if set(map(type, obj)) <= _PLAIN_TYPES
+            else [_pack_object(item, buffers) for item in obj]
+        )
         return nodes if kind is list else {"tuple": nodes}
     if kind is dict:
         if any(type(key) is not str for key in obj):
             raise ValueError(f"cannot encode a dict with keys that are not str: {list(obj)[:3]!r}.")
-        return {"dict": {key: _pack(value, buffers) for key, value in obj.items()}}
-    if kind in (bytes, bytearray, Parts):
-        buffers.append(obj if kind is Parts else [obj])
+        return {"dict": {key: _pack_object(value, buffers) for key, value in obj.items()}}
+    if kind in (bytes, bytearray, MessagePieces):
+        buffers.append(obj if kind is MessagePieces else [obj])
         return {"bytes": sum(map(len, buffers[-1]))}
-    if kind is Runs:
-        return {"tensor": _pack_runs(obj, buffers)}
+    if kind is ColumnRuns:
+        return {"tensor": _pack_column_runs(obj, buffers)}
     if isinstance(obj, Tensor):
         return {"tensor": _pack_tensor(obj, buffers)}
     if isinstance(obj, Path):
         return {"path": str(obj)}
-    if _REGISTERED.get(kind.__qualname__) is kind:
-        return {
-            "data": [kind.__qualname__, {name: _pack(getattr(obj, name), buffers) for name in _names(obj.__class__)[0]}]
+    wire_format = _WIRE_FORMATS.get(kind)
+    if wire_format is not None:
+        columns = {
+            wire_field: _pack_object(getattr(obj, attribute), buffers)
+            for attribute, wire_field in wire_format.wire_fields.items()
         }
-    fix = "register the class with data.codec.register" if is_dataclass(obj) else "convert it to a plain type"
+        return {"data": [wire_format.class_name, columns]}
+    fix = (
+        "register the class with data.codec.register"
+        if is_dataclass(obj)
+        else "convert it to a plain type"
+    )
     raise ValueError(f"cannot encode a {kind.__module__}.{kind.__qualname__}; {fix}.")
 
 
 def _pack_tensor(tensor: Tensor, buffers: list[Sequence[Buffer]]) -> list[Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided:
-        raise ValueError(f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}.")
+        raise ValueError(
+            f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}."
+        )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # An array without entries can have no stride by which it would be seen as bytes.
     buffers.append([flat.view(torch.uint8).numpy().data if flat.numel() else b""])
     return [dtype, list(tensor.shape)]
 
 
-def _pack_runs(cut: Runs, buffers: list[Sequence[Buffer]]) -> list[Any]:
+def _pack_column_runs(column_runs: ColumnRuns, buffers: list[Sequence[Buffer]]) -> list[Any]:
     whole: list[Sequence[Buffer]] = []
-    dtype, shape = _pack_tensor(cut.column, whole)
+    dtype, shape = _pack_tensor(column_runs.column, whole)
     ((view,),) = whole
     row_bytes = len(view) // max(1, shape[0])
-    pieces: Sequence[Buffer] = [view[run.start * row_bytes : run.stop * row_bytes] for run in cut.runs]
-    if sum(map(len, pieces)) < SHORT_BYTES * len(pieces):
+    pieces: Sequence[Buffer] = [
+        view[run.start * row_bytes : run.stop * row_bytes] for run in column_runs.runs
+    ]
+    if sum(map(len, pieces)) < SHORT_RUN_BYTES * len(pieces):
         pieces = [b"".join(pieces)]
     buffers.append(pieces)
-    return [dtype, [sum(run.stop - run.start for run in cut.runs), *shape[1:]]]
+    return [dtype, [sum(run.stop - run.start for run in column_runs.runs), *shape[1:]]]
 
 
-def _unpack(node: Any, buffers: Iterator[memoryview]) -> Any:
+def _unpack_node(node: Any, buffers: Iterator[memoryview]) -> Any:
     kind = type(node)
-    if kind in _PLAIN_NODES:
+    if kind in _PLAIN_NODE_TYPES:
         return node
     if kind is list:
-        return node if set(map(type, node)) <= _PLAIN_NODES else [_unpack(item, buffers) for item in node]
+        return (
+            node
+            if set(map(type, node)) <= _PLAIN_NODE_TYPES
+            else [_unpack_node(item, buffers) for item in node]
+        )
     if len(node) != 1:
         raise ValueError(f"a node must have one key, not {sorted(node)}")
     ((tag, value),) = node.items()
     if tag == "tuple" and type(value) is list:
-        return tuple(_unpack(value, buffers))
+        return tuple(_unpack_node(value, buffers))
     if tag == "dict" and type(value) is dict:
-        return {key: _unpack(item, buffers) for key, item in value.items()}
+        return {key: _unpack_node(item, buffers) for key, item in value.items()}
     if tag == "float" and value in ("nan", "inf", "-inf"):
         return float(value)
     if tag == "path" and type(value) is str:
         return Path(value)
     if tag == "bytes" and type(value) is int:
-        return bytes(_take(buffers, value))
+        return bytes(_take_next_buffer(buffers, value))
     if tag == "tensor":
         return _unpack_tensor(value, buffers)
     if tag == "data":
@@ -244,13 +331,21 @@ def _unpack(node: Any, buffers: Iterator[memoryview]) -> Any:
 
 
 def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
-    if type(value) is not list or len(value) != 2 or value[0] not in list(DTYPES) or type(value[1]) is not list:
+    if (
+        type(value) is not list
+        or len(value) != 2
+        or value[0] not in list(DTYPES)
+        or type(value[1]) is not list
+    ):
         raise ValueError("a tensor needs a known dtype and a shape")
     dtype, shape = DTYPES[value[0]], value[1]
-    if any(type(size) is not int or size < 0 for size in shape) or math.prod(size or 1 for size in shape) >= 2**60:
+    if (
+        any(type(size) is not int or size < 0 for size in shape)
+        or math.prod(size or 1 for size in shape) >= 2**60
+    ):
         raise ValueError(f"{shape} is not a shape")
     count = math.prod(shape)
-    buffer = _take(buffers, count * dtype.itemsize)
+    buffer = _take_next_buffer(buffers, count * dtype.itemsize)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     if dtype is torch.bool and int(torch.frombuffer(buffer, dtype=torch.uint8).max()) > 1:
@@ -259,30 +354,37 @@ def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
 
 
 def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
-    if type(value) is not list or len(value) != 2 or type(value[0]) is not str or type(value[1]) is not dict:
+    if (
+        type(value) is not list
+        or len(value) != 2
+        or type(value[0]) is not str
+        or type(value[1]) is not dict
+    ):
         raise ValueError("a dataclass needs a name and its fields")
     name, columns = value
-    if name not in _REGISTERED:
-        raise ValueError(f"class {name!r} is not registered here; import the module that registers it")
-    cls = _REGISTERED[name]
-    known, needed = _names(cls)
-    if wrong := (needed - columns.keys()) | (columns.keys() - known):
-        raise ValueError(f"{name} was written with other fields (differing: {', '.join(sorted(wrong))})")
-    values = {key: _unpack(node, buffers) for key, node in columns.items()}
+    if name not in _CLASSES_BY_WIRE_NAME:
+        raise ValueError(
+            f"class {name!r} is not registered here; import the module that registers it"
+        )
+    cls = _CLASSES_BY_WIRE_NAME[name]
+    wire_format = _WIRE_FORMATS[cls]
+    missing_fields = wire_format.required_fields - columns.keys()
+    unknown_fields = columns.keys() - wire_format.attributes.keys()
+    if differing_fields := missing_fields | unknown_fields:
+        raise ValueError(
+            f"{name} was written with other fields (differing: {', '.join(sorted(differing_fields))})"
+        )
+    values = {
+        wire_format.attributes[wire_field]: _unpack_node(node, buffers)
+        for wire_field, node in columns.items()
+    }
     try:
         return cls(**values)
     except Exception as error:  # whatever the class's own checks raise on values of a wrong type
         raise ValueError(f"{name} refuses its fields ({error})") from error
 
 
-@functools.cache
-def _names(cls: type) -> tuple[dict[str, None], set[str]]:
-    """(all fields in their order, those without a default)."""
-    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-    return {f.name: None for f in fields(cls)}, needed
-
-
-def _slices(view: memoryview, position: int, sizes: list[int]) -> Iterator[memoryview]:
+def _slice_buffers(view: memoryview, position: int, sizes: list[int]) -> Iterator[memoryview]:
     """The buffers, after checking that they fill `view` from `position` to its end exactly."""
     starts = []
     for size in sizes:
@@ -294,7 +396,7 @@ def _slices(view: memoryview, position: int, sizes: list[int]) -> Iterator[memor
     return iter([view[start : start + size] for start, size in zip(starts, sizes, strict=True)])
 
 
-def _take(buffers: Iterator[memoryview], size: int) -> memoryview:
+def _take_next_buffer(buffers: Iterator[memoryview], size: int) -> memoryview:
     buffer = next(buffers, None)
     if buffer is None or len(buffer) != size:
         raise ValueError(f"a buffer of {size} bytes is missing")

@@ -5,7 +5,7 @@
     shared       p q r | a                        4: the prompt once, then what is each sample's own
 
 The last token of the prompt predicts the first token of each of its samples. Attention gives what is a sample's own the
-keys of the prompt (`models.document_order`); all else works token by token.
+keys of the prompt (`ranks.models.document_token_order`); all else works token by token.
 """
 
 from __future__ import annotations
@@ -19,36 +19,49 @@ from rlhf_megatron.data.batch import TokenBatch
 
 
 @dataclass(frozen=True)
-class Prompts:
+class SamplePrompts:
     """Says of each sample which prompt it has, and how much of that it may share."""
 
-    numbers: tuple[int, ...]  # the same for samples of one prompt
-    lengths: tuple[int, ...]  # tokens that can be shared; 0: of a sample without a prompt, or that trains nothing
+    prompt_numbers: tuple[int, ...]  # the same for samples of one prompt
+    prompt_lengths: tuple[
+        int, ...
+    ]  # tokens that can be shared; 0: of a sample without a prompt, or that trains nothing
 
 
-def find_prompts(batch: TokenBatch) -> Prompts:
+def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
     """Find each sample's prompt: what stands before its first token that trains. Equal tokens make one prompt."""
-    trains, token_ids, known = batch.response_mask.numpy(), batch.token_ids.numpy(), dict[bytes, int]()
+    trains, token_ids, known = (
+        batch.response_mask.numpy(),
+        batch.token_ids.numpy(),
+        dict[bytes, int](),
+    )
     numbers, lengths = [], []
     for start, stop in pairwise(batch.offsets.tolist()):
-        length = int(trains[start:stop].argmax()) if stop > start else 0  # to the first that trains; 0 where none does
+        length = (
+            int(trains[start:stop].argmax()) if stop > start else 0
+        )  # to the first that trains; 0 where none does
         lengths.append(length)
         numbers.append(known.setdefault(token_ids[start : start + length].tobytes(), len(known)))
-    return Prompts(tuple(numbers), tuple(lengths))
+    return SamplePrompts(tuple(numbers), tuple(lengths))
 
 
-def num_shared(prompts: Prompts, micro_batches: Iterable[Iterable[int]]) -> int:
+def count_shared_tokens(
+    sample_prompts: SamplePrompts, micro_batches: Iterable[Iterable[int]]
+) -> int:
     """Count the tokens of prompts that are not forwarded, since another sample of the micro-batch has them."""
     count = 0
     for samples in micro_batches:
         known: set[int] = set()
-        for number, length in ((prompts.numbers[sample], prompts.lengths[sample]) for sample in samples):
+        for number, length in (
+            (sample_prompts.prompt_numbers[sample], sample_prompts.prompt_lengths[sample])
+            for sample in samples
+        ):
             count += length if number in known else 0
             known.add(number)
     return count
 
 
-class Unit(NamedTuple):
+class PromptUnit(NamedTuple):
     """Some samples of one prompt; they go to one micro-batch."""
 
     samples: tuple[int, ...]
@@ -56,27 +69,33 @@ class Unit(NamedTuple):
     cost: int
 
 
-def units_of(
-    lengths: Sequence[int], prompts: Prompts, num_parts: int, room: int, attention_length: int
-) -> Iterator[Unit]:
+def split_into_prompt_units(
+    lengths: Sequence[int],
+    sample_prompts: SamplePrompts,
+    num_parts: int,
+    bin_capacity: int,
+    attention_length: int,
+) -> Iterator[PromptUnit]:
     """Yield all samples in units: those of a prompt in `num_parts` units of about as many samples, or in more where
-    that would be longer than `room`. Cost as `plan_replicas` counts it; an own token attends to its prompt as well. A
+    that would be longer than `bin_capacity`. Cost as `plan_replicas` counts it; an own token attends to its prompt as well. A
     further sample without own tokens counts as one: it has a row in the head.
     """
     by_prompt: dict[int, list[int]] = {}
-    for sample, number in enumerate(prompts.numbers):
+    for sample, number in enumerate(sample_prompts.prompt_numbers):
         by_prompt.setdefault(number, []).append(sample)
     for members in by_prompt.values():
-        shared = prompts.lengths[members[0]]
+        shared = sample_prompts.prompt_lengths[members[0]]
         most = -(-len(members) // num_parts) if shared else 1
-        alone = Unit((), shared, shared * (attention_length + shared))
+        alone = PromptUnit((), shared, shared * (attention_length + shared))
         unit = alone
         for sample in members:
             own = lengths[sample] - shared
-            if unit.samples and (len(unit.samples) == most or unit.length + max(own, 1) > room):
+            if unit.samples and (
+                len(unit.samples) == most or unit.length + max(own, 1) > bin_capacity
+            ):
                 yield unit
                 unit = alone
             own = max(own, 1) if unit.samples else own
             cost = unit.cost + own * (attention_length + own + 2 * shared)
-            unit = Unit((*unit.samples, sample), unit.length + own, cost)
+            unit = PromptUnit((*unit.samples, sample), unit.length + own, cost)
         yield unit

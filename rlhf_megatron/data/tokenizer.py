@@ -9,9 +9,9 @@ from typing import Any
 
 import tokenizers
 
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an id that is no token (rows of a padded vocabulary)
+UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an id that is no token (rows of a padded vocabulary)
 MAX_VOCABULARY = 1 << 24
-TEXTS_AT_ONCE = 8192  # bounds the memory of encodings, which hold far more than ids
+TEXTS_PER_CALL = 8192  # bounds the memory of encodings, which hold far more than ids
 
 
 class Tokenizer:
@@ -26,17 +26,21 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
-        self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
-        if not self._known_ids or max(self._known_ids) >= MAX_VOCABULARY:
+        self._vocabulary_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        if not self._vocabulary_ids or max(self._vocabulary_ids) >= MAX_VOCABULARY:
             raise ValueError(
-                f"tokenizer.json has token ids up to {max(self._known_ids, default=None)}; they must be below"
+                f"tokenizer.json has token ids up to {max(self._vocabulary_ids, default=None)}; they must be below"
                 f" {MAX_VOCABULARY}, which no vocabulary reaches: fetch it again."
             )
-        self._ints = list(range(max(self._known_ids) + 1))  # an id is one object, however often it occurs: memory
+        self._shared_ints = list(
+            range(max(self._vocabulary_ids) + 1)
+        )  # an id is one object, however often it occurs: memory
         self.eos_token_ids = tuple(eos_token_ids)  # any of them ends a response
         self.pad_token_id = pad_token_id
         self.chat_template = chat_template  # jinja2; None: it has none
-        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token ...: what a chat template calls them
+        self.special_tokens = dict(
+            special_tokens or {}
+        )  # bos_token, eos_token ...: what a chat template calls them
 
     @property
     def eos_token_id(self) -> int:
@@ -46,33 +50,35 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id + 1. A model's vocabulary may be larger."""
-        return max(self._known_ids) + 1
+        return max(self._vocabulary_ids) + 1
 
-    def has_tokens_of(self, other: Tokenizer) -> bool:
+    def has_same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether an id stands for the same token in both."""
         own, its = (one._backend.get_vocab(with_added_tokens=True) for one in (self, other))
         return own == its
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return self.encode_all([text])[0]
+        return self.encode_texts([text])[0]
 
-    def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    def encode_texts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Raises ValueError when a text has a character that the vocabulary cannot spell."""
         ids: list[tuple[int, ...]] = []
-        for start in range(0, len(texts), TEXTS_AT_ONCE):
+        for start in range(0, len(texts), TEXTS_PER_CALL):
             try:
                 encodings = self._backend.encode_batch_fast(
-                    list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=False
+                    list(texts[start : start + TEXTS_PER_CALL]), add_special_tokens=False
                 )
             except Exception as error:  # `tokenizers` raises nothing more specific
                 raise ValueError(
                     f"a text cannot be spelled with this vocabulary ({error}); use another tokenizer."
                 ) from error
-            ids += [tuple(map(self._ints.__getitem__, encoding.ids)) for encoding in encodings]
+            ids += [
+                tuple(map(self._shared_ints.__getitem__, encoding.ids)) for encoding in encodings
+            ]
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Token ids, and the characters [begin, end) of each. Raises ValueError as `encode_all`."""
+        """Token ids, and the characters [begin, end) of each. Raises ValueError as `encode_texts`."""
         ids = self.encode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         assert tuple(encoding.ids) == ids, "offsets change no ids"
@@ -80,25 +86,29 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. An id that is no token shows as U+FFFD."""
-        return self._text(token_ids, skip_special_tokens=True)
+        return self._decode_known_ids(token_ids, skip_special_tokens=True)
 
-    def spell(self, token_ids: Sequence[int]) -> str:
+    def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
         """Text in which special tokens stand by their names: for people."""
-        return self._text(token_ids, skip_special_tokens=False)
+        return self._decode_known_ids(token_ids, skip_special_tokens=False)
 
-    def _text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        pieces = _split(token_ids, self._known_ids)
-        return UNKNOWN.join(self._backend.decode(piece, skip_special_tokens=skip_special_tokens) for piece in pieces)
+    def _decode_known_ids(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        pieces = _split_at_unknown_ids(token_ids, self._vocabulary_ids)
+        return UNKNOWN_TOKEN_TEXT.join(
+            self._backend.decode(piece, skip_special_tokens=skip_special_tokens) for piece in pieces
+        )
 
-    def stop_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
-        """The ids that end a response: the end-of-sequence tokens and these texts. Raises ValueError as `token_id`."""
-        return tuple(dict.fromkeys([*self.eos_token_ids, *map(self.token_id, texts)]))
+    def make_stop_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """The ids that end a response: the end-of-sequence tokens and these texts. Raises ValueError as `encode_single_token`."""
+        return tuple(dict.fromkeys([*self.eos_token_ids, *map(self.encode_single_token, texts)]))
 
-    def token_id(self, text: str) -> int:
+    def encode_single_token(self, text: str) -> int:
         """The id of a text that is one token (a stop string). Raises ValueError when it is more or none."""
         ids = self.encode(text)
         if len(ids) != 1:
-            raise ValueError(f"{text!r} is {len(ids)} tokens {list(ids)}; choose a string that is one token.")
+            raise ValueError(
+                f"{text!r} is {len(ids)} tokens {list(ids)}; choose a string that is one token."
+            )
         return ids[0]
 
 
@@ -121,14 +131,19 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises nothing more specific
-        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read ({error}).") from error
+        raise ValueError(
+            f"{path} is not a tokenizer that `tokenizers` can read ({error})."
+        ) from error
     backend.no_padding()
     backend.no_truncation()
 
-    settings = _read_json(directory / "tokenizer_config.json")
+    settings = _read_json_object(directory / "tokenizer_config.json")
     model = Path(model_directory) if model_directory is not None else directory
-    configs = [_read_json(model / "generation_config.json"), _read_json(model / "config.json")]
-    candidates = [_token_id(backend, settings.get("eos_token"))]
+    configs = [
+        _read_json_object(model / "generation_config.json"),
+        _read_json_object(model / "config.json"),
+    ]
+    candidates = [_find_token_id(backend, settings.get("eos_token"))]
     for config in configs:
         value = config.get("eos_token_id")
         candidates += value if isinstance(value, list) else [value]
@@ -138,14 +153,18 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
             f"no end-of-sequence token in {directory}; name eos_token in tokenizer_config.json "
             "or eos_token_id in generation_config.json."
         )
-    pads = [_token_id(backend, settings.get("pad_token")), *(config.get("pad_token_id") for config in configs)]
+    pads = [
+        _find_token_id(backend, settings.get("pad_token")),
+        *(config.get("pad_token_id") for config in configs),
+    ]
     pad_token_id = next((i for i in pads if isinstance(i, int)), eos_token_ids[0])
     return Tokenizer(
         backend,
         eos_token_ids,
         pad_token_id,
-        _chat_template(directory, settings),
-        _special_tokens(_read_json(directory / "special_tokens_map.json")) | _special_tokens(settings),
+        _read_chat_template(directory, settings),
+        _parse_special_tokens(_read_json_object(directory / "special_tokens_map.json"))
+        | _parse_special_tokens(settings),
     )
 
 
@@ -159,13 +178,19 @@ def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> No
     """
     names = ["<pad>", "<eos>", *CHARACTERS]
     if vocab_size < len(names):
-        raise ValueError(f"vocab_size ({vocab_size}) must be at least {len(names)}, the number of tokens.")
+        raise ValueError(
+            f"vocab_size ({vocab_size}) must be at least {len(names)}, the number of tokens."
+        )
     names += [f"<unused{i}>" for i in range(len(names), vocab_size)]
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({name: i for i, name in enumerate(names)})
+    )
     every_character = tokenizers.Regex(r"[\s\S]")
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(every_character, behavior="isolated")
     backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names[:2]])
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(name, special=True, normalized=False) for name in names[:2]]
+    )
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -177,10 +202,12 @@ def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> No
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     """The object in `path`, {} when there is no such file."""
     if not path.is_file():
         return {}
@@ -193,14 +220,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+def _read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """The file wins over the entry, as in transformers; of several, the one named default."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         if "default" not in named:
             raise ValueError(
                 f"{directory / 'tokenizer_config.json'}: of its chat templates ({', '.join(map(str, named))}) one must"
@@ -214,28 +245,37 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def _parse_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of each special token, which is a string or {"content": string}."""
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
-    return {name: text for name, text in contents.items() if name.endswith("_token") and isinstance(text, str)}
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in settings.items()
+    }
+    return {
+        name: text
+        for name, text in contents.items()
+        if name.endswith("_token") and isinstance(text, str)
+    }
 
 
-def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
+def _find_token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     """The id of a token of tokenizer_config.json, which is a string or {"content": string}."""
     if isinstance(token, dict):
         token = token.get("content")
     return backend.token_to_id(token) if isinstance(token, str) else None
 
 
-def _split(token_ids: Iterable[int], known_ids: frozenset[int]) -> Iterator[list[int]]:
+def _split_at_unknown_ids(
+    token_ids: Iterable[int], vocabulary_ids: frozenset[int]
+) -> Iterator[list[int]]:
     """The runs of known ids between unknown ones."""
     token_ids = list(token_ids)
-    if known_ids.issuperset(token_ids):
+    if vocabulary_ids.issuperset(token_ids):
         yield token_ids
         return
     piece: list[int] = []
     for token_id in token_ids:
-        if token_id in known_ids:
+        if token_id in vocabulary_ids:
             piece.append(token_id)
         else:
             yield piece

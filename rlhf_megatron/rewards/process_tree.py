@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 
 
-def children(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """Processes whose parent is `pid`, at this moment; none of one that has ended."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -19,27 +19,33 @@ def children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 found += map(int, file.read().split())
         except FileNotFoundError:
-            if os.path.exists(f"/proc/{pid}/task/{thread}/stat"):  # a kernel without CONFIG_PROC_CHILDREN
-                return _by_parent(pid)
+            if os.path.exists(
+                f"/proc/{pid}/task/{thread}/stat"
+            ):  # a kernel without CONFIG_PROC_CHILDREN
+                return _scan_children(pid)
         except OSError:
             continue  # the thread has ended meanwhile
     return found
 
 
-def _by_parent(parent: int) -> list[int]:
-    return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and fields_of(pid)[1:2] == [str(parent).encode()]]
+def _scan_children(parent_pid: int) -> list[int]:
+    return [
+        int(pid)
+        for pid in os.listdir("/proc")
+        if pid.isdigit() and read_stat_fields(pid)[1:2] == [str(parent_pid).encode()]
+    ]
 
 
-def fields_of(path: int | str) -> Sequence[bytes]:
-    """Return the fields of /proc/`path`/stat from the state on, which is field 3 of proc(5); none of what has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{path}/stat", "rb") as file:
+def read_stat_fields(stat_path: int | str) -> Sequence[bytes]:
+    """Return the fields of /proc/`stat_path`/stat from the state on, which is field 3 of proc(5); none of what has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{stat_path}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
     return []
 
 
-def descendants(pid: int, but: Collection[int] = ()) -> Iterator[int]:
-    """Processes below `pid`, at this moment, without those in `but` and below them."""
-    for child in children(pid):
-        if child not in but:
+def iterate_descendants(pid: int, excluded_pids: Collection[int] = ()) -> Iterator[int]:
+    """Processes below `pid`, at this moment, without those in `excluded_pids` and below them."""
+    for child in list_children(pid):
+        if child not in excluded_pids:
             yield child
-            yield from descendants(child, but)
+            yield from iterate_descendants(child, excluded_pids)

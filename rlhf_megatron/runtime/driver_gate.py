@@ -12,9 +12,9 @@ import subprocess
 import threading
 import time
 
-from rlhf_megatron.rollout.drivers import pool
-from rlhf_megatron.runtime import channel
-from rlhf_megatron.runtime.registration import listen
+from rlhf_megatron.rollout.drivers import driver_pool
+from rlhf_megatron.runtime import message_channel
+from rlhf_megatron.runtime.host_registration import open_listener
 
 logger = logging.getLogger(__name__)
 
@@ -24,41 +24,41 @@ _GREET_S = 10.0
 class DriverGate:
     """The gate of this machine, a thread of this process."""
 
-    def __init__(self, host: str, secret: bytes) -> None:
-        """`host`: the address of this machine, as the controller reaches it."""
+    def __init__(self, machine_address: str, secret: bytes) -> None:
+        """`machine_address`: the address of this machine, as the controller reaches it."""
         self._secret = secret
-        self._listener = listen(host)
+        self._listener = open_listener(machine_address)
         self._drivers: dict[int, subprocess.Popen[bytes]] = {}
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, name="driver-gate", daemon=True).start()
+        self.address = f"{machine_address}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept_connections, name="driver-gate", daemon=True).start()
 
-    def _serve(self) -> None:
+    def _accept_connections(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
                 with connection:
-                    asked = channel.accept(connection, self._secret, _GREET_S)
-                    self._start(connection, asked.receive(time.monotonic() + _GREET_S))
+                    asked = message_channel.accept_channel(connection, self._secret, _GREET_S)
+                    self._start_driver(connection, asked.receive(time.monotonic() + _GREET_S))
             except (OSError, EOFError) as error:  # who asks has ended, or does not hold the secret
                 logger.warning("no driver was started: %s", error)
                 time.sleep(_GREET_S / 100)
 
-    def _start(self, connection: socket.socket, number: int) -> None:
-        if (former := self._drivers.get(number)) is not None:  # it may hang
+    def _start_driver(self, connection: socket.socket, driver_number: int) -> None:
+        if (former := self._drivers.get(driver_number)) is not None:  # it may hang
             former.kill()
             former.wait()
-        self._drivers[number] = pool.start_process(connection, number)
-        logger.info("driver%d is process %d", number, self._drivers[number].pid)
+        self._drivers[driver_number] = driver_pool.start_driver_process(connection, driver_number)
+        logger.info("driver%d is process %d", driver_number, self._drivers[driver_number].pid)
 
 
-def reach_gates(secret: bytes) -> None:
+def enable_remote_drivers(secret: bytes) -> None:
     """Let the controller, which this process is, have drivers on the machines of its engines."""
 
-    def reach(address: str, number: int) -> socket.socket:
-        host, _, port = address.rpartition(":")
+    def connect_to_gate(gate_address: str, driver_number: int) -> socket.socket:
+        host, _, port = gate_address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_GREET_S)
-        channel.connect(connection, secret, _GREET_S).send(number)
+        message_channel.open_channel(connection, secret, _GREET_S).send(driver_number)
         connection.setblocking(False)
         return connection
 
-    pool.reach = reach
+    driver_pool.connect_through_gate = connect_to_gate

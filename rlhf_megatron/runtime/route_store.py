@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data import codec, routes
-from rlhf_megatron.data.routes import Held, Ids, Selected
-from rlhf_megatron.runtime import channel
-from rlhf_megatron.runtime.processes import die_with_parent
-from rlhf_megatron.runtime.registration import listen
+from rlhf_megatron.data import codec, expert_route_files
+from rlhf_megatron.data.expert_route_files import ExpertIds, RouteStorageUsage, SelectedRoutes
+from rlhf_megatron.runtime import message_channel
+from rlhf_megatron.runtime.host_registration import open_listener
+from rlhf_megatron.runtime.process_control import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ MODULE = "rlhf_megatron.runtime.route_store"
 CONNECT_S = 30.0
 ANSWER_S = 300.0  # after which a store counts as gone
 HELD_S = 30.0  # the same of HELD, which the controller asks in each step
-HELD = "held"  # a message; the answer is a `routes.Held`
+HELD = "held"  # a message; the answer is a `expert_route_files.Held`
 
 
-@codec.register
+@codec.register("RoutesWanted")
 @dataclass(frozen=True)
-class RoutesWanted:
+class RouteRequest:
     """Tokens of a file, and by the number of layers that it may have the layers."""
 
     name: str
@@ -50,19 +50,19 @@ class RoutesWanted:
     top_k: int
 
 
-@codec.register
+@codec.register("RoutesFound")
 @dataclass(frozen=True)
-class RoutesFound:
-    """The answer to `RoutesWanted`. `problem`: why there is none."""
+class RouteReply:
+    """The answer to `RouteRequest`. `problem`: why there is none."""
 
     num_tokens: int
     ids: Tensor
     problem: str = ""
 
 
-@codec.register
+@codec.register("FilesNamed")
 @dataclass(frozen=True)
-class FilesNamed:
+class RouteFilesRequest:
     """Files to look for, or to remove. The answer is a bool: whether all were there."""
 
     names: tuple[str, ...]
@@ -73,73 +73,95 @@ class FilesNamed:
 # ---- in ranks, the controller and keepers ----
 
 
-class Stores:
-    """Connections of this process to the stores of machines; see `data.routes.Elsewhere`. Thread-safe."""
+class RouteStoreClient:
+    """Connections of this process to the stores of machines; see `data.expert_route_files.RemoteRouteStores`. Thread-safe."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
         self._lock = threading.Lock()
-        self._channels: dict[str, channel.Channel] = {}
-        self._lost: dict[str, bool] = {}  # stores that did not answer: whether to ask again takes no time
+        self._channels: dict[str, message_channel.MessageChannel] = {}
+        self._lost_stores: dict[
+            str, bool
+        ] = {}  # stores that did not answer: whether to ask again takes no time
 
-    def select(self, address: str, name: str, positions: Ids, layers_of: Mapping[int, Ids], top_k: int) -> Selected:
+    def select_routes(
+        self,
+        address: str,
+        path: str,
+        positions: ExpertIds,
+        layers_by_count: Mapping[int, ExpertIds],
+        top_k: int,
+    ) -> SelectedRoutes:
         """Raises ValueError where the store does not answer, or has no such file."""
-        layers = tuple(torch.from_numpy(wanted) for wanted in layers_of.values())
-        wanted = RoutesWanted(name, torch.from_numpy(positions.astype("int32")), tuple(layers_of), layers, top_k)
+        layers = tuple(torch.from_numpy(wanted) for wanted in layers_by_count.values())
+        wanted = RouteRequest(
+            path, torch.from_numpy(positions.astype("int32")), tuple(layers_by_count), layers, top_k
+        )
         try:
-            found = self._ask(address, wanted)
+            found = self._send_request(address, wanted)
         except OSError as error:
             raise ValueError(
-                f"the store at {address} does not hand out {name} ({error}): its machine or process is gone, or hangs."
+                f"the store at {address} does not hand out {path} ({error}): its machine or process is gone, or hangs."
                 " The same command goes on from the last checkpoint, and generates again what is lost."
             ) from error
-        assert isinstance(found, RoutesFound)
+        assert isinstance(found, RouteReply)
         if found.problem:
             raise ValueError(f"the store at {address}: {found.problem}")
-        return Selected(found.num_tokens, found.ids.numpy(), num_fetched=found.ids.nbytes)
+        return SelectedRoutes(found.num_tokens, found.ids.numpy(), num_fetched=found.ids.nbytes)
 
-    def are_there(self, address: str, names: Sequence[str]) -> bool:
-        if not self._lost.get(address, True):
+    def has_intact_routes(self, address: str, paths: Sequence[str]) -> bool:
+        if not self._lost_stores.get(address, True):
             return False
         try:
-            return bool(self._ask(address, FilesNamed(tuple(names), is_removal=False)))
+            return bool(
+                self._send_request(address, RouteFilesRequest(tuple(paths), is_removal=False))
+            )
         except OSError as error:
-            if address not in self._lost:
-                logger.warning("the store at %s does not answer (%s): what it has counts as lost", address, error)
-            self._lost[address] = isinstance(error, ConnectionRefusedError)
+            if address not in self._lost_stores:
+                logger.warning(
+                    "the store at %s does not answer (%s): what it has counts as lost",
+                    address,
+                    error,
+                )
+            self._lost_stores[address] = isinstance(error, ConnectionRefusedError)
             return False
 
-    def remove(self, address: str, names: Sequence[str], are_trained: bool) -> None:
+    def remove_route_files(self, address: str, paths: Sequence[str], is_step_trained: bool) -> None:
         with contextlib.suppress(OSError):  # its machine is gone, and they with it
-            self._ask(address, FilesNamed(tuple(names), is_removal=True, are_trained=are_trained))
+            self._send_request(
+                address,
+                RouteFilesRequest(tuple(paths), is_removal=True, are_trained=is_step_trained),
+            )
 
-    def held(self, address: str) -> Held:
+    def measure_storage(self, address: str) -> RouteStorageUsage:
         try:
-            found = self._ask(address, HELD)
+            found = self._send_request(address, HELD)
         except OSError:  # its machine is gone, and what it had with it, or its process hangs
-            return Held()
-        assert isinstance(found, Held)
+            return RouteStorageUsage()
+        assert isinstance(found, RouteStorageUsage)
         return found
 
-    def _ask(self, address: str, message: object) -> object:
+    def _send_request(self, address: str, message: object) -> object:
         """Raises OSError, also where no answer comes in time."""
         with self._lock:
             known = self._channels.get(address)
             if known is not None:
                 try:
-                    return self._exchange(known, message)
+                    return self._exchange_message(known, message)
                 except (OSError, EOFError):  # it was started again
                     pass
             host, _, port = address.rpartition(":")
             connected = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
-            self._channels[address] = channel.connect(connected, self.secret, CONNECT_S)
+            self._channels[address] = message_channel.open_channel(
+                connected, self.secret, CONNECT_S
+            )
             try:
-                return self._exchange(self._channels[address], message)
+                return self._exchange_message(self._channels[address], message)
             except EOFError as error:
                 raise ConnectionError(str(error)) from error
 
     @staticmethod
-    def _exchange(connection: channel.Channel, message: object) -> object:
+    def _exchange_message(connection: message_channel.MessageChannel, message: object) -> object:
         """What fails ends the connection: a late answer must not be taken for that to the next message."""
         try:
             connection.send(message)
@@ -149,115 +171,138 @@ class Stores:
             raise
 
 
-def reach_stores(secret: bytes) -> None:
+def enable_route_stores(secret: bytes) -> None:
     """Let this process of a run read handles of other machines."""
-    routes.elsewhere = Stores(secret)
+    expert_route_files.remote_route_stores = RouteStoreClient(secret)
 
 
-def run_secret() -> bytes:
-    """Return the secret that `reach_stores` was given."""
-    assert isinstance(routes.elsewhere, Stores), "this process is of no run"
-    return routes.elsewhere.secret
+def get_run_secret() -> bytes:
+    """Return the secret that `enable_route_stores` was given."""
+    assert isinstance(expert_route_files.remote_route_stores, RouteStoreClient), (
+        "this process is of no run"
+    )
+    return expert_route_files.remote_route_stores.secret
 
 
-def serve_routes(run_dir: Path, host: str) -> RouteStore:
-    """Start the store of this machine, after `reach_stores`."""
-    return RouteStore((run_dir / "routes").absolute(), host, run_secret())
+def start_route_store(run_dir: Path, machine_address: str) -> RouteStoreProcess:
+    """Start the store of this machine, after `enable_route_stores`."""
+    return RouteStoreProcess((run_dir / "routes").absolute(), machine_address, get_run_secret())
 
 
 # ---- on a machine with engines ----
 
 
-class RouteStore:
+class RouteStoreProcess:
     """The store of this machine, as a child of this process. It ends with it, or with `close`."""
 
-    def __init__(self, directory: Path, host: str, secret: bytes) -> None:
-        """`host`: the address of this machine, as others reach it. Processes that this one starts, and itself, write
+    def __init__(self, directory: Path, machine_address: str, secret: bytes) -> None:
+        """`machine_address`: the address of this machine, as others reach it. Processes that this one starts, and itself, write
         handles of the store from now on."""
         directory.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", MODULE, str(directory), host, str(os.getpid())]
+        command = [sys.executable, "-m", MODULE, str(directory), machine_address, str(os.getpid())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(secret + b"\n")
         self._process.stdin.flush()
         address = self._process.stdout.readline().decode().strip()
         if not address:
-            raise OSError(f"the store of routes in {directory} could not be started; its message is above.")
-        self.address = os.environ[routes.STORE_ENV] = address
+            raise OSError(
+                f"the store of routes in {directory} could not be started; its message is above."
+            )
+        self.address = os.environ[expert_route_files.STORE_ENV] = address
 
     def close(self) -> None:
         """Safe to call twice. The files stay."""
-        os.environ.pop(routes.STORE_ENV, None)
+        os.environ.pop(expert_route_files.STORE_ENV, None)
         self._process.kill()
         self._process.wait()
 
 
-class _Files:
+class _StoredRouteFiles:
     """The files of one directory, and those of them that a former process has left and nobody has asked for."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = threading.Lock()
-        self._left = {str(path) for path in directory.glob("*.npy")}
+        self._unclaimed_paths = {str(path) for path in directory.glob("*.npy")}
 
-    def answer(self, message: object) -> object:
-        if isinstance(message, RoutesWanted):
-            return self._selected(message)
+    def answer_request(self, message: object) -> object:
+        if isinstance(message, RouteRequest):
+            return self._select_routes(message)
         if message == HELD:
-            return routes.held(self._directory)
-        assert isinstance(message, FilesNamed), f"a store does not answer {type(message).__name__}"
-        names = [self._own(name) for name in message.names]
+            return expert_route_files.measure_route_storage(self._directory)
+        assert isinstance(message, RouteFilesRequest), (
+            f"a store does not answer {type(message).__name__}"
+        )
+        names = [self._resolve_path(name) for name in message.names]
         if not message.is_removal:
             with self._lock:
-                self._left -= set(names)
-            return routes.are_there(names)
+                self._unclaimed_paths -= set(names)
+            return expert_route_files.has_intact_routes(names)
         with self._lock:
-            left, self._left = (self._left, set()) if message.are_trained else (set(), self._left)
-        routes.remove_routes([*names, *left])
+            left, self._unclaimed_paths = (
+                (self._unclaimed_paths, set())
+                if message.are_trained
+                else (set(), self._unclaimed_paths)
+            )
+        expert_route_files.remove_route_files([*names, *left])
         return True
 
-    def _selected(self, wanted: RoutesWanted) -> RoutesFound:
-        layers_of = {n: layers.numpy() for n, layers in zip(wanted.num_layers, wanted.layers, strict=True)}
+    def _select_routes(self, request: RouteRequest) -> RouteReply:
+        layers_of = {
+            n: layers.numpy() for n, layers in zip(request.num_layers, request.layers, strict=True)
+        }
         try:
-            found = routes.select_routes(self._own(wanted.name), wanted.positions.numpy(), layers_of, wanted.top_k)
+            found = expert_route_files.select_routes(
+                self._resolve_path(request.name),
+                request.positions.numpy(),
+                layers_of,
+                request.top_k,
+            )
         except (ValueError, OSError) as error:
-            return RoutesFound(0, torch.empty(0), str(error))
-        return RoutesFound(found.num_tokens, torch.from_numpy(found.ids))
+            return RouteReply(0, torch.empty(0), str(error))
+        return RouteReply(found.num_tokens, torch.from_numpy(found.ids))
 
-    def _own(self, name: str) -> str:
+    def _resolve_path(self, name: str) -> str:
         """Return the path of a file of this directory, whatever folders `name` has: nothing else is read or removed."""
         return str(self._directory / Path(name).name)
 
 
-def _listener(port_file: Path, host: str) -> socket.socket:
+def _open_store_listener(port_file: Path, machine_address: str) -> socket.socket:
     """Listen on the port that the former store of this machine had, where that is free, else on another."""
     with contextlib.suppress(OSError, ValueError):
         port = int(port_file.read_text())
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
-    return listen(host)
+        family = socket.getaddrinfo(machine_address, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((machine_address, port), family=family, backlog=1024)
+    return open_listener(machine_address)
 
 
-def main(directory: Path, host: str, parent: int) -> None:
+def main(directory: Path, machine_address: str, parent_pid: int) -> None:
     """Serve until the process that started this one ends."""
-    die_with_parent(9, parent)
+    die_with_parent(9, parent_pid)
     secret = sys.stdin.buffer.readline().strip()
-    port_file = directory.parent / f"{directory.name}.{host}.port"
-    listener, files = _listener(port_file, host), _Files(directory)
+    port_file = directory.parent / f"{directory.name}.{machine_address}.port"
+    listener, files = _open_store_listener(port_file, machine_address), _StoredRouteFiles(directory)
     port = listener.getsockname()[1]
     port_file.write_text(str(port))
-    sys.stdout.write(f"[{host}]:{port}\n" if ":" in host else f"{host}:{port}\n")
+    sys.stdout.write(
+        f"[{machine_address}]:{port}\n" if ":" in machine_address else f"{machine_address}:{port}\n"
+    )
     sys.stdout.flush()
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_serve, args=(connection, secret, files), daemon=True).start()
+        threading.Thread(
+            target=_serve_connection, args=(connection, secret, files), daemon=True
+        ).start()
 
 
-def _serve(connection: socket.socket, secret: bytes, files: _Files) -> None:
+def _serve_connection(
+    connection: socket.socket, secret: bytes, route_files: _StoredRouteFiles
+) -> None:
     with contextlib.suppress(OSError, EOFError):  # who asks has ended, or does not hold the secret
-        asked = channel.accept(connection, secret, CONNECT_S)
+        asked = message_channel.accept_channel(connection, secret, CONNECT_S)
         while True:
-            asked.send(files.answer(asked.receive()))
+            asked.send(route_files.answer_request(asked.receive()))
     connection.close()
 
 

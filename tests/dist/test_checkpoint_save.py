@@ -16,8 +16,8 @@ from dist_pool import DistPool
 from torch import Tensor
 from workers_jobs import CONFIG, OVERLAPPED, SHARDED, train, whole
 
-from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import MiniBatch
+from rlhf_megatron.weights.checkpoint_manifest import SaveResult
 
 pytestmark = pytest.mark.dist
 NAME = "qwen3_tied"
@@ -42,7 +42,8 @@ def case() -> Case:
     batch = reference.with_past(batch, log_probs)
     exact = reference.run_steps(reference.make_model(NAME).double(), batch, "policy")
     draws = reference.in_float32(
-        lambda: reference.make_model(NAME), lambda model: reference.run_steps(model, batch, "policy")
+        lambda: reference.make_model(NAME),
+        lambda model: reference.run_steps(model, batch, "policy"),
     )
     return Case(state, batch, exact, draws)
 
@@ -59,9 +60,17 @@ def test_a_save_holds_the_values_of_the_moment_it_was_asked_for(
     dist_pool: DistPool, case: Case, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     ranks = dist_pool.run(
-        overtaken_save, name=NAME, state=case.state, batch=case.batch, directory=tmp_path, timeout_s=300, **layout
+        overtaken_save,
+        name=NAME,
+        state=case.state,
+        batch=case.batch,
+        directory=tmp_path,
+        timeout_s=300,
+        **layout,
     )
-    assert not all(rank["was_done"] for rank in ranks), "the writer was not overtaken; this test shows nothing"
+    assert not all(rank["was_done"] for rank in ranks), (
+        "the writer was not overtaken; this test shows nothing"
+    )
     for rank in ranks:
         assert rank["has_moved"]
         assert rank["is_loaded"] and rank["moments"] and rank["goes_on"]
@@ -74,9 +83,17 @@ def test_a_save_holds_the_values_of_the_moment_it_was_asked_for(
         assert records[name].num_bytes == path.stat().st_size
 
 
-def test_a_rank_that_cannot_write_is_an_error_on_all_ranks(dist_pool: DistPool, case: Case, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_is_an_error_on_all_ranks(
+    dist_pool: DistPool, case: Case, tmp_path: Path
+) -> None:
     ranks: list[dict[str, SaveResult]] = dist_pool.run(
-        failing_saves, tp=2, name=NAME, state=case.state, batch=case.batch, directory=tmp_path, timeout_s=300
+        failing_saves,
+        tp=2,
+        name=NAME,
+        state=case.state,
+        batch=case.batch,
+        directory=tmp_path,
+        timeout_s=300,
     )
     for name, words in {
         "injected": ("tp1", "No space left"),
@@ -95,23 +112,41 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_ranks(dist_pool: DistPool, 
     assert all(rank["good"].error is None and rank["good"].files for rank in ranks)
 
 
-def test_a_changed_learning_rate_is_in_use_after_a_resume(dist_pool: DistPool, case: Case, tmp_path: Path) -> None:
+def test_a_changed_learning_rate_is_in_use_after_a_resume(
+    dist_pool: DistPool, case: Case, tmp_path: Path
+) -> None:
     """Megatron's schedules would go on with the rate in the checkpoint, whatever the configuration says."""
-    common: dict[str, Any] = {"name": NAME, "state": case.state, "batch": case.batch, "loss": "sft", "timeout_s": 300}
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": case.state,
+        "batch": case.batch,
+        "loss": "sft",
+        "timeout_s": 300,
+    }
     dist_pool.run(train, num_steps=2, directory=tmp_path / "a", **common)
     faster = replace(CONFIG, optim=replace(CONFIG.optim, lr=3 * reference.LR))
-    (rank,) = dist_pool.run(train, num_steps=1, directory=tmp_path / "a", is_loading=True, config=faster, **common)
+    (rank,) = dist_pool.run(
+        train, num_steps=1, directory=tmp_path / "a", is_loading=True, config=faster, **common
+    )
     assert rank.updates[0].lr == pytest.approx(3 * reference.LR)
 
 
 def test_replicas_share_the_writing(dist_pool: DistPool, case: Case, tmp_path: Path) -> None:
-    common: dict[str, Any] = {"name": NAME, "state": case.state, "batch": case.batch, "loss": "sft", "timeout_s": 300}
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": case.state,
+        "batch": case.batch,
+        "loss": "sft",
+        "timeout_s": 300,
+    }
     dist_pool.run(train, dp=2, megatron=SHARDED, num_steps=1, directory=tmp_path / "a", **common)
     sizes = [(tmp_path / "a" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert 0.8 <= sizes[0] / sizes[1] <= 1.25, sizes
 
 
-SAVES: list[tuple[dict[str, Any], torch.dtype]] = [  # layouts of dist_pool, and settings of MegatronConfig
+SAVES: list[
+    tuple[dict[str, Any], torch.dtype]
+] = [  # layouts of dist_pool, and settings of MegatronConfig
     ({"tp": 2, "megatron": SHARDED}, torch.float32),
     ({"pp": 2, "vpp": 2, "megatron": SHARDED}, torch.float32),
     ({"tp": 2, "pp": 2, "megatron": SHARDED}, torch.float32),
@@ -128,7 +163,10 @@ LOADS: list[dict[str, Any]] = [
 def stored(directory: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, whole, read by torch alone."""
     metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    found = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in metadata.items()}
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+    }
     dcp.load(found, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return found
 
@@ -145,19 +183,38 @@ def weights_of(ranks: list[Any], layout: dict[str, Any], kind: str) -> dict[str,
     ids=["tp2 to pp2", "pp2 vpp2 to dp2", "tp2 pp2 to one rank", "pp2 to dp2 bf16"],
 )
 def test_a_checkpoint_is_the_same_under_another_layout(
-    dist_pool: DistPool, case: Case, tmp_path: Path, saved: dict[str, Any], dtype: torch.dtype, loaded: dict[str, Any]
+    dist_pool: DistPool,
+    case: Case,
+    tmp_path: Path,
+    saved: dict[str, Any],
+    dtype: torch.dtype,
+    loaded: dict[str, Any],
 ) -> None:
     """Parameters, moments and float32 parameters bit for bit; the step after it as close as three steps are."""
-    common: dict[str, Any] = {"name": NAME, "state": case.state, "batch": case.batch, "loss": "policy", "dtype": dtype}
-    before = dist_pool.run(train, num_steps=2, directory=tmp_path / "a", timeout_s=300, **saved, **common)
-    after = dist_pool.run(resumed, directory=tmp_path / "a", again=tmp_path / "b", timeout_s=300, **loaded, **common)
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": case.state,
+        "batch": case.batch,
+        "loss": "policy",
+        "dtype": dtype,
+    }
+    before = dist_pool.run(
+        train, num_steps=2, directory=tmp_path / "a", timeout_s=300, **saved, **common
+    )
+    after = dist_pool.run(
+        resumed, directory=tmp_path / "a", again=tmp_path / "b", timeout_s=300, **loaded, **common
+    )
     at_save = weights_of(before, saved, "weights")
     at_load = weights_of(after, loaded, "loaded")
     assert all(torch.equal(at_save[key], at_load[key]) for key in at_save)
 
     first, second = stored(tmp_path / "a"), stored(tmp_path / "b")
     assert first.keys() == second.keys()
-    kinds = {key.rpartition("optimizer.state.")[2].partition(".")[0] for key in first if "optimizer.state." in key}
+    kinds = {
+        key.rpartition("optimizer.state.")[2].partition(".")[0]
+        for key in first
+        if "optimizer.state." in key
+    }
     assert kinds == {"exp_avg", "exp_avg_sq", *([] if dtype == torch.float32 else ["fp32_param"])}
     for key, tensor in first.items():
         rows = min(len(tensor), len(second[key]))  # the vocabulary is padded for the layout

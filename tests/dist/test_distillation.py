@@ -16,9 +16,9 @@ from workers_jobs import CONFIG, StateSource, megatron_of, shards, share, whole
 
 from rlhf_megatron.config.schema import FSDPConfig, TeacherTermConfig
 from rlhf_megatron.data.batch import MiniBatch, TopLogProbs
-from rlhf_megatron.data.plan import ReplicaPlan, restore
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.data.replica_plan import ReplicaPlan, restore_sample_order
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
 
 pytestmark = pytest.mark.dist
 COUNT = 5
@@ -39,33 +39,49 @@ class Found:
 
 
 def distil(
-    world: World, states: dict[str, dict[str, Tensor]], batch: MiniBatch, loss: str, backend: str, is_rl: bool = False
+    world: World,
+    states: dict[str, dict[str, Tensor]],
+    batch: MiniBatch,
+    loss: str,
+    backend: str,
+    is_rl: bool = False,
 ) -> Found:
     """One update towards the teacher, or with `is_rl` of the policy loss and the teacher's term."""
     from rlhf_megatron.algorithms.distillation import DISTILLATION_LOSSES
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.fsdp import FSDPBackend
-    from rlhf_megatron.workers.losses import DistillationRowLoss
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.reference import Reference
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.actor_losses import DistillationRowLoss
+    from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.reference_model import ReferenceModel
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
 
     def model(name: str, is_frozen: bool) -> Any:
-        kind, section = (FSDPBackend, FSDPConfig()) if backend == "fsdp" else (MegatronBackend, megatron_of(world, {}))
+        kind, section = (
+            (FSDPBackend, FSDPConfig())
+            if backend == "fsdp"
+            else (MegatronBackend, megatron_of(world, {}))
+        )
         settings = (world, torch.float32, section, "vocabulary", is_frozen)
         return kind(reference.HF_CONFIGS[name], StateSource(states[name]), *settings)
 
     row_loss = DistillationRowLoss(DISTILLATION_LOSSES.get(loss).build, has_tail=True)
     config = replace(CONFIG, distillation=TeacherTermConfig(loss, COEF, OTHERS_COEF))
-    student = Actor(model(STUDENT, False), config, {"sft": Phase(CONFIG.optim, 10)}, distillation=row_loss)
-    teacher = Reference(model(TEACHER, True), CONFIG.log_prob_chunk_size, CONFIG.kernels)
+    student = ActorModel(
+        model(STUDENT, False),
+        config,
+        {"sft": TrainingPhase(CONFIG.optim, 10)},
+        distillation=row_loss,
+    )
+    teacher = ReferenceModel(model(TEACHER, True), CONFIG.log_prob_chunk_size, CONFIG.kernels)
     shard, plan = share(world, batch, 40)
     told = teacher.top_log_probs(shard, plan, reference.TEMPERATURE, COUNT)
     of_ranks: list[Any] = [None] * world.layout.world_size
     dist.all_gather_object(of_ranks, (world.coordinates.dp, told))
     (mine,) = [one for dp, one in of_ranks if dp == world.coordinates.dp and one is not None]
     given = replace(shard, teacher_ids=mine.teacher_ids, teacher_log_probs=mine.teacher_log_probs)
-    result = student.update(given, plan, reference.TEMPERATURE, "policy" if is_rl else "distillation")
+    result = student.update(
+        given, plan, reference.TEMPERATURE, "policy" if is_rl else "distillation"
+    )
     return Found(plan, told, result, shards(student)[0])
 
 
@@ -83,7 +99,10 @@ def test_one_update_equals_transformers(
     dist_pool: DistPool, loss: str, backend: str, layout: dict[str, Any], is_rl: bool = False
 ) -> None:
     models = {name: reference.make_model(name) for name in (STUDENT, TEACHER)}
-    states = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()}
+    states = {
+        name: {k: v.clone() for k, v in model.state_dict().items()}
+        for name, model in models.items()
+    }
     batch = reference.make_batch()
     if is_rl:
         with torch.no_grad():
@@ -113,11 +132,13 @@ def test_one_update_equals_transformers(
     value.backward()
 
     leaders = [r for r in results if r.told is not None]
-    told = restore([r.told for r in leaders], [r.plan for r in leaders], batch.offsets)
+    told = restore_sample_order([r.told for r in leaders], [r.plan for r in leaders], batch.offsets)
     assert told.teacher_ids.shape == (batch.num_tokens, COUNT)
     assert (told.teacher_log_probs[:, 0] - likeliest).abs().max() <= 1e-5
     assert bool((told.teacher_log_probs.diff(dim=1) <= 0).all())
-    assert sum(r.result.sums["actor/loss"] for r in leaders) == pytest.approx(float(value.detach()), rel=1e-5)
+    assert sum(r.result.sums["actor/loss"] for r in leaders) == pytest.approx(
+        float(value.detach()), rel=1e-5
+    )
     parameters = dict(student.named_parameters())
     norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm()
     assert leaders[0].result.grad_norm == pytest.approx(float(norm), rel=1e-4)
@@ -125,11 +146,19 @@ def test_one_update_equals_transformers(
     if backend == "fsdp":
         found = {name: torch.cat([r.grads[name] for r in results]) for name in results[0].grads}
     else:
-        found = whole(results, STUDENT, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "grads")
+        found = whole(
+            results,
+            STUDENT,
+            layout.get("tp", 1),
+            layout.get("dp", 1) * layout.get("cp", 1),
+            "grads",
+        )
     for name, parameter in parameters.items():
         wanted = clip * parameter.grad
         assert (found[name] - wanted).norm() <= 2e-5 * wanted.norm(), name
 
 
 def test_a_term_beside_the_policy_loss(dist_pool: DistPool) -> None:
-    test_one_update_equals_transformers(dist_pool, "reverse_kl", "megatron", {"tp": 2, "dp": 2}, is_rl=True)
+    test_one_update_equals_transformers(
+        dist_pool, "reverse_kl", "megatron", {"tp": 2, "dp": 2}, is_rl=True
+    )

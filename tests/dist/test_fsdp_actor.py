@@ -16,13 +16,15 @@ from workers_jobs import CONFIG, RankResult, share, summed, train
 from benchmarks.parity.rounding import orders, renumbered, scale
 from rlhf_megatron.config.schema import FSDPConfig
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.data.plan import restore
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.data.replica_plan import restore_sample_order
+from rlhf_megatron.ranks.parallel.world import World
 
 pytestmark = pytest.mark.dist
 BAR = 3.0  # times the error that float32 has of its own, as in test_workers_actor.py
 FSDP = replace(CONFIG, backend="fsdp")
-RECOMPUTED = replace(FSDP, fsdp=FSDPConfig(activation_checkpointing=True, reshard_after_forward=False))
+RECOMPUTED = replace(
+    FSDP, fsdp=FSDPConfig(activation_checkpointing=True, reshard_after_forward=False)
+)
 OFFLOADED = replace(FSDP, fsdp=FSDPConfig(cpu_offload=True, attn_implementation="eager"))
 
 
@@ -33,7 +35,7 @@ def whole(results: list[RankResult], kind: str) -> dict[str, Tensor]:
 
 
 def columns(results: list[RankResult], offsets: Tensor) -> Any:
-    return restore([r.log_probs for r in results], [r.plan for r in results], offsets)
+    return restore_sample_order([r.log_probs for r in results], [r.plan for r in results], offsets)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +59,17 @@ def test_three_steps_equal_transformers(
     with torch.no_grad():
         batch = reference.with_past(batch, reference.token_log_probs(model, batch)[0])
     exact = reference.run_steps(reference.make_model(name).double(), batch, loss)
-    draws = reference.in_float32(lambda: reference.make_model(name), lambda m: reference.run_steps(m, batch, loss))
+    draws = reference.in_float32(
+        lambda: reference.make_model(name), lambda m: reference.run_steps(m, batch, loss)
+    )
     results = dist_pool.run(
         train, name=name, state=state, batch=batch, loss=loss, dp=dp, config=config, in_rows=in_rows
     )
 
     bound = BAR * reference.unit_of_tokens(exact[0], draws)
-    assert (columns(results, batch.offsets).log_probs - exact[0].predicted).abs().max().item() <= bound
+    assert (
+        columns(results, batch.offsets).log_probs - exact[0].predicted
+    ).abs().max().item() <= bound
     grads, weights = whole(results, "grads"), whole(results, "weights")
     found = reference.in_units(grads, weights, state, exact[-1], draws)
     print(found)
@@ -76,24 +82,48 @@ def test_three_steps_equal_transformers(
 
 
 def test_megatron_gives_the_same_log_probs(dist_pool: DistPool) -> None:
-    state = {key: value.clone() for key, value in reference.make_model("qwen3_tied").state_dict().items()}
-    job: dict[str, Any] = {"name": "qwen3_tied", "state": state, "batch": reference.make_batch(), "loss": "sft"}
-    ours = columns(dist_pool.run(train, **job, num_steps=0, dp=2, config=FSDP), job["batch"].offsets)
+    state = {
+        key: value.clone() for key, value in reference.make_model("qwen3_tied").state_dict().items()
+    }
+    job: dict[str, Any] = {
+        "name": "qwen3_tied",
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+    }
+    ours = columns(
+        dist_pool.run(train, **job, num_steps=0, dp=2, config=FSDP), job["batch"].offsets
+    )
     theirs = columns(dist_pool.run(train, **job, num_steps=0, dp=2), job["batch"].offsets)
     for name in ("log_probs", "entropies", "sum_squares"):
         assert (getattr(ours, name) - getattr(theirs, name)).abs().max().item() <= 1e-5, name
 
 
-def test_a_run_goes_on_bit_for_bit_and_with_other_ranks(dist_pool: DistPool, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_for_bit_and_with_other_ranks(
+    dist_pool: DistPool, tmp_path: Path
+) -> None:
     """Two steps, a checkpoint, one step more; against three steps, and at dp 3."""
-    state = {key: value.clone() for key, value in reference.make_model("llama").state_dict().items()}
-    job: dict[str, Any] = {"name": "llama", "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    state = {
+        key: value.clone() for key, value in reference.make_model("llama").state_dict().items()
+    }
+    job: dict[str, Any] = {
+        "name": "llama",
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+    }
     job["config"] = FSDP
     undisturbed = whole(dist_pool.run(train, **job, num_steps=3, dp=2), "weights")
     dist_pool.run(train, **job, num_steps=2, directory=tmp_path / "actor", dp=2)
-    resumed = dist_pool.run(train, **job, num_steps=1, directory=tmp_path / "actor", is_loading=True, dp=2)
-    assert all(torch.equal(undisturbed[name], tensor) for name, tensor in whole(resumed, "weights").items())
-    others = dist_pool.run(train, **job, num_steps=1, directory=tmp_path / "actor", is_loading=True, dp=3)
+    resumed = dist_pool.run(
+        train, **job, num_steps=1, directory=tmp_path / "actor", is_loading=True, dp=2
+    )
+    assert all(
+        torch.equal(undisturbed[name], tensor) for name, tensor in whole(resumed, "weights").items()
+    )
+    others = dist_pool.run(
+        train, **job, num_steps=1, directory=tmp_path / "actor", is_loading=True, dp=3
+    )
     for name, tensor in whole(others, "weights").items():
         torch.testing.assert_close(tensor, undisturbed[name], rtol=0, atol=1e-6)
 
@@ -111,7 +141,12 @@ GPT_OSS = {
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # families that Megatron's models lack here
     "olmo2": ({**COMMON, "tie_word_embeddings": False}, "sdpa"),
     "gemma2": (
-        {**reference.COMMON, "sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.5},
+        {
+            **reference.COMMON,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 2.5,
+        },
         "eager",
     ),
     "phi": ({**COMMON, "tie_word_embeddings": False}, "sdpa"),
@@ -122,22 +157,30 @@ HEADS = {"gemma2": "logits capped at 2.5", "phi": "the model's own head"}  # phi
 
 def train_another(world: World, kind: str, batch: MiniBatch, out: Path) -> tuple[Any, ...]:
     """Log-probs before and after an update, and the weights after it in Hugging Face layout."""
-    from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.resharding.export_hf import export_hf
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.fsdp import FSDPBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+    from rlhf_megatron.weights.weight_source import make_random_source
 
     sizes, attention = OTHERS[kind]
     hf_config = {**sizes, "model_type": kind, "initializer_range": 0.2}
     settings = FSDPConfig(attn_implementation=attention)
-    backend = FSDPBackend(hf_config, random_source(hf_config, 1), world, torch.float32, settings)
-    actor = Actor(backend, FSDP, {"rl": Phase(CONFIG.optim, 10)})
+    backend = FSDPBackend(
+        hf_config, make_random_source(hf_config, 1), world, torch.float32, settings
+    )
+    actor = ActorModel(backend, FSDP, {"rl": TrainingPhase(CONFIG.optim, 10)})
     shard, plan = share(world, batch, 40)
     found = []
     for name in ("before", "after"):
-        place = backend.exporting
-        export_hf(actor.export(), place, directory=out / name, hf_config=hf_config, dtype=torch.float32)
+        place = backend.export_world
+        export_sharded_model_to_hf(
+            actor.export_shards(),
+            place,
+            directory=out / name,
+            hf_config=hf_config,
+            dtype=torch.float32,
+        )
         found.append(actor.log_probs(shard, plan, reference.TEMPERATURE))
         if name == "before":
             actor.update(shard, plan, reference.TEMPERATURE, "sft")
@@ -157,7 +200,9 @@ def exact_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, f
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_families_of_transformers_train_and_are_exported(dist_pool: DistPool, tmp_path: Path, kind: str) -> None:
+def test_families_of_transformers_train_and_are_exported(
+    dist_pool: DistPool, tmp_path: Path, kind: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
     batch = reference.make_batch()
@@ -167,8 +212,12 @@ def test_families_of_transformers_train_and_are_exported(dist_pool: DistPool, tm
             tmp_path / name, attn_implementation="eager", experts_implementation="eager"
         )
         exact, unit = exact_log_probs(model, batch)
-        found = restore([r[number] for r in results], [r[0] for r in results], batch.offsets).log_probs
+        found = restore_sample_order(
+            [r[number] for r in results], [r[0] for r in results], batch.offsets
+        ).log_probs
         error = (found - exact).abs().max().item()
         assert error <= 3 * unit, f"{name}: {error:.1e} is over 3 x {unit:.1e}, float32's own error"
     assert HEADS.get(kind, "'chunked'") in results[0][3]
-    assert (results[0][1].log_probs - results[0][2].log_probs).abs().max().item() > 1e-3, "it has learnt nothing"
+    assert (results[0][1].log_probs - results[0][2].log_probs).abs().max().item() > 1e-3, (
+        "it has learnt nothing"
+    )

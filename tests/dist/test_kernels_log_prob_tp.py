@@ -15,9 +15,9 @@ from dist_pool import DistPool
 from head_tools import Sink
 from torch import Tensor
 
-from rlhf_megatron.kernels.log_prob import Backend, linear_log_prob
-from rlhf_megatron.kernels.products import WeightGradient
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend, compute_linear_log_probs
+from rlhf_megatron.ranks.kernels.matrix_products import WeightGradientAccumulator
+from rlhf_megatron.ranks.parallel.world import World
 
 NUM_TOKENS, HIDDEN = 44, 12
 TALK = (
@@ -57,7 +57,7 @@ class Options:
     is_split: bool = False
     has_sink: bool = False
     stash_bytes: int = 0
-    backend: Backend = "chunked"
+    backend: LogProbBackend = "chunked"
     without: int = 0  # the first so many rows have no gradient
 
 
@@ -67,7 +67,9 @@ OPTIONS = {
     "split": Options(is_split=True),
     "split, rows, sink": Options(num_rows=13, is_split=True, has_sink=True, without=2),
     "rows of one token": Options(num_rows=24, has_repeats=True, without=6),
-    "split, rows of one token": Options(num_rows=24, has_repeats=True, is_split=True, has_sink=True),
+    "split, rows of one token": Options(
+        num_rows=24, has_repeats=True, is_split=True, has_sink=True
+    ),
     "split, no gradient": Options(num_rows=13, is_split=True, has_sink=True, without=13),
     "stash": Options(num_rows=13, stash_bytes=10**6, without=2),
     "no rows": Options(num_rows=0, is_split=True, has_sink=True),
@@ -88,11 +90,17 @@ class Problem:
     grads_R: Tensor
 
 
-def make_problem(num_vocab_rows: int, vocab_size: int, dtype: torch.dtype, options: Options) -> Problem:
+def make_problem(
+    num_vocab_rows: int, vocab_size: int, dtype: torch.dtype, options: Options
+) -> Problem:
     generator = torch.Generator().manual_seed(5)
     hidden_SH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     weight_VH = torch.randn(num_vocab_rows, HIDDEN, generator=generator, dtype=torch.float64)
-    rows_R = None if options.num_rows is None else torch.randperm(NUM_TOKENS, generator=generator)[: options.num_rows]
+    rows_R = (
+        None
+        if options.num_rows is None
+        else torch.randperm(NUM_TOKENS, generator=generator)[: options.num_rows]
+    )
     if options.has_repeats:
         rows_R = torch.randint(0, NUM_TOKENS // 4, (options.num_rows or 0,), generator=generator)
     num_rows = NUM_TOKENS if rows_R is None else len(rows_R)
@@ -100,7 +108,9 @@ def make_problem(num_vocab_rows: int, vocab_size: int, dtype: torch.dtype, optio
     grads_R = torch.randn(num_rows, generator=generator, dtype=torch.float64)
     grads_R[: options.without] = 0.0
     temperature_R = 0.5 + torch.rand(num_rows, generator=generator)
-    return Problem(hidden_SH.to(dtype), weight_VH.to(dtype), targets_R, rows_R, temperature_R, grads_R)
+    return Problem(
+        hidden_SH.to(dtype), weight_VH.to(dtype), targets_R, rows_R, temperature_R, grads_R
+    )
 
 
 @contextmanager
@@ -125,7 +135,9 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(dist, name, original)
 
 
-def of_this_rank(world: World, bounds: tuple[int, ...], problem: Problem, is_split: bool) -> tuple[Tensor, Tensor]:
+def of_this_rank(
+    world: World, bounds: tuple[int, ...], problem: Problem, is_split: bool
+) -> tuple[Tensor, Tensor]:
     """Leaves: the hidden states, or this rank's part of them, and its shard of the weight."""
     rank, num_ranks = world.coordinates.tp, len(bounds) - 1
     hidden_SH = problem.hidden_SH.chunk(num_ranks)[rank] if is_split else problem.hidden_SH
@@ -140,7 +152,7 @@ def sharded(
     sink_dtype = torch.promote_types(shard_VH.dtype, torch.float32)
     sink = Sink(shard_VH, sink_dtype) if options.has_sink else None
     with counted() as forward:
-        outputs = linear_log_prob(
+        outputs = compute_linear_log_probs(
             hidden_SH,
             shard_VH,
             problem.targets_R,
@@ -152,9 +164,9 @@ def sharded(
             with_entropy=True,
             with_sum_squares=True,
             rows_R=problem.rows_R,
-            has_repeats=options.has_repeats,
+            has_repeated_rows=options.has_repeats,
             is_sequence_split=options.is_split,
-            sink=sink,
+            weight_grad_sink=sink,
             stash_bytes=options.stash_bytes,
             backend=options.backend,
         )
@@ -179,7 +191,7 @@ def loss_of(log_probs_R: Tensor, entropies_R: Tensor | None, grads_R: Tensor) ->
 def whole(vocab_size: int, problem: Problem) -> dict[str, Tensor]:
     """By the reference, in float64."""
     leaves = [x.double().requires_grad_() for x in (problem.hidden_SH, problem.weight_VH)]
-    outputs = linear_log_prob(
+    outputs = compute_linear_log_probs(
         *leaves,
         problem.targets_R,
         temperature=problem.temperature_R,
@@ -213,7 +225,10 @@ def expected_calls(options: Options) -> tuple[dict[str, int], dict[str, int]]:
     if options.num_rows == 0:
         return {}, {}
     if options.is_split:
-        return {"all_gather_into_tensor": 2}, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        return {"all_gather_into_tensor": 2}, {
+            "all_gather_into_tensor": 1,
+            "reduce_scatter_tensor": 1,
+        }
     return {"all_gather_into_tensor": 1}, {"all_reduce": 1}
 
 
@@ -222,12 +237,23 @@ def expected_calls(options: Options) -> tuple[dict[str, int], dict[str, int]]:
 def test_shards_equal_the_whole(dist_pool: DistPool, tp: int) -> None:
     cases = list(product(SHAPES, OPTIONS, BOUNDS))
     results = dist_pool.run(all_sharded, tp=tp, cases=cases, timeout_s=300)
-    for (shape_name, options_name, dtype), ranks in zip(cases, zip(*results, strict=True), strict=True):
+    for (shape_name, options_name, dtype), ranks in zip(
+        cases, zip(*results, strict=True), strict=True
+    ):
         shape, options, bound = SHAPES[shape_name], OPTIONS[options_name], BOUNDS[dtype]
         place = f"{shape_name}, {options_name}, {dtype}: "
-        expected = whole(shape.vocab_size, make_problem(shape.bounds[tp][-1], shape.vocab_size, dtype, options))
-        for key in ("log_probs", "entropies", "sum_squares", *(() if options.is_split else ("grad_hidden",))):
-            assert all(torch.equal(ranks[0][key], rank[key]) for rank in ranks), f"{place}{key}: all ranks, equal bits"
+        expected = whole(
+            shape.vocab_size, make_problem(shape.bounds[tp][-1], shape.vocab_size, dtype, options)
+        )
+        for key in (
+            "log_probs",
+            "entropies",
+            "sum_squares",
+            *(() if options.is_split else ("grad_hidden",)),
+        ):
+            assert all(torch.equal(ranks[0][key], rank[key]) for rank in ranks), (
+                f"{place}{key}: all ranks, equal bits"
+            )
         found = {**ranks[0], "grad_weight": torch.cat([rank["grad_weight"] for rank in ranks])}
         if options.is_split:
             found["grad_hidden"] = torch.cat([rank["grad_hidden"] for rank in ranks])
@@ -237,7 +263,9 @@ def test_shards_equal_the_whole(dist_pool: DistPool, tp: int) -> None:
             assert max(errors_R, default=0.0) < min(bound, 5e-6), place + key
         gradient_bound = max(bound, 5e-4) if options.stash_bytes else bound
         for key in ("grad_hidden", "grad_weight"):
-            assert (found[key].double() - expected[key]).norm() <= gradient_bound * expected[key].norm(), place + key
+            assert (found[key].double() - expected[key]).norm() <= gradient_bound * expected[
+                key
+            ].norm(), place + key
         assert found["grad_hidden"].dtype == dtype
         padding_VH = found["grad_weight"][shape.vocab_size :]
         assert torch.equal(padding_VH, torch.zeros_like(padding_VH)), place
@@ -252,7 +280,7 @@ def order_of_events(world: World) -> list[str]:
     bounds = (0, 14, 28)
     problem = make_problem(28, 28, torch.float32, Options())
     hidden_SH, shard_VH = of_this_rank(world, bounds, problem, is_split=False)
-    outputs = linear_log_prob(
+    outputs = compute_linear_log_probs(
         hidden_SH,
         shard_VH,
         problem.targets_R,
@@ -263,7 +291,7 @@ def order_of_events(world: World) -> list[str]:
         chunk_size=7,
         with_entropy=True,
     )
-    all_reduce, add = dist.all_reduce, WeightGradient.add
+    all_reduce, add = dist.all_reduce, WeightGradientAccumulator.add_tile_product
 
     def watched_all_reduce(*args: Any, **kwargs: Any) -> Any:
         events.append("sum starts" if kwargs.get("async_op") else "sum")
@@ -274,15 +302,20 @@ def order_of_events(world: World) -> list[str]:
         add(*args)
 
     try:
-        dist.all_reduce, WeightGradient.add = watched_all_reduce, watched_add  # type: ignore[method-assign]
+        dist.all_reduce, WeightGradientAccumulator.add_tile_product = (
+            watched_all_reduce,
+            watched_add,
+        )  # type: ignore[method-assign]
         loss_of(*outputs[:2], problem.grads_R).backward()
     finally:
-        dist.all_reduce, WeightGradient.add = all_reduce, add  # type: ignore[method-assign]
+        dist.all_reduce, WeightGradientAccumulator.add_tile_product = all_reduce, add  # type: ignore[method-assign]
     return events
 
 
 @pytest.mark.dist
-def test_the_sum_of_hidden_gradients_runs_beside_the_last_weight_gradient(dist_pool: DistPool) -> None:
+def test_the_sum_of_hidden_gradients_runs_beside_the_last_weight_gradient(
+    dist_pool: DistPool,
+) -> None:
     for events in dist_pool.run(order_of_events, tp=2):
         assert events == ["weight gradient", "sum starts", "weight gradient"]
 
@@ -302,7 +335,7 @@ def kept_tensors(world: World, is_split: bool) -> list[int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        linear_log_prob(
+        compute_linear_log_probs(
             hidden_SH,
             shard_VH,
             problem.targets_R,

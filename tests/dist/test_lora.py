@@ -15,8 +15,8 @@ from workers_jobs import CONFIG, RankResult, make_actor, share, summed
 
 from rlhf_megatron.config.schema import LoRAConfig
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.data.plan import restore
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.data.replica_plan import restore_sample_order
+from rlhf_megatron.ranks.parallel.world import World
 
 pytestmark = pytest.mark.dist
 LORA = LoRAConfig(rank=4, alpha=12.0)
@@ -40,7 +40,7 @@ def train_adapters(
 ) -> tuple[RankResult, dict[str, Tensor], Any]:
     """Log-probs, steps, a checkpoint and merged weights; what the rank held before and after, and log-probs at the
     end."""
-    from rlhf_megatron.resharding.export_hf import export_hf
+    from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
 
     actor = make_actor(world, "llama", state, config_of(lora), dtype)
     if is_loading:
@@ -53,8 +53,10 @@ def train_adapters(
     last = {name: piece.clone() for name, piece in actor.backend.named_weights().items()}
     if not is_loading:
         actor.save(out / CHECKPOINT)
-        place, hf_config = actor.backend.exporting, reference.HF_CONFIGS["llama"]
-        export_hf(actor.export(), place, directory=out / "merged", hf_config=hf_config, dtype=dtype)
+        place, hf_config = actor.backend.export_world, reference.HF_CONFIGS["llama"]
+        export_sharded_model_to_hf(
+            actor.export(), place, directory=out / "merged", hf_config=hf_config, dtype=dtype
+        )
     end = actor.log_probs(shard, plan, reference.TEMPERATURE)
     return RankResult(log_probs, updates, grads, last, plan), first, end
 
@@ -94,12 +96,17 @@ def state() -> dict[str, Tensor]:
 def batch() -> MiniBatch:
     model = reference.make_model("llama")
     with torch.no_grad():
-        return reference.with_past(reference.make_batch(), reference.token_log_probs(model, reference.make_batch())[0])
+        return reference.with_past(
+            reference.make_batch(), reference.token_log_probs(model, reference.make_batch())[0]
+        )
 
 
 @pytest.fixture(scope="module")
 def trained(
-    dist_pool: DistPool, state: dict[str, Tensor], batch: MiniBatch, tmp_path_factory: pytest.TempPathFactory
+    dist_pool: DistPool,
+    state: dict[str, Tensor],
+    batch: MiniBatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Any, Path]:
     out = tmp_path_factory.mktemp("lora")
     return dist_pool.run(train_adapters, state=state, batch=batch, out=out, dp=2), out
@@ -109,7 +116,10 @@ def test_three_steps_equal_transformers_and_leave_the_base_alone(
     trained: Any, state: dict[str, Tensor], batch: MiniBatch
 ) -> None:
     results, _ = trained
-    first, last = whole([first for _, first, _ in results]), whole([result.weights for result, _, _ in results])
+    first, last = (
+        whole([first for _, first, _ in results]),
+        whole([result.weights for result, _, _ in results]),
+    )
     matrices = {name: tensor for name, tensor in first.items() if is_matrix(name)}
     assert len(matrices) == 2 * 7 * 4, "both matrices of seven linear layers in four decoder layers"
     for name, tensor in state.items():
@@ -118,7 +128,8 @@ def test_three_steps_equal_transformers_and_leave_the_base_alone(
     assert all((tensor == 0).all() == ("lora_B" in name) for name, tensor in matrices.items())
 
     model = Adapted(
-        reference.make_model("llama").double(), {name: tensor.double() for name, tensor in matrices.items()}
+        reference.make_model("llama").double(),
+        {name: tensor.double() for name, tensor in matrices.items()},
     )
     exact = reference.run_steps(model, batch, "policy")
     grads = whole([result.grads for result, _, _ in results])
@@ -138,29 +149,40 @@ def test_merged_weights_are_the_model_that_trains(trained: Any, batch: MiniBatch
     """The export of the ranks, and that of the checkpoint, bit for bit alike."""
     from transformers import AutoModelForCausalLM
 
-    from rlhf_megatron.checkpoint.adapter import MergedSource
-    from rlhf_megatron.checkpoint.dist_source import DistSource
-    from rlhf_megatron.models.causal_lm import table_of_files
+    from rlhf_megatron.weights.lora_adapter import MergedLoraSource
+    from rlhf_megatron.weights.torch_dist_source import TorchDistSource
+    from rlhf_megatron.weights.transformers_causal_lm import make_transformers_weight_table
 
     results, out = trained
     model = AutoModelForCausalLM.from_pretrained(out / "merged")
     with torch.no_grad():
         wanted, _ = reference.token_log_probs(model, batch)
-    found = restore([end for _, _, end in results], [result.plan for result, _, _ in results], batch.offsets).log_probs
+    found = restore_sample_order(
+        [end for _, _, end in results], [result.plan for result, _, _ in results], batch.offsets
+    ).log_probs
     assert (found - wanted).abs().max().item() <= 2e-6
-    begin = restore([result.log_probs for result, _, _ in results], [r.plan for r, _, _ in results], batch.offsets)
+    begin = restore_sample_order(
+        [result.log_probs for result, _, _ in results],
+        [r.plan for r, _, _ in results],
+        batch.offsets,
+    )
     assert (found - begin.log_probs).abs().max().item() > 1e-3, "it has learnt nothing"
-    source = MergedSource(DistSource(out / CHECKPOINT), SCALE)
-    for rule in table_of_files(reference.HF_CONFIGS["llama"], "vocabulary"):
-        (tensor,) = source.hf_tensors(rule)
-        assert torch.equal(tensor, model.state_dict()[rule.hf[0].name]), rule.megatron_name
+    source = MergedLoraSource(TorchDistSource(out / CHECKPOINT), SCALE)
+    for rule in make_transformers_weight_table(reference.HF_CONFIGS["llama"], "vocabulary"):
+        (tensor,) = source.read_hf_tensors(rule)
+        assert torch.equal(tensor, model.state_dict()[rule.hf_tensors[0].name]), rule.megatron_name
 
 
 def write_files(directory: Path, out: Path) -> int:
-    from rlhf_megatron.checkpoint.adapter import MergedSource, write_adapter
-    from rlhf_megatron.checkpoint.dist_source import DistSource
+    from rlhf_megatron.weights.lora_adapter import MergedLoraSource, write_peft_adapter
+    from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 
-    return write_adapter(out, LORA, MergedSource(DistSource(directory), SCALE).adapters(), "base")
+    return write_peft_adapter(
+        out,
+        LORA,
+        MergedLoraSource(TorchDistSource(directory), SCALE).read_adapter_matrices(),
+        "base",
+    )
 
 
 def test_peft_reads_the_adapter(trained: Any, state: dict[str, Tensor], tmp_path: Path) -> None:
@@ -186,13 +208,21 @@ def test_it_goes_on_from_a_checkpoint_and_from_an_adapter(
     """At another number of ranks bit for bit; the adapter alone brings the same matrices."""
     results, out = trained
     wanted = whole([result.weights for result, _, _ in results])
-    loaded = dist_pool.run(train_adapters, state=state, batch=batch, out=out, num_steps=0, is_loading=True, dp=3)
+    loaded = dist_pool.run(
+        train_adapters, state=state, batch=batch, out=out, num_steps=0, is_loading=True, dp=3
+    )
     found = whole([first for _, first, _ in loaded])
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
     write_files(out / CHECKPOINT, tmp_path / "adapter")
     from_adapter = replace(LORA, path=str(tmp_path / "adapter"))
-    job: dict[str, Any] = {"state": state, "batch": batch, "out": tmp_path, "lora": from_adapter, "num_steps": 0}
+    job: dict[str, Any] = {
+        "state": state,
+        "batch": batch,
+        "out": tmp_path,
+        "lora": from_adapter,
+        "num_steps": 0,
+    }
     begun = whole([first for _, first, _ in dist_pool.run(train_adapters, **job, dp=2)])
     assert all(torch.equal(begun[name], tensor) for name, tensor in wanted.items())
     with pytest.raises(JobError, match=r"has r 4, but 8 is needed; set actor.lora as it says"):
@@ -204,12 +234,20 @@ def test_a_base_in_bfloat16_stays_as_it_is(
 ) -> None:
     """The matrices are float32 and move; named modules only."""
     lora = replace(LORA, target_modules=("q_proj", "down_proj"))
-    job: dict[str, Any] = {"state": state, "batch": batch, "out": tmp_path, "lora": lora, "dtype": torch.bfloat16}
+    job: dict[str, Any] = {
+        "state": state,
+        "batch": batch,
+        "out": tmp_path,
+        "lora": lora,
+        "dtype": torch.bfloat16,
+    }
     results = dist_pool.run(train_adapters, **job, num_steps=1, dp=2)
     last = whole([result.weights for result, _, _ in results])
     assert sum(map(is_matrix, last)) == 2 * 2 * 4
     for name, tensor in last.items():
         if is_matrix(name):
-            assert tensor.dtype == torch.float32 and ("lora_A" in name or bool((tensor != 0).any())), name
+            assert tensor.dtype == torch.float32 and (
+                "lora_A" in name or bool((tensor != 0).any())
+            ), name
         else:
             assert torch.equal(tensor, state[name].bfloat16()), name

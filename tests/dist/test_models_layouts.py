@@ -13,16 +13,24 @@ from dist_pool import DistPool
 from torch import Tensor
 
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Rule, join
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.weight_table import WeightRule, join_shards
 
 TE = MegatronConfig(transformer_impl="transformer_engine")
 LOCAL = MegatronConfig(transformer_impl="local")
-UNIFORM = MegatronConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-BLOCK = MegatronConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
-SELECTIVE = MegatronConfig(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "mlp"))
+UNIFORM = MegatronConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+BLOCK = MegatronConfig(
+    recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+)
+SELECTIVE = MegatronConfig(
+    recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "mlp")
+)
 TE_SELECTIVE = MegatronConfig(
-    recompute_granularity="selective", recompute_modules=("core_attn", "mlp"), transformer_impl="transformer_engine"
+    recompute_granularity="selective",
+    recompute_modules=("core_attn", "mlp"),
+    transformer_impl="transformer_engine",
 )
 TE_UNIFORM = MegatronConfig(
     recompute_granularity="full",
@@ -54,13 +62,18 @@ def check(
 ) -> None:
     """Every rank's part of a layout against the model on one rank, whose documents are not padded."""
     want = one_rank(pool, is_tied, data, model_type)
-    arguments = {"is_tied": is_tied, "lengths": getattr(jobs, data), "megatron": megatron, "model_type": model_type}
+    arguments = {
+        "is_tied": is_tied,
+        "lengths": getattr(jobs, data),
+        "megatron": megatron,
+        "model_type": model_type,
+    }
     ranks = pool.run(jobs.forward_and_backward, **layout, timeout_s=300, **arguments)
     for kind in ("evaluated", "trained"):
         _check_log_probs(ranks, want, kind, layout)
     config = jobs.hf_config(model_type, is_tied)
-    table = table_for(config, layout.get("tp", 1), _impl(megatron))
-    local_table = table_for(config, layout.get("tp", 1))
+    table = make_weight_table(config, layout.get("tp", 1), _impl(megatron))
+    local_table = make_weight_table(config, layout.get("tp", 1))
     names = set()
     for rule, local_rule in zip(table, local_table, strict=True):
         _check_gradient(ranks, want["gradients"][local_rule.megatron_name], rule)
@@ -75,7 +88,9 @@ def _impl(megatron: MegatronConfig) -> Any:
     return "transformer_engine" if megatron.transformer_impl == "transformer_engine" else "local"
 
 
-def _check_log_probs(ranks: list[dict[str, Any]], want: dict[str, Any], kind: str, layout: dict[str, Any]) -> None:
+def _check_log_probs(
+    ranks: list[dict[str, Any]], want: dict[str, Any], kind: str, layout: dict[str, Any]
+) -> None:
     last_stage = [rank for rank in ranks if rank["coordinates"].pp == layout.get("pp", 1) - 1]
     assert all(not rank[kind] for rank in ranks if rank not in last_stage)
     for tp in range(layout.get("tp", 1)):
@@ -88,7 +103,7 @@ def _check_log_probs(ranks: list[dict[str, Any]], want: dict[str, Any], kind: st
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def _check_gradient(ranks: list[dict[str, Any]], expected: Tensor, rule: Rule) -> None:
+def _check_gradient(ranks: list[dict[str, Any]], expected: Tensor, rule: WeightRule) -> None:
     owners = [rank for rank in ranks if rule.megatron_name in rank["gradients"]]
     # Unmarked shards would be left out of the gradient norm on all ranks but tp 0.
     assert {rank["marks"][rule.megatron_name] for rank in owners} == {rule.split != "replicated"}
@@ -96,9 +111,13 @@ def _check_gradient(ranks: list[dict[str, Any]], expected: Tensor, rule: Rule) -
     num_tp = 1 + max(rank["coordinates"].tp for rank in ranks)
     assert len(owners) == num_cp * num_tp
     for cp in range(num_cp):
-        shards = [rank["gradients"][rule.megatron_name] for rank in owners if rank["coordinates"].cp == cp]
-        got = join(rule.split, shards)
-        assert not bool(got[expected.shape[0] :].any()), "rows of the padded vocabulary have a gradient"
+        shards = [
+            rank["gradients"][rule.megatron_name] for rank in owners if rank["coordinates"].cp == cp
+        ]
+        got = join_shards(rule.split, shards)
+        assert not bool(got[expected.shape[0] :].any()), (
+            "rows of the padded vocabulary have a gradient"
+        )
         for shard in shards if rule.split == "replicated" else []:
             assert torch.equal(shard, got), f"{rule.megatron_name} differs between tp ranks"
         error = (got[: expected.shape[0]] - expected).norm() / expected.norm()
@@ -145,7 +164,9 @@ def test_each_axis_alone(dist_pool: DistPool, layout: dict[str, Any], is_tied: b
 
 @pytest.mark.dist
 @pytest.mark.parametrize("data", ["RAGGED", "EQUAL"])
-def test_documents_shorter_than_their_chunks_and_many_of_one_length(dist_pool: DistPool, data: str) -> None:
+def test_documents_shorter_than_their_chunks_and_many_of_one_length(
+    dist_pool: DistPool, data: str
+) -> None:
     check(dist_pool, CP2, data=data)
 
 

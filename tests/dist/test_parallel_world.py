@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from dist_pool import DistPool, JobError
 
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 
 def describe(world: World) -> dict[str, object]:
@@ -18,7 +18,7 @@ def describe(world: World) -> dict[str, object]:
         name: dist.get_process_group_ranks(getattr(world, f"{name}_group"))
         for name in ("tp", "pp", "cp", "dp", "dp_cp", "model_parallel")
     }
-    return {**groups, "place": str(world), "leader": world.leader}
+    return {**groups, "place": str(world), "leader": world.leader_rank}
 
 
 @pytest.mark.dist
@@ -32,7 +32,9 @@ def test_groups_of_tp2_pp2(dist_pool: DistPool) -> None:
 
 
 @pytest.mark.dist
-def test_each_replica_has_its_own_leader_in_a_process_that_had_another_layout(dist_pool: DistPool) -> None:
+def test_each_replica_has_its_own_leader_in_a_process_that_had_another_layout(
+    dist_pool: DistPool,
+) -> None:
     ranks = dist_pool.run(describe, pp=2, dp=2)
     assert [r["model_parallel"] for r in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["leader"] for r in ranks] == [2, 3, 2, 3]
@@ -46,7 +48,12 @@ def test_context_parallel_ranks_lie_within_a_replica(dist_pool: DistPool) -> Non
     assert [r["dp"] for r in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["leader"] for r in ranks] == [0, 0, 2, 2]
     assert all(r["dp_cp"] == [0, 1, 2, 3] and len(r["model_parallel"]) == 1 for r in ranks)
-    assert [r["place"] for r in ranks] == ["dp0 pp0 tp0", "dp0 pp0 cp1 tp0", "dp1 pp0 tp0", "dp1 pp0 cp1 tp0"]
+    assert [r["place"] for r in ranks] == [
+        "dp0 pp0 tp0",
+        "dp0 pp0 cp1 tp0",
+        "dp1 pp0 tp0",
+        "dp1 pp0 cp1 tp0",
+    ]
 
 
 @pytest.mark.dist
@@ -76,14 +83,16 @@ def test_pool_reports_the_failing_rank_and_recovers(dist_pool: DistPool) -> None
     assert len(dist_pool.run(describe, dp=2)) == 2
 
 
-def test_one_rank_needs_no_launcher_and_worlds_can_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_needs_no_launcher_and_worlds_can_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     cpu = torch.device("cpu")
     for is_default_group_ended in (False, True, True):
-        world = create_world(Layout(1), cpu)
+        world = create_world(ParallelLayout(1), cpu)
         assert world.is_leader
         with pytest.raises(ValueError, match="has a world already"):
-            create_world(Layout(1), cpu)
+            create_world(ParallelLayout(1), cpu)
         destroy_world(is_default_group_ended)
         assert dist.is_initialized() is not is_default_group_ended
     destroy_world()
@@ -92,4 +101,4 @@ def test_one_rank_needs_no_launcher_and_worlds_can_follow_each_other(monkeypatch
 def test_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="needs 2 processes but RANK and WORLD_SIZE are not set"):
-        create_world(Layout(2, tp=2), torch.device("cpu"))
+        create_world(ParallelLayout(2, tp=2), torch.device("cpu"))

@@ -36,9 +36,17 @@ LONG: list[tuple[str, Axes, Role]] = [
     ("gpt_oss", Axes(cp=2, tp=2, **SP, ep=4, etp=1, recompute="moe"), "actor"),
     ("gpt_oss", Axes(pp=2, first_layers=1, ep=2, dp=2, recompute="full"), "critic"),
     ("gpt_oss", Axes(ep=2, dp=2, is_grouped=True, distributed=True), "actor"),
-    ("gpt_oss", Axes(ep=2, dp=2, is_grouped=True, impl=TE, distributed=True, overlap=True), "actor"),
+    (
+        "gpt_oss",
+        Axes(ep=2, dp=2, is_grouped=True, impl=TE, distributed=True, overlap=True),
+        "actor",
+    ),
     ("qwen3_moe", Axes(pp=2, vpp=2, chunk_layers=(1, 1, 1, 1)), "actor"),
-    ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
+    (
+        "qwen3_moe",
+        Axes(pp=2, first_layers=1),
+        "actor",
+    ),  # the layers of the first stage have no experts
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1, dp=2, distributed=True, overlap=True), "critic"),
     ("qwen3_moe_plain", Axes(etp=2, dp=2, distributed=True), "actor"),
     ("mixtral", Axes(tp=2, **SP, pp=2, ep=2, etp=1), "critic"),
@@ -47,7 +55,11 @@ LONG: list[tuple[str, Axes, Role]] = [
     ("mixtral", Axes(tp=2, **SP, etp=1, is_gathered=True), "actor"),
     ("deepseek_v3", Axes(cp=2, ep=2, recompute="latent"), "actor"),
     ("deepseek_v3", Axes(tp=2, **SP, pp=2, first_layers=1, ep=2, etp=1), "critic"),
-    ("qwen3_moe", Axes(dp=2, is_grouped=True, distributed=True, overlap=True, recompute="moe"), "actor"),
+    (
+        "qwen3_moe",
+        Axes(dp=2, is_grouped=True, distributed=True, overlap=True, recompute="moe"),
+        "actor",
+    ),
     ("moonlight", Axes(cp=2, tp=2, **SP, ep=2, etp=1), "actor"),
     ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1, impl=TE), "actor"),
     ("moonlight", Axes(tp=2, **SP, pp=2, impl=TE, recompute="latent"), "actor"),
@@ -84,10 +96,28 @@ def test_a_replica_without_samples_takes_part_with_one_token(dist_pool: DistPool
 
 PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
     # The forward pass is right: half of the tokens are missing in the gradients of experts.
-    ("experts_reduced_as_dense_layers", "qwen3_moe", Axes(tp=2, **SP, etp=1), {"gradient": ANY_EXPERT}, FORWARD),
+    (
+        "experts_reduced_as_dense_layers",
+        "qwen3_moe",
+        Axes(tp=2, **SP, etp=1),
+        {"gradient": ANY_EXPERT},
+        FORWARD,
+    ),
     # Gradients are right as well: replicas are clipped by a norm that lacks half of the experts.
-    ("experts_counted_on_the_first_tp_rank", "glm4_moe", OVER_TP, {"grad_norm": "step 0"}, {*FORWARD, "gradient"}),
-    ("expert_bias_dropped", "glm4_moe", OVER_TP, {"routes": r"router \d", "log_probs": "log_probs"}, set()),
+    (
+        "experts_counted_on_the_first_tp_rank",
+        "glm4_moe",
+        OVER_TP,
+        {"grad_norm": "step 0"},
+        {*FORWARD, "gradient"},
+    ),
+    (
+        "expert_bias_dropped",
+        "glm4_moe",
+        OVER_TP,
+        {"routes": r"router \d", "log_probs": "log_probs"},
+        set(),
+    ),
     (
         "position_keys_not_summed",
         "deepseek_v3",
@@ -95,18 +125,54 @@ PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
         {"gradient": r"model\.layers\.\d\.(self_attn\.kv_a_proj_with_mqa|input_layernorm)\.weight"},
         {"log_probs"},
     ),
-    ("experts_off_by_one", "qwen3_moe", Axes(dp=2, ep=2), {"log_probs": "log_probs", "gradient": ANY}, set()),
+    (
+        "experts_off_by_one",
+        "qwen3_moe",
+        Axes(dp=2, ep=2),
+        {"log_probs": "log_probs", "gradient": ANY},
+        set(),
+    ),
 ]
 PARTS = r"model\.layers\.\d\..+"
 LONG_PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
     ("experts_summed_over_tp", "qwen3_moe", OVER_TP, {"gradient": ANY_EXPERT}, FORWARD),
     ("experts_summed_over_tp", "gpt_oss", OVER_TP, {"gradient": r".+\.experts\.\d\.\w+"}, FORWARD),
-    ("sinks_counted_on_the_first_tp_rank", "gpt_oss", OVER_TP, {"grad_norm": "step 0"}, {*FORWARD, "gradient"}),
-    ("window_one_longer", "gpt_oss", Axes(cp=2, ep=2), {"log_probs": "log_probs", "gradient": PARTS}, set()),
-    ("window_in_the_other_layers", "gpt_oss", Axes(pp=2), {"log_probs": "log_probs", "gradient": PARTS}, set()),
+    (
+        "sinks_counted_on_the_first_tp_rank",
+        "gpt_oss",
+        OVER_TP,
+        {"grad_norm": "step 0"},
+        {*FORWARD, "gradient"},
+    ),
+    (
+        "window_one_longer",
+        "gpt_oss",
+        Axes(cp=2, ep=2),
+        {"log_probs": "log_probs", "gradient": PARTS},
+        set(),
+    ),
+    (
+        "window_in_the_other_layers",
+        "gpt_oss",
+        Axes(pp=2),
+        {"log_probs": "log_probs", "gradient": PARTS},
+        set(),
+    ),
     ("gate_and_up_taken_as_halves", "gpt_oss", Axes(dp=2, ep=2), {"log_probs": "log_probs"}, set()),
-    ("gate_and_up_swapped", "qwen3_moe", Axes(dp=2, ep=2), {"log_probs": "log_probs", "gradient": ANY}, set()),
-    ("experts_of_the_neighbour", "qwen3_moe", Axes(cp=2, ep=2), {"routes": r"router \d", "gradient": ANY}, set()),
+    (
+        "gate_and_up_swapped",
+        "qwen3_moe",
+        Axes(dp=2, ep=2),
+        {"log_probs": "log_probs", "gradient": ANY},
+        set(),
+    ),
+    (
+        "experts_of_the_neighbour",
+        "qwen3_moe",
+        Axes(cp=2, ep=2),
+        {"routes": r"router \d", "gradient": ANY},
+        set(),
+    ),
 ]
 
 
@@ -116,13 +182,20 @@ LONG_PLANTED: list[tuple[str, str, Axes, dict[str, str], set[str]]] = [
     ids=[f"{mistake}-{family}" for mistake, family, *_ in [*PLANTED, *LONG_PLANTED]],
 )
 def test_a_mistake_with_experts_is_over_the_bar(
-    dist_pool: DistPool, mistake: str, family: str, axes: Axes, seen: dict[str, str], unseen: set[str]
+    dist_pool: DistPool,
+    mistake: str,
+    family: str,
+    axes: Axes,
+    seen: dict[str, str],
+    unseen: set[str],
 ) -> None:
     case = case_of(family)
     results = run_cell(dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake)
     found = {row.quantity: row for row in rows_of(case, axes, results)}
     for quantity, tensor in seen.items():
-        assert not found[quantity].ok and re.fullmatch(tensor, found[quantity].tensor), found[quantity]
+        assert not found[quantity].ok and re.fullmatch(tensor, found[quantity].tensor), found[
+            quantity
+        ]
     assert all(found[quantity].ok for quantity in unseen)
 
 

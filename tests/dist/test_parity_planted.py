@@ -18,7 +18,9 @@ from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
 FAMILY = "qwen3_untied"
-CUT = replace(QUICK_CUTS[0], token_budget=128)  # in four parts, two replicas have the same number of response tokens
+CUT = replace(
+    QUICK_CUTS[0], token_budget=128
+)  # in four parts, two replicas have the same number of response tokens
 ANY_WEIGHT = r"(model\..+|lm_head)\.weight"
 ANY_NORM = r"model\.(.+norm|norm)\.weight"
 ANY_OF_BODY = r"model\..+\.weight"
@@ -53,14 +55,24 @@ PLANTED = (
         {"gradient": ANY_NORM, "copies": ANY_NORM + r" \(dp0_cp0_tp1\)"},
         ("log_probs", "entropies"),
     ),
-    Planted("each_replica_its_own_count", "dp2", {"gradient": ANY_WEIGHT}, ("log_probs", "entropies", "copies")),
+    Planted(
+        "each_replica_its_own_count",
+        "dp2",
+        {"gradient": ANY_WEIGHT},
+        ("log_probs", "entropies", "copies"),
+    ),
     Planted(
         "labels_shifted_after_the_cut",
         "cp2",
         {"log_probs": "log_probs", "gradient": ANY_WEIGHT},
         ("entropies", "copies"),
     ),
-    Planted("weight_decay_on_norms", "one_rank", {"update": ANY_NORM}, ("log_probs", "entropies", "gradient")),
+    Planted(
+        "weight_decay_on_norms",
+        "one_rank",
+        {"update": ANY_NORM},
+        ("log_probs", "entropies", "gradient"),
+    ),
     Planted(
         "one_step_count_for_all",
         "dp2_distributed",
@@ -117,10 +129,14 @@ def clean() -> dict[tuple[str, Role], list[Row]]:
     return {}
 
 
-def rows(dist_pool: DistPool, planted: Planted, mistake: str | None, checkpoints: Path) -> dict[str, Row]:
+def rows(
+    dist_pool: DistPool, planted: Planted, mistake: str | None, checkpoints: Path
+) -> dict[str, Row]:
     axes, case = LAYOUTS[planted.layout], case_of(planted.role)
     directory = checkpoints if planted.through_checkpoint else None
-    results = run_cell(dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake, checkpoints=directory)
+    results = run_cell(
+        dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake, checkpoints=directory
+    )
     return {row.quantity: row for row in rows_of(case, axes, results)}
 
 

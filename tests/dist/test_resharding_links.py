@@ -18,81 +18,108 @@ import torch.distributed as dist
 from dist_pool import DistPool
 from test_resharding_sender import EXPERTS, LLAMA, SEED
 
-from rlhf_megatron.checkpoint.source import random_hf_tensors
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Rule, Span, rules_of_stage
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.links import Link
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.messages import OpenLinks, Roster, exchange_of, key_of, message_of, pack, take, turns
-from rlhf_megatron.resharding.plan import Bucket
-from rlhf_megatron.resharding.shard_sender import Rounds, plan_rounds
-from rlhf_megatron.resharding.shards import EngineLayout, taken_by
-from rlhf_megatron.rollout.engine import EngineAddress
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.local.process import start_local_engines
+from rlhf_megatron.ranks.resharding.shard_sender import SendRounds, plan_send_rounds
+from rlhf_megatron.rollout.engine_interface import EngineAddress
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.weights.bucket_manifest import BucketManifest, TensorEntry
+from rlhf_megatron.weights.bucket_messages import (
+    EngineRankLinks,
+    HeldSpansByRank,
+    iterate_receivers_in_rotation,
+    make_entry_key,
+    pack_message,
+    plan_bucket_exchange,
+    plan_bucket_message,
+    receive_bucket,
+)
+from rlhf_megatron.weights.bucket_plan import WeightBucket
+from rlhf_megatron.weights.engine_links import EngineLink
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.shard_plan import EngineLayout, find_engine_span
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
+from rlhf_megatron.weights.weight_source import generate_random_hf_tensors
+from rlhf_megatron.weights.weight_table import TensorSpan, WeightRule, select_stage_rules
 
 pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
 BUCKET_BYTES = 10_000
 
 
-def filled(bucket: Bucket, whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[TensorEntry]]:
+def filled(
+    bucket: WeightBucket, whole: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, list[TensorEntry]]:
     """What a rank lays into its buffer."""
     memory, entries = torch.zeros(bucket.num_bytes, dtype=torch.uint8), []
     for slot in bucket.slots:
         if not slot.num_bytes:
             continue
-        tensor = whole[slot.hf.name]
-        values = tensor.narrow(slot.span.axis, slot.span.start, slot.span.count).contiguous()
+        tensor = whole[slot.hf_tensor.name]
+        values = tensor.narrow(slot.span.dim, slot.span.start, slot.span.num_entries).contiguous()
         memory[slot.offset : slot.offset + slot.num_bytes] = values.view(-1).view(torch.uint8)
-        part = None if values.shape == slot.hf.shape else (slot.span.axis, slot.span.start, slot.span.count)
+        part = (
+            None
+            if values.shape == slot.hf_tensor.shape
+            else (slot.span.dim, slot.span.start, slot.span.num_entries)
+        )
         name = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(slot.hf.name, name, slot.hf.shape, slot.offset, "", part))
+        entries.append(
+            TensorEntry(slot.hf_tensor.name, name, slot.hf_tensor.shape, slot.offset, "", part)
+        )
     return memory, entries
 
 
-def roster_of(rules: Iterable[Rule], engine: EngineLayout) -> list[dict[str, list[Span]]]:
+def roster_of(
+    rules: Iterable[WeightRule], engine: EngineLayout
+) -> list[dict[str, list[TensorSpan]]]:
     """What the ranks of stock SGLang would tell."""
-    found: list[dict[str, list[Span]]] = [{} for _ in range(engine.tp)]
+    found: list[dict[str, list[TensorSpan]]] = [{} for _ in range(engine.tp)]
     for rule in rules:
-        for hf in rule.hf:
+        for hf in rule.hf_tensors:
             for rank in range(engine.tp):
-                span = taken_by(rule, hf, engine, rank)
-                if span is not None and span.count:
+                span = find_engine_span(rule, hf, engine, rank)
+                if span is not None and span.num_entries:
                     found[rank][hf.name] = [span]
     return found
 
 
-def exchange(rounds: Rounds, whole: dict[str, torch.Tensor], roster: Roster) -> list[list[dict[str, Any]]]:
+def exchange(
+    rounds: SendRounds, whole: dict[str, torch.Tensor], roster: HeldSpansByRank
+) -> list[list[dict[str, Any]]]:
     """By number of a bucket and rank of the engine what came; senders and takers are ranks of one gloo group."""
-    num, num_targets = len(rounds.buckets), len(roster)
-    host = Link.inviting("links", "127.0.0.1", num + num_targets, "gloo", 60.0)
+    num, num_targets = len(rounds.buckets_by_rank), len(roster)
+    host = EngineLink.make_inviting_link("links", "127.0.0.1", num + num_targets, "gloo", 60.0)
 
     def send(place: int) -> None:
-        link = host if place == 0 else Link(host.invitation, place, 60.0)
-        link.join()
-        link.greet(num, CPU, 60.0)
-        for bucket in rounds.buckets[place]:
+        link = host if place == 0 else EngineLink(host.invitation, place, 60.0)
+        link.join_group()
+        link.open_connections(num, CPU, 60.0)
+        for bucket in rounds.buckets_by_rank[place]:
             memory, _ = filled(bucket, whole)
-            for target in turns(num_targets, place):
-                message = message_of(place, bucket, "bfloat16", roster[target])
+            for target in iterate_receivers_in_rotation(num_targets, place):
+                message = plan_bucket_message(place, bucket, "bfloat16", roster[target])
                 if message.num_bytes:
-                    link.exchange([(pack(message, bucket, "bfloat16", memory), num + target)], [], 60.0)
+                    link.exchange_tensors(
+                        [(pack_message(message, bucket, "bfloat16", memory), num + target)],
+                        [],
+                        60.0,
+                    )
 
     def receive(rank: int) -> list[dict[str, Any]]:
-        links, found = OpenLinks(), []
-        links.join(host.invitation, "dp0 pp0 tp0", num, rank, CPU)
-        for number in range(rounds.count):
-            now = [mine[number] if number < len(mine) else None for mine in rounds.buckets]
-            entries = [entry for bucket in now if bucket is not None for entry in filled(bucket, whole)[1]]
+        links, found = EngineRankLinks(), []
+        links.join_link(host.invitation, "dp0 pp0 tp0", num, rank, CPU)
+        for number in range(rounds.num_rounds):
+            now = [mine[number] if number < len(mine) else None for mine in rounds.buckets_by_rank]
+            entries = [
+                entry for bucket in now if bucket is not None for entry in filled(bucket, whole)[1]
+            ]
             manifest = BucketManifest(1, "dp0 pp0 tp0", number, "", 0, tuple(entries))
-            told = exchange_of("links", now, "bfloat16", roster)
-            found.append(take(told, manifest, links.find("links"), rank, CPU, 60.0))
-        links.leave("links")
+            told = plan_bucket_exchange("links", now, "bfloat16", roster)
+            found.append(receive_bucket(told, manifest, links.find_link("links"), rank, CPU, 60.0))
+        links.close_link("links")
         with pytest.raises(ValueError, match="in no link 'links'"):
-            links.find("links")
+            links.find_link("links")
         return found
 
     with ThreadPoolExecutor(num + num_targets) as pool:
@@ -102,86 +129,121 @@ def exchange(rounds: Rounds, whole: dict[str, torch.Tensor], roster: Roster) -> 
             sender.result()
         by_rank = [taker.result() for taker in takers]
     host.close()
-    return [[of_rank[number] for of_rank in by_rank] for number in range(rounds.count)]
+    return [[of_rank[number] for of_rank in by_rank] for number in range(rounds.num_rounds)]
 
 
 @pytest.mark.parametrize(
     ("layout", "config", "engine"),
     [
-        (Layout(2, tp=2), LLAMA, EngineLayout(2)),
-        (Layout(4, tp=4), LLAMA, EngineLayout(2)),
-        (Layout(2, pp=2), LLAMA, EngineLayout(2)),
-        (Layout(2, ep=2), EXPERTS, EngineLayout(2, 2)),
-        (Layout(2, ep=2), EXPERTS, EngineLayout(2)),
-        (Layout(2, tp=2, sequence_parallel=True, ep=2, etp=1), EXPERTS, EngineLayout(4, 2)),
+        (ParallelLayout(2, tp=2), LLAMA, EngineLayout(2)),
+        (ParallelLayout(4, tp=4), LLAMA, EngineLayout(2)),
+        (ParallelLayout(2, pp=2), LLAMA, EngineLayout(2)),
+        (ParallelLayout(2, ep=2), EXPERTS, EngineLayout(2, 2)),
+        (ParallelLayout(2, ep=2), EXPERTS, EngineLayout(2)),
+        (ParallelLayout(2, tp=2, sequence_parallel=True, ep=2, etp=1), EXPERTS, EngineLayout(4, 2)),
     ],
     ids=str,
 )
 def test_each_rank_of_an_engine_gets_its_own_parts_and_no_byte_more(
-    layout: Layout, config: dict[str, Any], engine: EngineLayout
+    layout: ParallelLayout, config: dict[str, Any], engine: EngineLayout
 ) -> None:
-    tensors = {n: t if n.endswith("bias") else t.bfloat16() for n, t in random_hf_tensors(config, SEED)}
-    table = table_for(config, layout.tp)
+    tensors = {
+        n: t if n.endswith("bias") else t.bfloat16()
+        for n, t in generate_random_hf_tensors(config, SEED)
+    }
+    table = make_weight_table(config, layout.tp)
     moved = needed = 0
     got: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.tp)]
     for stage in range(layout.pp):
-        rules = rules_of_stage(table, stage, layout)
-        rounds = plan_rounds(rules, layout, "bfloat16", BUCKET_BYTES, alignment=1)
-        assert rounds.count > 1
+        rules = select_stage_rules(table, stage, layout)
+        rounds = plan_send_rounds(rules, layout, "bfloat16", BUCKET_BYTES, alignment=1)
+        assert rounds.num_rounds > 1
         roster = roster_of(rules, engine)
         for number, by_rank in enumerate(exchange(rounds, tensors, roster)):
-            sent = [(p, mine[number]) for p, mine in enumerate(rounds.buckets) if number < len(mine)]
-            of_ranks = [message_of(*one, "bfloat16", held) for one in sent for held in roster]
+            sent = [
+                (p, mine[number])
+                for p, mine in enumerate(rounds.buckets_by_rank)
+                if number < len(mine)
+            ]
+            of_ranks = [
+                plan_bucket_message(*one, "bfloat16", held) for one in sent for held in roster
+            ]
             moved += sum(message.num_bytes for message in of_ranks)
-            names = {key_of(slot.hf, slot.span): slot.hf.name for _, bucket in sent for slot in bucket.slots}
+            names = {
+                make_entry_key(slot.hf_tensor, slot.span): slot.hf_tensor.name
+                for _, bucket in sent
+                for slot in bucket.slots
+            }
             for rank, came in enumerate(by_rank):
                 for key, (span, values) in came.items():
                     whole = got[rank].setdefault(names[key], torch.zeros_like(tensors[names[key]]))
                     whole.narrow(span.axis, span.start, span.count).copy_(values)
     for rule in table:
-        for hf in rule.hf:
+        for hf in rule.hf_tensors:
             for rank in range(engine.tp):
-                span = taken_by(rule, hf, engine, rank)
+                span = find_engine_span(rule, hf, engine, rank)
                 expected = torch.zeros_like(tensors[hf.name])
-                if span is not None and span.count:
-                    true = tensors[hf.name].narrow(span.axis, span.start, span.count)
-                    expected.narrow(span.axis, span.start, span.count).copy_(true)
+                if span is not None and span.num_entries:
+                    true = tensors[hf.name].narrow(span.dim, span.start, span.num_entries)
+                    expected.narrow(span.dim, span.start, span.num_entries).copy_(true)
                     needed += prod(true.shape) * true.element_size()
-                assert torch.equal(got[rank].get(hf.name, torch.zeros_like(expected)), expected), (hf.name, rank)
+                assert torch.equal(got[rank].get(hf.name, torch.zeros_like(expected)), expected), (
+                    hf.name,
+                    rank,
+                )
     assert needed <= moved <= 1.05 * needed
 
 
 def sync_twice(
-    world: Any, config: dict[str, Any], engines: list[EngineAddress], transfer_dir: Path, victim: int
+    world: Any,
+    config: dict[str, Any],
+    engines: list[EngineAddress],
+    transfer_dir: Path,
+    victim: int,
 ) -> dict[str, Any]:
     """On every rank. `victim`: process of engine0, killed between the two syncs; 0: it lives."""
-    from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
-    from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.rollout.transports.delivery import deliver_weights
-    from rlhf_megatron.rollout.transports.process_group import Groups
+    from rlhf_megatron.ranks.checkpoint.model_weights import (
+        iterate_local_shards,
+        load_weights_on_rank,
+    )
+    from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
+    from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
+    from rlhf_megatron.weights.weight_source import make_random_source
 
-    table = table_for(config, world.layout.tp)
-    model = build_model(config, world, torch.float32)
-    clients = [connect(address, transfer_dir) for address in engines if world.rank == 0]
-    groups, reports, names, standing = Groups(), [], [], {}
+    table = make_weight_table(config, world.layout.tp)
+    model = build_megatron_model(config, world, torch.float32)
+    clients = [connect_engine(address, transfer_dir) for address in engines if world.rank == 0]
+    groups, reports, names, standing = EngineProcessGroups(), [], [], {}
     for version in (1, 2):
-        load_on_rank(model.chunks, table, random_source(config, version), world)
+        load_weights_on_rank(model.chunks, table, make_random_source(config, version), world)
         for client in clients:
-            client.begin_update(version)
+            client.begin_weight_update(version)
         if version == 2 and victim and world.rank == 0:
             os.kill(victim, signal.SIGKILL)
         dist.barrier()
-        shards = local_shards(model.chunks, table)
-        how = {"version": version, "engines": engines, "transfer_dir": transfer_dir, "bucket_bytes": BUCKET_BYTES}
-        reports.append(deliver_weights(shards, world, groups, dtype="float32", transport="process_group", **how))
-        found = [groups.find(address) for address in engines]
+        shards = iterate_local_shards(model.chunks, table)
+        how = {
+            "version": version,
+            "engines": engines,
+            "transfer_dir": transfer_dir,
+            "bucket_bytes": BUCKET_BYTES,
+        }
+        reports.append(
+            deliver_weights(
+                shards, world, groups, engine_dtype="float32", transport_kind="process_group", **how
+            )
+        )
+        found = [groups.find_group(address) for address in engines]
         names.append([None if link is None else link.name for link in found])
         dist.barrier()
         for client in clients:
             if client.address.name not in reports[-1].failures:
-                client.commit_update(version)
-                standing[client.address.name] = (client.version(), client.weight_digests())
+                client.commit_weight_update(version)
+                standing[client.address.name] = (
+                    client.get_served_version(),
+                    client.get_weight_digests(),
+                )
     groups.close()
     return {"reports": reports, "names": names, "standing": standing}
 
@@ -198,7 +260,11 @@ def sync_twice(
     ids=str,
 )
 def test_what_stands_in_the_bundled_engine_is_what_the_ranks_have(
-    dist_pool: DistPool, tmp_path: Path, layout: dict[str, int], config: dict[str, Any], is_killed: bool
+    dist_pool: DistPool,
+    tmp_path: Path,
+    layout: dict[str, int],
+    config: dict[str, Any],
+    is_killed: bool,
 ) -> None:
     """Twice, over the same groups; an engine that dies between is left out, and the other gets everything."""
     (tmp_path / "model").mkdir()
@@ -219,15 +285,22 @@ def test_what_stands_in_the_bundled_engine_is_what_the_ranks_have(
         )
         of_first = results[0]
         for version, name in ((1 if is_killed else 2, "engine0"), (2, "engine1")):
-            expected = {n: as_hex(digest(t)) for n, t in random_hf_tensors(config, version)}
+            expected = {
+                n: format_digest(digest_tensor(t))
+                for n, t in generate_random_hf_tensors(config, version)
+            }
             assert of_first["standing"][name] == (version, expected), name
     last = [result["reports"][-1] for result in results]
-    assert {name for report in last for name in report.failures} == ({"engine0"} if is_killed else set())
+    assert {name for report in last for name in report.failures} == (
+        {"engine0"} if is_killed else set()
+    )
     for report in (result["reports"][0] for result in results):
         assert report.bytes_needed <= report.bytes_moved <= 1.05 * report.bytes_needed
-    whole = sum(tensor.nbytes for _, tensor in random_hf_tensors(config, 1))
+    whole = sum(tensor.nbytes for _, tensor in generate_random_hf_tensors(config, 1))
     assert sum(result["reports"][0].bytes_needed for result in results) == 2 * whole
     for result in results:
         first, second = result["names"]
-        assert any(first) and second == ([None, first[1]] if is_killed else first)  # groups are kept
+        assert any(first) and second == (
+            [None, first[1]] if is_killed else first
+        )  # groups are kept
     assert list((tmp_path / "transfer").iterdir()) == []  # nothing passes through files

@@ -14,67 +14,96 @@ from test_resharding_sender import CONFIG, EXPERTS, LLAMA, SEED, expect_failure_
 
 from benchmarks.parity.cases import EXPERT_FAMILIES
 from benchmarks.parity.fused_experts import unfused
-from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
-from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_weights_on_rank
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
+from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 
 pytestmark = pytest.mark.dist
 
 
 def send(
-    world: Any, config: dict, transfer_dir: Path, dtype: str, bucket_bytes: int, fail: str = "", fail_on: str = ""
+    world: Any,
+    config: dict,
+    transfer_dir: Path,
+    dtype: str,
+    bucket_bytes: int,
+    fail: str = "",
+    fail_on: str = "",
 ) -> dict[str, Any]:
     """On every rank: build the real model, load it, send it; the first rank of a copy reads the buckets as an engine
     does. `fail`: "send" | "deliver" | "export" | "fill" | "plan", on the rank with coordinates `fail_on`."""
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.resharding.buffers import Buffers, map_bucket, views
-    from rlhf_megatron.resharding.sender import Order
-    from rlhf_megatron.resharding.shard_sender import send_shards
-    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers, attach_buffers
+    from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.ranks.resharding.shard_sender import send_shards
+    from rlhf_megatron.ranks.resharding.weight_sender import SendRequest
+    from rlhf_megatron.rollout.transports.tensor_transport import (
+        SharedMemoryBuffers,
+        attach_shared_buffers,
+    )
+    from rlhf_megatron.weights.bucket_buffers import (
+        BucketBuffers,
+        map_bucket_file,
+        view_bucket_tensors,
+    )
 
-    table = table_for(config, world.layout.tp)
-    model = build_model(config, world, torch.float32)
-    load_on_rank(model.chunks, table, random_source(config, SEED), world)
+    table = make_weight_table(config, world.layout.tp)
+    model = build_megatron_model(config, world, torch.float32)
+    load_weights_on_rank(model.chunks, table, make_random_source(config, SEED), world)
     received: dict[str, torch.Tensor] = {}
     sizes: list[int] = []
     is_bad = str(world.coordinates) == fail_on
 
     def deliver(manifest: BucketManifest, raw: torch.Tensor) -> None:
-        manifest = BucketManifest.from_json(manifest.to_json())
+        manifest = BucketManifest.parse_json(manifest.encode_json())
         if is_bad and fail == "deliver" and manifest.bucket == 1:
             raise OSError("engine0 said no")
         sizes.append(manifest.num_bytes)
-        given = views(manifest, (0, map_bucket(transfer_dir / manifest.file, manifest)))
+        given = view_bucket_tensors(
+            manifest, (0, map_bucket_file(transfer_dir / manifest.file, manifest))
+        )
         for entry in manifest.tensors:
-            whole = received.setdefault(entry.name, torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)))
+            whole = received.setdefault(
+                entry.name, torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+            )
             span = entry.span
-            target = whole.narrow(span.axis, span.start, span.count)
+            target = whole.narrow(span.dim, span.start, span.num_entries)
             assert not target.any(), f"{entry.key} came twice"
             target.copy_(given[entry.key])
 
-    def open_buffers(part_bytes: Sequence[int], num_buckets: int, devices: Sequence[str]) -> Buffers:
+    def open_buffers(
+        part_bytes: Sequence[int], num_buckets: int, devices: Sequence[str]
+    ) -> BucketBuffers:
         assert list(devices) == [""] * len(part_bytes)
-        buffers = SharedMemoryBuffers(transfer_dir, str(world.coordinates), sum(part_bytes), num_buckets, deliver)
+        buffers = SharedMemoryBuffers(
+            transfer_dir, str(world.coordinates), sum(part_bytes), num_buckets, deliver
+        )
         if is_bad and fail == "send":
-            buffers.send = _raise  # type: ignore[method-assign]
+            buffers.start_delivery = _raise  # type: ignore[method-assign]
         return buffers
 
-    shards = list(local_shards(model.chunks, table))
+    shards = list(iterate_local_shards(model.chunks, table))
     if is_bad and fail == "export":
         shards = (_raise() for _ in range(1))
     if is_bad and fail == "fill":  # a tensor that is not there, in the middle of the stage
-        middle = next(i for i, (rule, _) in enumerate(shards) if rule.layer == 2 and rule.split == "gated_rows")
+        middle = next(
+            i
+            for i, (rule, _) in enumerate(shards)
+            if rule.layer == 2 and rule.split == "gated_rows"
+        )
         shards[middle] = (shards[middle][0], None)
     error, report = "", None
     try:
         report = send_shards(
             shards,
             world,
-            Order(3, getattr(torch, dtype), bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes),
+            SendRequest(
+                3,
+                getattr(torch, dtype),
+                bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes,
+            ),
             open_buffers,
-            partial(attach_buffers, transfer_dir),
+            partial(attach_shared_buffers, transfer_dir),
         )
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
@@ -102,7 +131,13 @@ def _raise(*_: Any) -> Any:
         ({"dp": 2, "etp": 2}, EXPERTS, "bfloat16", 10_000, 1),
         ({"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, EXPERTS, "bfloat16", 10_000, 1),
         ({"pp": 2, "dp": 2, "ep": 2, "first_layers": 1}, EXPERTS, "float32", 10_000, 1),
-        ({"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, EXPERT_FAMILIES["gpt_oss"], "bfloat16", 10_000, 1),
+        (
+            {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1},
+            EXPERT_FAMILIES["gpt_oss"],
+            "bfloat16",
+            10_000,
+            1,
+        ),
     ],
     ids=str,
 )
@@ -119,8 +154,11 @@ def test_every_rank_sends_what_it_holds(
         send, **layout, config=config, transfer_dir=tmp_path, dtype=dtype, bucket_bytes=bucket_bytes
     )
     assert [result["error"] for result in results] == [""] * len(results)
-    plain = unfused(dict(random_hf_tensors(config, SEED)), config["model_type"])
-    expected = {n: t if n.endswith("correction_bias") else t.to(getattr(torch, dtype)) for n, t in plain.items()}
+    plain = unfused(dict(generate_random_hf_tensors(config, SEED)), config["model_type"])
+    expected = {
+        n: t if n.endswith("correction_bias") else t.to(getattr(torch, dtype))
+        for n, t in plain.items()
+    }
     arrived = [(name, tensor) for result in results for name, tensor in result["received"].items()]
     assert len(arrived) == num_copies * len(expected) and dict(arrived).keys() == expected.keys()
     for name, tensor in arrived:
@@ -129,8 +167,8 @@ def test_every_rank_sends_what_it_holds(
     for result in results:
         for name, value in result["report"].digests.items():
             digests[name] = digests.get(name, 0) + int(value, 16)
-    assert {name: as_hex(value) for name, value in digests.items()} == {
-        name: as_hex(digest(tensor)) for name, tensor in expected.items()
+    assert {name: format_digest(value) for name, value in digests.items()} == {
+        name: format_digest(digest_tensor(tensor)) for name, tensor in expected.items()
     }
     sent = [result["report"].num_bytes for result in results]
     assert sum(sent) == sum(tensor.nbytes for tensor in expected.values())
@@ -148,7 +186,12 @@ def test_every_rank_sends_what_it_holds(
         ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another rank"),
         ("export", "dp0 pp0 tp1", "MemoryError: no memory left", "SyncAbortedError"),
         ("fill", "dp0 pp0 tp1", "KeyError", "SyncAbortedError: .* of this copy"),
-        ("plan", "dp0 pp0 tp1", "ValueError: .*planned different", "ValueError: .*planned different"),
+        (
+            "plan",
+            "dp0 pp0 tp1",
+            "ValueError: .*planned different",
+            "ValueError: .*planned different",
+        ),
     ],
 )
 def test_failure_on_one_rank_ends_the_sync_on_all(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from dist_pool import DistPool
 
-from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
-from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_weights_on_rank
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
+from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 
 CONFIG = {
     "model_type": "qwen3",
@@ -55,28 +55,32 @@ def send(
 
     `fail`: "deliver" | "export" | "plan" | "gather", on the rank with coordinates `fail_on`.
     """
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.resharding.buffers import Buffers, in_memory, map_bucket
-    from rlhf_megatron.resharding.sender import Order, send_weights
-    from rlhf_megatron.rollout.transports.disk import FileBuffers
-    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
+    from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.ranks.resharding.weight_sender import SendRequest, send_whole_tensors
+    from rlhf_megatron.rollout.transports.disk_transport import SafetensorsFileBuffers
+    from rlhf_megatron.rollout.transports.tensor_transport import SharedMemoryBuffers
+    from rlhf_megatron.weights.bucket_buffers import (
+        BucketBuffers,
+        make_memory_buffers,
+        map_bucket_file,
+    )
 
-    table = table_for(config, world.layout.tp)
-    model = build_model(config, world, torch.float32)
-    load_on_rank(model.chunks, table, random_source(config, SEED), world)
+    table = make_weight_table(config, world.layout.tp)
+    model = build_megatron_model(config, world, torch.float32)
+    load_weights_on_rank(model.chunks, table, make_random_source(config, SEED), world)
     received: dict[str, torch.Tensor] = {}
     manifests: list[BucketManifest] = []
     is_bad = str(world.coordinates) == fail_on
 
     def in_file(manifest: BucketManifest) -> torch.Tensor:
         if memory == "shared_memory":
-            return map_bucket(transfer_dir / manifest.file, manifest)
+            return map_bucket_file(transfer_dir / manifest.file, manifest)
         data = (transfer_dir / manifest.file).read_bytes()
         assert len(data) == manifest.file_offset + manifest.num_bytes
         return torch.frombuffer(bytearray(data[manifest.file_offset :]), dtype=torch.uint8)
 
     def deliver(manifest: BucketManifest, raw: torch.Tensor) -> None:
-        manifest = BucketManifest.from_json(manifest.to_json())
+        manifest = BucketManifest.parse_json(manifest.encode_json())
         if is_bad and fail == "deliver" and manifest.bucket == 1:
             raise OSError("engine0 said no")
         assert raw.numel() == manifest.num_bytes
@@ -85,26 +89,34 @@ def send(
         for entry in manifest.tensors:
             part = bucket[entry.offset : entry.offset + entry.num_bytes].clone()
             received[entry.name] = part.view(getattr(torch, entry.dtype)).view(entry.shape)
-            assert as_hex(digest(received[entry.name])) == entry.digest
+            assert format_digest(digest_tensor(received[entry.name])) == entry.digest
 
-    def open_buffers(capacity: int, num_buckets: int) -> Buffers:
+    def open_buffers(capacity: int, num_buckets: int) -> BucketBuffers:
         if memory == "device_memory":
-            return in_memory(world.device, capacity, num_buckets, deliver)
-        in_files = FileBuffers if memory == "files" else SharedMemoryBuffers
+            return make_memory_buffers(world.device, capacity, num_buckets, deliver)
+        in_files = SafetensorsFileBuffers if memory == "files" else SharedMemoryBuffers
         return in_files(transfer_dir, str(world.coordinates), capacity, num_buckets, deliver)
 
-    shards = list(local_shards(model.chunks, table))
+    shards = list(iterate_local_shards(model.chunks, table))
     if is_bad and fail == "export":
         shards = (_raise() for _ in range(1))
     if is_bad and fail == "gather":  # a tensor that cannot be packed, in the middle of the stage
-        middle = next(i for i, (rule, _) in enumerate(shards) if rule.layer == 2 and rule.split == "gated_rows")
+        middle = next(
+            i
+            for i, (rule, _) in enumerate(shards)
+            if rule.layer == 2 and rule.split == "gated_rows"
+        )
         shards[middle] = (shards[middle][0], None)
     error, report = "", None
     try:
-        report = send_weights(
+        report = send_whole_tensors(
             shards,
             world,
-            Order(3, getattr(torch, dtype), bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes),
+            SendRequest(
+                3,
+                getattr(torch, dtype),
+                bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes,
+            ),
             open_buffers,
             alignment=64 if memory == "shared_memory" else 1,
         )
@@ -124,14 +136,18 @@ def _raise() -> Any:
 
 
 def check(results: list[dict[str, Any]], config: dict, dtype: str, num_senders: int) -> None:
-    expected = {n: t.to(getattr(torch, dtype)) for n, t in random_hf_tensors(config, SEED)}
+    expected = {n: t.to(getattr(torch, dtype)) for n, t in generate_random_hf_tensors(config, SEED)}
     assert [r["error"] for r in results] == [""] * len(results)
     received: dict[str, torch.Tensor] = {}
     for result in results:
         assert not received.keys() & result["received"].keys()
         received |= result["received"]
-        assert result["report"].digests == {n: as_hex(digest(t)) for n, t in result["received"].items()}
-        assert result["report"].num_bytes == sum(t.numel() * t.element_size() for t in result["received"].values())
+        assert result["report"].digests == {
+            n: format_digest(digest_tensor(t)) for n, t in result["received"].items()
+        }
+        assert result["report"].num_bytes == sum(
+            t.numel() * t.element_size() for t in result["received"].values()
+        )
         assert [m.bucket for m in result["manifests"]] == list(range(len(result["manifests"])))
         assert {(m.version, m.sender) for m in result["manifests"]} <= {(3, result["place"])}
     assert received.keys() == expected.keys()
@@ -153,10 +169,24 @@ def check(results: list[dict[str, Any]], config: dict, dtype: str, num_senders: 
     ],
 )
 def test_what_arrives_is_what_was_loaded(
-    dist_pool: DistPool, tmp_path: Path, tp: int, pp: int, dp: int, config: dict, dtype: str, bucket_bytes: int
+    dist_pool: DistPool,
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+    dp: int,
+    config: dict,
+    dtype: str,
+    bucket_bytes: int,
 ) -> None:
     results = dist_pool.run(
-        send, tp=tp, pp=pp, dp=dp, config=config, transfer_dir=tmp_path, dtype=dtype, bucket_bytes=bucket_bytes
+        send,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        config=config,
+        transfer_dir=tmp_path,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
     )
     check(results, config, dtype, num_senders=pp)
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +205,9 @@ def test_what_arrives_is_what_was_loaded(
         {"pp": 2, "dp": 2, "ep": 2, "first_layers": 1},
     ],
 )
-def test_experts_arrive_from_the_ranks_that_share_them(dist_pool: DistPool, tmp_path: Path, layout: dict) -> None:
+def test_experts_arrive_from_the_ranks_that_share_them(
+    dist_pool: DistPool, tmp_path: Path, layout: dict
+) -> None:
     results = dist_pool.run(
         send, **layout, config=EXPERTS, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=10_000
     )
@@ -187,10 +219,18 @@ def test_experts_arrive_from_the_ranks_that_share_them(dist_pool: DistPool, tmp_
 def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, memory: str) -> None:
     """One byte: each fusion group is whole in a bucket of its own, and what is in flight is two of the largest."""
     results = dist_pool.run(
-        send, tp=2, config=LLAMA, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=1, memory=memory
+        send,
+        tp=2,
+        config=LLAMA,
+        transfer_dir=tmp_path,
+        dtype="bfloat16",
+        bucket_bytes=1,
+        memory=memory,
     )
     check(results, LLAMA, "bfloat16", num_senders=1)
-    groups = [sorted(entry.name for entry in manifest.tensors) for manifest in results[0]["manifests"]]
+    groups = [
+        sorted(entry.name for entry in manifest.tensors) for manifest in results[0]["manifests"]
+    ]
     assert sorted(map(len, groups)) == [1] * 18 + [2] * 4 + [3] * 4 and len(groups) == 26
     assert any(names[0].endswith("q_proj.weight") or "k_proj" in names[0] for names in groups)
     assert len(list(tmp_path.iterdir())) == (26 if memory == "files" else 0)
@@ -206,9 +246,17 @@ def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, memo
     ],
     ids=str,
 )
-def test_what_arrives_under_other_axes(dist_pool: DistPool, tmp_path: Path, axes: dict, config: dict) -> None:
+def test_what_arrives_under_other_axes(
+    dist_pool: DistPool, tmp_path: Path, axes: dict, config: dict
+) -> None:
     results = dist_pool.run(
-        send, config=config, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=4096, timeout_s=300, **axes
+        send,
+        config=config,
+        transfer_dir=tmp_path,
+        dtype="bfloat16",
+        bucket_bytes=4096,
+        timeout_s=300,
+        **axes,
     )
     check(results, config, "bfloat16", num_senders=axes.get("pp", 1))
     senders = [r["place"] for r in results if r["received"]]
@@ -222,7 +270,12 @@ def test_what_arrives_under_other_axes(dist_pool: DistPool, tmp_path: Path, axes
         ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another rank"),
         ("export", "dp0 pp0 tp1", "MemoryError: no memory left", "SyncAbortedError"),
         ("gather", "dp0 pp0 tp1", "KeyError", "SyncAbortedError"),
-        ("plan", "dp0 pp0 tp1", "ValueError: .*planned different", "ValueError: .*planned different"),
+        (
+            "plan",
+            "dp0 pp0 tp1",
+            "ValueError: .*planned different",
+            "ValueError: .*planned different",
+        ),
     ],
 )
 def test_failure_on_one_rank_ends_the_sync_on_all(
@@ -232,18 +285,38 @@ def test_failure_on_one_rank_ends_the_sync_on_all(
 
 
 def expect_failure_on_all(
-    dist_pool: DistPool, send: Any, transfer_dir: Path, fail: str, fail_on: str, own: str, other: str
+    dist_pool: DistPool,
+    send: Any,
+    transfer_dir: Path,
+    fail: str,
+    fail_on: str,
+    own: str,
+    other: str,
 ) -> None:
     """At tp2 the rank `fail_on` ends with words like `own`, the other with words like `other`; no file stays."""
-    how = {"config": CONFIG, "transfer_dir": transfer_dir, "dtype": "bfloat16", "bucket_bytes": 4096}
+    how = {
+        "config": CONFIG,
+        "transfer_dir": transfer_dir,
+        "dtype": "bfloat16",
+        "bucket_bytes": 4096,
+    }
     for result in dist_pool.run(send, tp=2, fail=fail, fail_on=fail_on, **how):
-        assert re.match(own if result["place"] == fail_on else other, result["error"]), result["error"]
+        assert re.match(own if result["place"] == fail_on else other, result["error"]), result[
+            "error"
+        ]
     assert list(transfer_dir.iterdir()) == []
 
 
 @pytest.mark.dist
-def test_failure_of_one_stage_leaves_the_other_stage_to_end(dist_pool: DistPool, tmp_path: Path) -> None:
-    arguments = {"config": CONFIG, "transfer_dir": tmp_path, "dtype": "bfloat16", "bucket_bytes": 4096}
+def test_failure_of_one_stage_leaves_the_other_stage_to_end(
+    dist_pool: DistPool, tmp_path: Path
+) -> None:
+    arguments = {
+        "config": CONFIG,
+        "transfer_dir": tmp_path,
+        "dtype": "bfloat16",
+        "bucket_bytes": 4096,
+    }
     results = dist_pool.run(send, tp=2, pp=2, fail="deliver", fail_on="dp0 pp1 tp0", **arguments)
     errors = [r["error"].partition(":")[0] for r in results]
     assert errors == ["", "", "OSError", "SyncAbortedError"]

@@ -11,10 +11,14 @@ import torch
 import workers_reference as reference
 from dist_pool import DistPool
 
-from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
-from rlhf_megatron.config import correction as settings
+from rlhf_megatron.algorithms.rollout_correction.correction_params import (
+    CorrectionParams,
+    ImportanceWeightParams,
+    RejectionFilter,
+)
+from rlhf_megatron.config import rollout_correction_rules as settings
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
-from rlhf_megatron.workers.losses import correction_params
+from rlhf_megatron.ranks.workers.actor_losses import parse_correction_params
 
 pytestmark = pytest.mark.dist
 
@@ -22,33 +26,40 @@ Cases = dict[str, tuple[dict[str, Any], str]]
 
 
 def loss_of(preset: str) -> str:
-    resolved = settings.resolved(RolloutCorrectionConfig(preset))
+    resolved = settings.resolve_rollout_correction(RolloutCorrectionConfig(preset))
     return str(resolved.loss_type) if resolved.mode == "bypass" else "ppo_clip"
 
 
 def check(found: dict[str, Any], cases: Cases) -> None:
     for name, (section, _) in cases.items():
         config = RolloutCorrectionConfig(**section)
-        params, is_bypass = correction_params(config), settings.is_bypass(config)
+        params, is_bypass = parse_correction_params(config), settings.is_bypass_mode(config)
         for number, step in enumerate(found[name], 1):
             metrics, where = step["metrics"], f"{name}, step {number}"
             assert not step["unlisted"] and not step["not_finite"], (where, step)
             expected = (
-                {"old_log_probs", "entropies"} if not is_bypass or number == 1 or params.use_batch_norm else set()
+                {"old_log_probs", "entropies"}
+                if not is_bypass or number == 1 or params.use_batch_norm
+                else set()
             )
             if params.importance is not None and (not is_bypass or params.use_batch_norm):
                 expected.add("correction_weights")
-            if params.rejects and not is_bypass:
+            if params.has_rejection and not is_bypass:
                 expected.add("is_kept")
             assert step["columns"] == expected, where
             assert ("rollout_corr/k3_kl" in metrics) == ("old_log_probs" in expected), where
             is_moving = is_bypass and params.importance is not None
             assert ("actor/rollout_is_mean" in metrics) == is_moving, where
             rejected = metrics.get(
-                "actor/rollout_rs_masked_fraction" if is_bypass else "rollout_corr/rollout_rs_masked_fraction"
+                "actor/rollout_rs_masked_fraction"
+                if is_bypass
+                else "rollout_corr/rollout_rs_masked_fraction"
             )
-            assert (rejected is not None) == params.rejects, where
-            assert metrics["actor/num_optimizer_steps"] == 1 and metrics["actor/num_skipped_steps"] == 0
+            assert (rejected is not None) == params.has_rejection, where
+            assert (
+                metrics["actor/num_optimizer_steps"] == 1
+                and metrics["actor/num_skipped_steps"] == 0
+            )
             assert (metrics["actor/grad_norm"] > 0) == (rejected != 1), where
         assert found[name][0]["metrics"]["actor/grad_norm"] > 1e-3, name
 
@@ -74,7 +85,9 @@ def test_three_steps_in_each_mode(dist_pool: DistPool, tmp_path: Path) -> None:
         abs=0.05,  # with and without the sample of masked status
     )
     assert (
-        decoupled["rollout_corr/rollout_rs_masked_fraction"] == bypass["rollout_corr/rollout_rs_masked_fraction"] > 0.2
+        decoupled["rollout_corr/rollout_rs_masked_fraction"]
+        == bypass["rollout_corr/rollout_rs_masked_fraction"]
+        > 0.2
     )
     timed = ("timing", "perf", "memory")
     for one, other in zip(found["bypass"], found["again"], strict=True):
@@ -84,13 +97,18 @@ def test_three_steps_in_each_mode(dist_pool: DistPool, tmp_path: Path) -> None:
 
 LAYOUTS: list[Any] = [
     pytest.param({"cp": 2}, id="cp2"),
-    *(pytest.param(axes, id="".join(axes), marks=pytest.mark.long) for axes in ({"dp": 2}, {"tp": 2, "pp": 2})),
+    *(
+        pytest.param(axes, id="".join(axes), marks=pytest.mark.long)
+        for axes in ({"dp": 2}, {"tp": 2, "pp": 2})
+    ),
     pytest.param({"pp": 2, "cp": 2}, id="ppcp", marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize("axes", LAYOUTS)
-def test_moving_weights_and_rejection_do_not_depend_on_the_layout(dist_pool: DistPool, axes: dict[str, int]) -> None:
+def test_moving_weights_and_rejection_do_not_depend_on_the_layout(
+    dist_pool: DistPool, axes: dict[str, int]
+) -> None:
     """Context-parallel ranks have a part of each sequence, data-parallel ones some sequences."""
     model = reference.make_model("llama")
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -98,17 +116,27 @@ def test_moving_weights_and_rejection_do_not_depend_on_the_layout(dist_pool: Dis
     with torch.no_grad():
         log_probs, _ = reference.token_log_probs(model, batch)
     batch = reference.with_past(batch, log_probs)
-    filters = (Filter("seq_mean_k1", 1.2, 0.85), Filter("seq_max_k2", 0.18), Filter("token_k3", 0.04))
-    params = CorrectionParams(Importance("sequence", 1.5), filters=filters, veto=0.5)
+    filters = (
+        RejectionFilter("seq_mean_k1", 1.2, 0.85),
+        RejectionFilter("seq_max_k2", 0.18),
+        RejectionFilter("token_k3", 0.04),
+    )
+    params = CorrectionParams(ImportanceWeightParams("sequence", 1.5), filters=filters, veto=0.5)
     job: dict[str, Any] = {"state": state, "batch": batch, "params": params}
     alone = dist_pool.run(jobs.corrected_update, timeout_s=300, **job)[0]
-    leaders = [part for part in dist_pool.run(jobs.corrected_update, timeout_s=300, **axes, **job) if part is not None]
+    leaders = [
+        part
+        for part in dist_pool.run(jobs.corrected_update, timeout_s=300, **axes, **job)
+        if part is not None
+    ]
     assert 0.2 < alone.sums["actor/rollout_rs_masked_fraction"] < 0.8
     for name, value in alone.sums.items():
-        assert sum(part.sums[name] for part in leaders) == pytest.approx(value, rel=5e-6, abs=1e-6), (
-            name
-        )  # terms are about 1
-    assert leaders[0].grad_norm == pytest.approx(alone.grad_norm, rel=5e-6) and alone.grad_norm > 1e-3
+        assert sum(part.sums[name] for part in leaders) == pytest.approx(
+            value, rel=5e-6, abs=1e-6
+        ), name  # terms are about 1
+    assert (
+        leaders[0].grad_norm == pytest.approx(alone.grad_norm, rel=5e-6) and alone.grad_norm > 1e-3
+    )
 
 
 @pytest.mark.long
@@ -118,6 +146,8 @@ def test_three_steps_with_every_preset(dist_pool: DistPool, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_a_kl_in_the_reward_has_the_trainers_log_probs_in_bypass_mode_too(dist_pool: DistPool, tmp_path: Path) -> None:
+def test_a_kl_in_the_reward_has_the_trainers_log_probs_in_bypass_mode_too(
+    dist_pool: DistPool, tmp_path: Path
+) -> None:
     found = dist_pool.run(jobs.with_kl_in_reward, timeout_s=300, directory=tmp_path)[0]
     assert all("old_log_probs" in columns for columns in found) and len(found) == jobs.NUM_STEPS

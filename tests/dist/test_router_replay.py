@@ -20,7 +20,7 @@ from benchmarks.parity.layouts import Axes
 from benchmarks.parity.reference import make_model, policy_columns
 from benchmarks.parity.router_reference import Routers
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
-from rlhf_megatron.config.rules.experts import num_experts
+from rlhf_megatron.config.rules.expert_rules import read_num_experts
 
 pytestmark = pytest.mark.dist
 SP: dict[str, Any] = {"sequence_parallel": True}
@@ -58,7 +58,7 @@ def live_routes(family: str, state: dict[str, Tensor]) -> Tensor:
 @functools.cache
 def engine_case(family: str) -> Case:
     routes, offsets = live_routes(family, make_state(family)), make_batch()["offsets"]
-    routes = shifted(routes, num_experts(FAMILIES[family]))
+    routes = shifted(routes, read_num_experts(FAMILIES[family]))
     none, half = (slice(int(offsets[sample]), int(offsets[sample + 1])) for sample in UNROUTED)
     routes[none] = -1
     routes[(half.start + half.stop) // 2 : half.stop] = -1
@@ -69,7 +69,10 @@ def engine_case(family: str) -> Case:
 def before(family: str) -> dict[str, Tensor]:
     """The model whose routes are recorded: its routers pick each expert's neighbour."""
     is_router = ("gate.weight", "router.weight", "router.bias", "e_score_correction_bias")
-    return {name: t.roll(1, 0) if name.endswith(is_router) else t for name, t in make_state(family).items()}
+    return {
+        name: t.roll(1, 0) if name.endswith(is_router) else t
+        for name, t in make_state(family).items()
+    }
 
 
 @functools.cache
@@ -83,7 +86,11 @@ def run_replayed(
     """quantity -> whether it is within parity's bar."""
     job: Callable[..., Any]
     if mode == "r3":
-        case, job, arguments = engine_case(family), told_by_engine, {"directory": directory, "planted": planted}
+        case, job, arguments = (
+            engine_case(family),
+            told_by_engine,
+            {"directory": directory, "planted": planted},
+        )
     else:
         case, job, arguments = recorded_case(family), recorded_before, {"before": before(family)}
     found = rows_of(case, axes, run_cell(pool, case, axes, Recipe(), [CUT], job=job, **arguments))
@@ -102,7 +109,9 @@ def test_updates_meet_the_given_experts(
     """R3: in log-probs too. R2: ids follow their tokens out of other micro-batches, from other ranks."""
     found = run_replayed(dist_pool, mode, family, axes, tmp_path)
     if mode == "r2":  # its log-probs are those of its own routing
-        found = {name: ok for name, ok in found.items() if name in ("gradient", "grad_norm", "update")}
+        found = {
+            name: ok for name, ok in found.items() if name in ("gradient", "grad_norm", "update")
+        }
         assert len(found) == 3
     assert all(found.values()), found
 

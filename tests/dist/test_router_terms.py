@@ -26,7 +26,11 @@ CELLS: list[tuple[str, Recipe, Axes]] = [
 ]
 LONG: list[tuple[str, Recipe, Axes]] = [
     ("qwen3_moe", replace(BY_SAMPLE, **UNBIASED), Axes()),
-    ("qwen3_moe", replace(BY_SAMPLE, **UNBIASED), Axes(tp=2, **SP, cp=2, ep=2, etp=1, recompute="moe")),
+    (
+        "qwen3_moe",
+        replace(BY_SAMPLE, **UNBIASED),
+        Axes(tp=2, **SP, cp=2, ep=2, etp=1, recompute="moe"),
+    ),
     ("glm4_moe", BY_SAMPLE, Axes(pp=2, vpp=2, ep=2, dp=2, distributed=True)),
     ("glm4_moe", BY_MINI_BATCH, Axes(tp=2, **SP, recompute="full_block")),
 ]
@@ -53,6 +57,9 @@ def test_terms_of_routers_do_not_depend_on_how_a_mini_batch_is_split(
 
 def test_a_gradient_without_the_terms_is_over_the_bar(dist_pool: DistPool) -> None:
     case, axes = case_of("glm4_moe", BY_SAMPLE), Axes()
-    found = {row.quantity: row for row in rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), [CUT]))}
+    found = {
+        row.quantity: row
+        for row in rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), [CUT]))
+    }
     assert found["log_probs"].ok and not found["gradient"].ok
     assert found["update"].tensor.endswith("e_score_correction_bias")

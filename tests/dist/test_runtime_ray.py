@@ -34,7 +34,11 @@ def start(tmp_path: Path, cluster: dict[str, str]) -> Iterator[Start]:
 def hosts_left(run: Run, within_s: float = 15.0) -> list[int]:
     """Processes of ranks that still live; they belong to the cluster, whose environment they have."""
     deadline = time.monotonic() + within_s
-    while left := [pid for name, pid in run.pids().items() if name != "controller" and Path(f"/proc/{pid}").exists()]:
+    while left := [
+        pid
+        for name, pid in run.pids().items()
+        if name != "controller" and Path(f"/proc/{pid}").exists()
+    ]:
         if time.monotonic() > deadline:
             return left
         time.sleep(0.05)
@@ -120,7 +124,10 @@ def test_a_signal_stops_the_run_where_its_state_is_whole(start: Start, victim: s
 @pytest.mark.long
 def test_a_rank_that_cannot_start_is_told_at_once(tmp_path: Path, cluster: dict[str, str]) -> None:
     """Its plan of faults is none; nobody waits for it until the deadline, which is a minute."""
-    plan = {"RLHF_MEGATRON_FAULTS": "nonsense", "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults")}
+    plan = {
+        "RLHF_MEGATRON_FAULTS": "nonsense",
+        "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults"),
+    }
     with toy_runs(tmp_path, "ray", cluster | plan) as begin:
         run = begin("values", "2,2,1")
         assert run.wait() == 3

@@ -13,7 +13,7 @@ from runtime_tools import Start, toy_runs
 
 from benchmarks.chaos.program import Launch
 from benchmarks.chaos.task import LAYOUTS, overrides, place, write_task
-from rlhf_megatron.runtime.stopping import CLEANUP_S
+from rlhf_megatron.runtime.stop_signals import CLEANUP_S
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = pytest.mark.dist
@@ -29,9 +29,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ("victim", "number", "reason"),
     [
         ("host1", signal.SIGTERM, "SIGTERM to [actor dp0 pp0 tp1]"),
-        pytest.param("controller", signal.SIGUSR1, "SIGUSR1 to the controller", marks=pytest.mark.chaos),
-        pytest.param("agent", signal.SIGUSR1, "SIGUSR1 to [actor dp0 pp0 tp", marks=pytest.mark.chaos),
-        pytest.param("agent", signal.SIGINT, "SIGINT to [actor dp0 pp0 tp", marks=pytest.mark.chaos),
+        pytest.param(
+            "controller", signal.SIGUSR1, "SIGUSR1 to the controller", marks=pytest.mark.chaos
+        ),
+        pytest.param(
+            "agent", signal.SIGUSR1, "SIGUSR1 to [actor dp0 pp0 tp", marks=pytest.mark.chaos
+        ),
+        pytest.param(
+            "agent", signal.SIGINT, "SIGINT to [actor dp0 pp0 tp", marks=pytest.mark.chaos
+        ),
     ],
 )
 def test_a_signal_to_any_process_stops_the_run_where_it_can_save(
@@ -45,7 +51,9 @@ def test_a_signal_to_any_process_stops_the_run_where_it_can_save(
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
     assert (run.directory / "reason").read_text().startswith(reason)
     assert "Traceback" not in run.console()
-    assert all((run.directory / f"closed{rank}").exists() for rank in range(2)), "hosts ended in an orderly way"
+    assert all((run.directory / f"closed{rank}").exists() for rank in range(2)), (
+        "hosts ended in an orderly way"
+    )
     run.assert_no_orphans(3)
 
 
@@ -87,11 +95,17 @@ def test_a_second_signal_ends_it_at_once(start: Start, victim: str, wait_s: floa
         pytest.param("controller", marks=pytest.mark.chaos),
     ],
 )
-def test_a_signal_in_the_first_seconds_says_that_the_run_can_be_started_again(tmp_path: Path, newest: str) -> None:
+def test_a_signal_in_the_first_seconds_says_that_the_run_can_be_started_again(
+    tmp_path: Path, newest: str
+) -> None:
     """A real run, told to stop as soon as that process lives: nothing has begun."""
     values = {**LAYOUTS["tp2"], **place(tmp_path)}
-    with warm.cold() if newest in ("agent", "controller") else nullcontext():  # whose signals are blocked at first
-        launch = Launch([str(write_task(tmp_path)), *overrides(values)], tmp_path, tmp_path / "console", {})
+    with (
+        warm.cold() if newest in ("agent", "controller") else nullcontext()
+    ):  # whose signals are blocked at first
+        launch = Launch(
+            [str(write_task(tmp_path)), *overrides(values)], tmp_path, tmp_path / "console", {}
+        )
     try:
         while not (takes_sigterm(launch.pid) if newest == "launcher" else has(launch, newest)):
             assert launch.exit_code is None and launch.seconds < 60, launch.console.read_text()

@@ -17,9 +17,9 @@ from workers_jobs import RankResult, train_family
 
 from benchmarks.parity.cases import FAMILIES, make_state
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.data.plan import take
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.workers.pack import pack
+from rlhf_megatron.data.replica_plan import take_replica_shard
+from rlhf_megatron.ranks.workers.sequence_packing import pack_batch
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 pytestmark = pytest.mark.dist
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
@@ -33,7 +33,11 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
 
 def num_forwarded(batch: MiniBatch, rank: RankResult, shares_prompts: bool) -> int:
     """Count the tokens of a rank's micro-batches."""
-    packed = pack(take(batch, rank.plan), rank.plan, Layout(1, shares_prompts=shares_prompts))
+    packed = pack_batch(
+        take_replica_shard(batch, rank.plan),
+        rank.plan,
+        ParallelLayout(1, shares_prompts=shares_prompts),
+    )
     return sum(micro.token_ids.numel() for micro in packed.micro_batches)
 
 
@@ -55,6 +59,8 @@ def test_log_probs_and_gradients_are_those_of_samples_apart(
     (apart, apart_ranks), (shared, shared_ranks) = trained(False), trained(True)
     torch.testing.assert_close(shared, apart, atol=2e-5, rtol=0)
     for one, other in zip(shared_ranks, apart_ranks, strict=True):
-        assert num_forwarded(batch, one, shares_prompts=True) < num_forwarded(batch, other, shares_prompts=False)
+        assert num_forwarded(batch, one, shares_prompts=True) < num_forwarded(
+            batch, other, shares_prompts=False
+        )
         for name, grad in one.grads.items():
             assert (grad - other.grads[name]).norm() <= 2e-5 * other.grads[name].norm() + 1e-9, name

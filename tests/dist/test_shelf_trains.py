@@ -17,10 +17,10 @@ from benchmarks import replay_layouts
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import PolicyLossConfig, RunConfig
-from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
-from rlhf_megatron.scheduler.parts import load_parts
+from rlhf_megatron.controller.recovery.rollout_recorder import RecordedStart, RolloutRecorder
+from rlhf_megatron.controller.scheduler.algorithm_setup import load_algorithm_setup
 
 STEPS = 3
 SETTINGS = [
@@ -37,13 +37,19 @@ LOSS_PARAMS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 1.0},
     "ppo_clip": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28},
 }
-AGGREGATIONS = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+AGGREGATIONS = {
+    "gspo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "geo_mean": "seq-mean-token-mean",
+}
 
 
 def config_of(estimator: str = "grpo", loss: str = "ppo_clip", *more: str) -> RunConfig:
     is_ppo = "values" in ADV_ESTIMATORS.get(estimator).needs
     run_file = replay_layouts.PPO_CONFIG if is_ppo else replay_layouts.CONFIG
-    loaded = read_run_config(run_file, [*SETTINGS, *(["trainer.critic_warmup=0"] if is_ppo else []), *more])
+    loaded = read_run_config(
+        run_file, [*SETTINGS, *(["trainer.critic_warmup=0"] if is_ppo else []), *more]
+    )
     config = loaded.config
     actor, algorithm = config.actor, config.algorithm
     policy_loss = PolicyLossConfig(loss, LOSS_PARAMS.get(loss, {}))
@@ -51,21 +57,28 @@ def config_of(estimator: str = "grpo", loss: str = "ppo_clip", *more: str) -> Ru
     config = replace(
         config,
         actor=replace(actor, policy_loss=policy_loss, loss_agg_mode=agg_mode),
-        algorithm=replace(algorithm, adv_estimator=estimator, params=ESTIMATOR_PARAMS.get(estimator, {})),
+        algorithm=replace(
+            algorithm, adv_estimator=estimator, params=ESTIMATOR_PARAMS.get(estimator, {})
+        ),
     )
-    assert validate(replace(loaded, config=config)) == []
-    load_parts(config)
+    assert validate_config(replace(loaded, config=config)) == []
+    load_algorithm_setup(config)
     return config
 
 
 def make_record(directory: Path) -> Path:
     """Steps as `--record` leaves them, with the parts of the reward and the rewards of greedy samples."""
-    recorder = Recorder(directory / "record")
+    recorder = RolloutRecorder(directory / "record")
     recorder.write_start(RecordedStart(num_warmup_steps=0, policy_version=1))
     for step in range(1, STEPS + 1):
         batch = rollouts(step)
         greedy = (torch.arange(len(batch)) // GROUP_SIZE % 2).float()
-        recorder.write(step, replace(batch, reward_parts={"exact_match": batch.rewards.clone()}, greedy_rewards=greedy))
+        recorder.write_step(
+            step,
+            replace(
+                batch, reward_parts={"exact_match": batch.rewards.clone()}, greedy_rewards=greedy
+            ),
+        )
     return directory / "record"
 
 
@@ -77,7 +90,9 @@ def shelf() -> dict[str, RunConfig]:
 
 def test_the_shelf_can_be_written_as_configurations() -> None:
     """Rules and registries agree: nothing that is registered is refused at start."""
-    names = {f"estimator {name}" for name in ADV_ESTIMATORS} | {f"loss {name}" for name in POLICY_LOSSES}
+    names = {f"estimator {name}" for name in ADV_ESTIMATORS} | {
+        f"loss {name}" for name in POLICY_LOSSES
+    }
     assert set(shelf()) == names | {"pf_ppo"} and len(names) >= 24
 
 
@@ -86,7 +101,9 @@ def test_the_shelf_can_be_written_as_configurations() -> None:
 def test_everything_on_the_shelf_trains(dist_pool: DistPool, tmp_path: Path) -> None:
     configs = shelf()
     record = make_record(tmp_path)
-    ranks = dist_pool.run(train_all, tp=2, pp=2, configs=configs, record=str(record), num_steps=STEPS, timeout_s=900)
+    ranks = dist_pool.run(
+        train_all, tp=2, pp=2, configs=configs, record=str(record), num_steps=STEPS, timeout_s=900
+    )
     for name in configs:
         runs = [rank[name] for rank in ranks]
         assert all(run.metrics == runs[0].metrics for run in runs[1:]), name
@@ -94,8 +111,15 @@ def test_everything_on_the_shelf_trains(dist_pool: DistPool, tmp_path: Path) -> 
             found = {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
             assert all(map(isfinite, found.values())), (name, step, found)
             assert found["actor/grad_norm"] > 0, (name, step, found)
-            assert metrics["actor/num_optimizer_steps"] == 2 and metrics["actor/num_skipped_steps"] == 0, (name, step)
+            assert (
+                metrics["actor/num_optimizer_steps"] == 2
+                and metrics["actor/num_skipped_steps"] == 0
+            ), (name, step)
         for rank, run in enumerate(runs):
-            assert all(1e-5 < change < 1.0 for change in run.moved.values()), (name, rank, run.moved)
+            assert all(1e-5 < change < 1.0 for change in run.moved.values()), (
+                name,
+                rank,
+                run.moved,
+            )
     assert set(ranks[0]["estimator gae"].moved) == {"actor", "critic"}
     assert all(0 < metrics["pf_ppo/distinct_samples"] < 1 for metrics in ranks[0]["pf_ppo"].metrics)

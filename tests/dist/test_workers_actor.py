@@ -15,7 +15,7 @@ from torch import Tensor
 from workers_jobs import OVERLAPPED, SHARDED, RankResult, summed, train, whole
 
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.data.plan import restore
+from rlhf_megatron.data.replica_plan import restore_sample_order
 
 pytestmark = pytest.mark.dist
 BAR = 3.0  # times the error that float32 has of its own: transformers against float64, over some orders of summation
@@ -34,7 +34,11 @@ LAYOUTS: list[dict[str, Any]] = [  # axes of dist_pool, and settings of Megatron
     {
         "pp": 2,
         "cp": 2,
-        "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "megatron": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
     },
 ]
 SHARING: list[dict[str, Any]] = [
@@ -82,11 +86,22 @@ def case_of(name: str, loss: str, has_equal_prompts: bool = False) -> Case:
     with torch.no_grad():
         _, entropies = reference.token_log_probs(exact_model, batch)
         squares = reference.token_sum_squares(exact_model, batch)
-    return Case(name, loss, state, batch, entropies, squares, reference.run_steps(exact_model, batch, loss), draws)
+    return Case(
+        name,
+        loss,
+        state,
+        batch,
+        entropies,
+        squares,
+        reference.run_steps(exact_model, batch, loss),
+        draws,
+    )
 
 
 def label(layout: dict[str, Any]) -> str:
-    axes = [f"{axis}{size}" for axis, size in layout.items() if axis not in ("megatron", "bucket_size")]
+    axes = [
+        f"{axis}{size}" for axis, size in layout.items() if axis not in ("megatron", "bucket_size")
+    ]
     return " ".join([*axes, *map(str, layout.get("megatron", {}))]) or "one rank"
 
 
@@ -102,20 +117,32 @@ def cells() -> Iterator[Any]:
             yield pytest.param(case, layout, marks=marks, id=f"{'-'.join(case)}-{label(layout)}")
     for layout in SHARING:
         yield pytest.param(
-            ("qwen3_tied", "policy", True), {**layout, "shares_prompts": True}, id=f"shared-{label(layout)}"
+            ("qwen3_tied", "policy", True),
+            {**layout, "shares_prompts": True},
+            id=f"shared-{label(layout)}",
         )
 
 
 def gathered_log_probs(results: list[RankResult], offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     leaders = [r for r in results if r.log_probs is not None]
-    merged = restore([r.log_probs for r in leaders], [r.plan for r in leaders], offsets)
+    merged = restore_sample_order(
+        [r.log_probs for r in leaders], [r.plan for r in leaders], offsets
+    )
     return merged.log_probs, merged.entropies, merged.sum_squares
 
 
 @pytest.mark.parametrize(("case", "layout"), list(cells()), indirect=["case"])
-def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout: dict[str, Any]) -> None:
+def test_three_steps_equal_transformers(
+    dist_pool: DistPool, case: Case, layout: dict[str, Any]
+) -> None:
     results = dist_pool.run(
-        train, name=case.name, state=case.state, batch=case.batch, loss=case.loss, timeout_s=300, **layout
+        train,
+        name=case.name,
+        state=case.state,
+        batch=case.batch,
+        loss=case.loss,
+        timeout_s=300,
+        **layout,
     )
     tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
     log_probs, entropies, sum_squares = gathered_log_probs(results, case.batch.offsets)
@@ -143,7 +170,13 @@ def test_metrics_of_an_update_are_averages_over_all_response_tokens(
 ) -> None:
     """Summed over replicas, context-parallel ranks and micro-batches, against the same averages taken in one piece."""
     results = dist_pool.run(
-        train, **layout, name=case.name, state=case.state, batch=case.batch, loss="policy", num_steps=1
+        train,
+        **layout,
+        name=case.name,
+        state=case.state,
+        batch=case.batch,
+        loss="policy",
+        num_steps=1,
     )
     sums, mask, batch = summed(results, 0).sums, case.batch.response_mask, case.batch
     log_probs = case.exact[0].predicted[mask]
@@ -168,16 +201,26 @@ def test_an_update_whose_old_log_probs_are_its_own_tells_them(
     """It tells what a pass of their own tells, and learns what it learns when they are given: bit for bit."""
 
     def trained(batch: MiniBatch) -> list[RankResult]:
-        return dist_pool.run(train, **layout, name=case.name, state=case.state, batch=batch, loss="policy", num_steps=1)
+        return dist_pool.run(
+            train,
+            **layout,
+            name=case.name,
+            state=case.state,
+            batch=batch,
+            loss="policy",
+            num_steps=1,
+        )
 
     results = trained(replace(case.batch, old_log_probs=None))
     leaders = [r for r in results if r.updates[0] is not None]
-    told = restore([r.updates[0].own for r in leaders], [r.plan for r in leaders], case.batch.offsets)
+    told = restore_sample_order(
+        [r.updates[0].old_log_probs for r in leaders], [r.plan for r in leaders], case.batch.offsets
+    )
     log_probs, entropies, _ = gathered_log_probs(results, case.batch.offsets)
     assert torch.allclose(told.log_probs, log_probs, rtol=0, atol=2e-6)
     assert torch.allclose(told.entropies, entropies, rtol=0, atol=2e-6)
     given = trained(replace(case.batch, old_log_probs=told.log_probs))
-    assert all(r.updates[0] is None or r.updates[0].own is None for r in given)
-    assert summed(given, 0) == replace(summed(results, 0), own=None)
+    assert all(r.updates[0] is None or r.updates[0].old_log_probs is None for r in given)
+    assert summed(given, 0) == replace(summed(results, 0), old_log_probs=None)
     for one, other in zip(results, given, strict=True):
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)

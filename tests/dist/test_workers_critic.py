@@ -15,19 +15,33 @@ from workers_critic_jobs import CriticResult, score, train_critic
 from workers_jobs import OVERLAPPED, SHARDED, summed, whole
 
 from rlhf_megatron.config.schema import FSDPConfig
-from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, places_behind, with_places_behind
-from rlhf_megatron.data.plan import restore
+from rlhf_megatron.data.batch import (
+    TokenBatch,
+    ValueMiniBatch,
+    append_next_state_positions,
+    find_next_state_positions,
+)
+from rlhf_megatron.data.replica_plan import restore_sample_order
 
 pytestmark = pytest.mark.dist
 BAR = 3.0  # times the error that float32 has of its own: transformers against float64, over some orders of summation
 HEAD = ("output_layer.weight", "output_layer.bias")
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [  # axes of dist_pool, and settings of MegatronConfig that are none
+LAYOUTS: list[
+    tuple[str, dict[str, Any]]
+] = [  # axes of dist_pool, and settings of MegatronConfig that are none
     ("llama", {}),
     ("llama", {"tp": 2}),
     ("qwen3_tied", {"pp": 2}),
     ("llama", {"cp": 2, "megatron": SHARDED}),
     ("qwen3_tied", {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}),
-    ("qwen3_tied", {"tp": 2, "sequence_parallel": True, "megatron": {"transformer_impl": "transformer_engine"}}),
+    (
+        "qwen3_tied",
+        {
+            "tp": 2,
+            "sequence_parallel": True,
+            "megatron": {"transformer_impl": "transformer_engine"},
+        },
+    ),
     ("llama", {"pp": 2, "vpp": 2, "megatron": {"recompute_granularity": "selective"}}),
     ("qwen3_tied", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True, "megatron": OVERLAPPED}),
     ("equal prompts", {"shares_prompts": True}),
@@ -49,7 +63,11 @@ class Case:
 @pytest.fixture(scope="module")
 def cases() -> dict[str, Case]:
     made = {name: make_case(name, reference.make_batch()) for name in reference.HF_CONFIGS}
-    return made | {"equal prompts": make_case("qwen3_tied", reference.with_equal_prompts(reference.make_batch()))}
+    return made | {
+        "equal prompts": make_case(
+            "qwen3_tied", reference.with_equal_prompts(reference.make_batch())
+        )
+    }
 
 
 def make_case(name: str, tokens: TokenBatch) -> Case:
@@ -60,7 +78,8 @@ def make_case(name: str, tokens: TokenBatch) -> Case:
     batch = replace(batch, token_ids=tokens.token_ids)
     exact = reference.run_value_steps(reference.make_value_model(name).double(), batch)
     draws = reference.in_float32(
-        lambda: reference.make_value_model(name), lambda model: reference.run_value_steps(model, batch)
+        lambda: reference.make_value_model(name),
+        lambda model: reference.run_value_steps(model, batch),
     )
     return Case(name, state, batch, exact, draws)
 
@@ -68,13 +87,23 @@ def make_case(name: str, tokens: TokenBatch) -> Case:
 def label(value: Any) -> str:
     if isinstance(value, str):
         return value
-    axes = [f"{axis}{size}" for axis, size in value.items() if axis not in ("megatron", "bucket_size")]
+    axes = [
+        f"{axis}{size}" for axis, size in value.items() if axis not in ("megatron", "bucket_size")
+    ]
     return " ".join([*axes, *map(str, value.get("megatron", {}))]) or "one rank"
 
 
-def run(dist_pool: DistPool, case: Case, layout: dict[str, Any], **options: Any) -> list[CriticResult]:
+def run(
+    dist_pool: DistPool, case: Case, layout: dict[str, Any], **options: Any
+) -> list[CriticResult]:
     return dist_pool.run(
-        train_critic, name=case.name, state=case.state, batch=case.batch, timeout_s=300, **layout, **options
+        train_critic,
+        name=case.name,
+        state=case.state,
+        batch=case.batch,
+        timeout_s=300,
+        **layout,
+        **options,
     )
 
 
@@ -82,11 +111,15 @@ def errors(case: Case, results: list[CriticResult], layout: dict[str, Any]) -> d
     """Quantity -> error against float64, in units of float32's own; the worst tensor of each."""
     tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
     leaders = [result for result in results if result.values is not None]
-    values = restore(
-        [leader.values for leader in leaders], [leader.plan for leader in leaders], case.batch.offsets
+    values = restore_sample_order(
+        [leader.values for leader in leaders],
+        [leader.plan for leader in leaders],
+        case.batch.offsets,
     ).values
     off = float((values - case.exact[0].predicted).abs().max())
-    grads, weights = (whole(results, case.name, tp, copies, kind, "value") for kind in ("grads", "weights"))
+    grads, weights = (
+        whole(results, case.name, tp, copies, kind, "value") for kind in ("grads", "weights")
+    )
     in_units = reference.in_units(grads, weights, case.state, case.exact[-1], case.draws)
     return {"values": off / reference.unit_of_tokens(case.exact[0], case.draws), **in_units}
 
@@ -106,7 +139,9 @@ def test_three_steps_equal_transformers(
         assert result.sums["critic/vf_loss"] == pytest.approx(case.exact[step].loss, rel=1e-5)
         assert (result.lr, result.is_skipped) == (reference.LR, False)
     holders = [result for result in results if HEAD[0] in result.weights]
-    assert len(holders) == len(results) // layout.get("pp", 1), "the head is on all ranks of the last stage, only"
+    assert len(holders) == len(results) // layout.get("pp", 1), (
+        "the head is on all ranks of the last stage, only"
+    )
     for holder in holders:
         assert all(torch.equal(holder.weights[part], holders[0].weights[part]) for part in HEAD)
         assert not holder.weights[HEAD[0]].equal(case.state["score.weight"])
@@ -117,16 +152,33 @@ def test_fsdp2_equals_transformers_and_goes_on_bit_for_bit(
 ) -> None:
     """Three steps at dp2 against transformers, and against two steps, a checkpoint and one step more."""
     case = cases["qwen3_tied"]
-    job: dict[str, Any] = {"name": case.name, "state": case.state, "batch": case.batch, "fsdp": FSDPConfig(), "dp": 2}
+    job: dict[str, Any] = {
+        "name": case.name,
+        "state": case.state,
+        "batch": case.batch,
+        "fsdp": FSDPConfig(),
+        "dp": 2,
+    }
     results = dist_pool.run(train_critic, **job)
-    values = restore([r.values for r in results], [r.plan for r in results], case.batch.offsets).values
-    off = float((values - case.exact[0].predicted).abs().max()) / reference.unit_of_tokens(case.exact[0], case.draws)
-    grads, weights = (joined([getattr(result, kind) for result in results]) for kind in ("grads", "weights"))
-    found = {"values": off, **reference.in_units(grads, weights, case.state, case.exact[-1], case.draws)}
+    values = restore_sample_order(
+        [r.values for r in results], [r.plan for r in results], case.batch.offsets
+    ).values
+    off = float((values - case.exact[0].predicted).abs().max()) / reference.unit_of_tokens(
+        case.exact[0], case.draws
+    )
+    grads, weights = (
+        joined([getattr(result, kind) for result in results]) for kind in ("grads", "weights")
+    )
+    found = {
+        "values": off,
+        **reference.in_units(grads, weights, case.state, case.exact[-1], case.draws),
+    }
     assert max(found.values()) <= BAR, found
     assert not weights["score.weight"].equal(case.state["score.weight"])
     dist_pool.run(train_critic, **job, num_steps=2, directory=tmp_path / "critic")
-    resumed = dist_pool.run(train_critic, **job, num_steps=1, directory=tmp_path / "critic", is_loading=True)
+    resumed = dist_pool.run(
+        train_critic, **job, num_steps=1, directory=tmp_path / "critic", is_loading=True
+    )
     again = joined([result.weights for result in resumed])
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
 
@@ -147,19 +199,29 @@ def test_a_frozen_model_scores_as_transformers_does(
     case = cases["qwen3_tied"]
     is_wanted_T = case.batch.response_mask.clone()
     is_wanted_T[case.batch.offsets[1:] - 1] = True
-    batch = with_places_behind(case.batch, is_wanted_T)
+    batch = append_next_state_positions(case.batch, is_wanted_T)
 
     def predicted(model: torch.nn.Module) -> list[reference.Step]:
         with torch.no_grad():
-            return [reference.Step(0.0, reference.all_values(model, batch) * batch.response_mask, {}, 0.0, {})]
+            return [
+                reference.Step(
+                    0.0, reference.all_values(model, batch) * batch.response_mask, {}, 0.0, {}
+                )
+            ]
 
     [exact] = predicted(reference.make_value_model(case.name).double())
     draws = reference.in_float32(lambda: reference.make_value_model(case.name), predicted)
-    results = dist_pool.run(score, name=case.name, state=case.state, batch=batch, fsdp=fsdp, **layout)
+    results = dist_pool.run(
+        score, name=case.name, state=case.state, batch=batch, fsdp=fsdp, **layout
+    )
     leaders = [result for result in results if result[0] is not None]
-    found = restore([values for values, _ in leaders], [plan for _, plan in leaders], batch.offsets).values
-    behind_N = places_behind(case.batch.offsets, is_wanted_T)
-    assert float((found - exact.predicted).abs().max()) <= BAR * reference.unit_of_tokens(exact, draws)
+    found = restore_sample_order(
+        [values for values, _ in leaders], [plan for _, plan in leaders], batch.offsets
+    ).values
+    behind_N = find_next_state_positions(case.batch.offsets, is_wanted_T)
+    assert float((found - exact.predicted).abs().max()) <= BAR * reference.unit_of_tokens(
+        exact, draws
+    )
     assert float(exact.predicted[behind_N].std()) > 0.1, "the model tells states apart"
     assert found.count_nonzero() == len(behind_N), "nothing else is computed"
 
@@ -171,10 +233,16 @@ def test_metrics_of_an_update_are_averages_over_all_response_tokens(
     case = cases["llama"]
     results = run(dist_pool, case, {"dp": 2, "cp": 2}, num_steps=1)
     mask, batch = case.batch.response_mask, case.batch
-    values, old, returns = case.exact[0].predicted[mask], batch.old_values[mask], batch.returns[mask]
+    values, old, returns = (
+        case.exact[0].predicted[mask],
+        batch.old_values[mask],
+        batch.returns[mask],
+    )
     clipped = old + (values - old).clamp(-reference.VALUE_CLIP, reference.VALUE_CLIP)
     is_clipped = (clipped - returns).abs() > (values - returns).abs()
-    assert 0.1 < float(is_clipped.double().mean()) < 0.9, "the case must clip some tokens and spare some"
+    assert 0.1 < float(is_clipped.double().mean()) < 0.9, (
+        "the case must clip some tokens and spare some"
+    )
     assert summed(results, 0).sums == pytest.approx(
         {
             "critic/vf_loss": case.exact[0].loss,

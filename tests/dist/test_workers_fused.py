@@ -16,7 +16,7 @@ from torch import Tensor
 from workers_jobs import OVERLAPPED, SHARDED, RankResult, make_actor, share, train, whole
 
 from benchmarks.parity.rounding import relative_error
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.parallel.world import World
 
 NAME = "qwen3_tied"
 FUSED = {"gradient_accumulation_fusion": True}
@@ -32,14 +32,16 @@ def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def gathered(results: list[RankResult], layout: dict[str, Any], kind: str) -> dict[str, Tensor]:
-    return whole(results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), kind)
+    return whole(
+        results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), kind
+    )
 
 
 def train_watching_products(world: World, **arguments: Any) -> tuple[RankResult, int]:
     """`train`, and how many weight gradients the fused product added."""
     from megatron.core.tensor_parallel import layers
 
-    from rlhf_megatron.parallel import weight_grad
+    from rlhf_megatron.ranks.parallel import weight_grad
 
     calls = []
 
@@ -60,7 +62,12 @@ def train_watching_products(world: World, **arguments: Any) -> tuple[RankResult,
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2, "sequence_parallel": True, "megatron": {**OVERLAPPED, **FUSED}, "bucket_size": 20_000},
+        {
+            "tp": 2,
+            "sequence_parallel": True,
+            "megatron": {**OVERLAPPED, **FUSED},
+            "bucket_size": 20_000,
+        },
         {"pp": 2, "megatron": {**FUSED, "transformer_impl": "transformer_engine"}},
     ],
     ids=["tp2-sp-overlapped", "pp2-te-names"],
@@ -80,7 +87,9 @@ def test_fused_weight_gradients_equal_transformers(
     grads, weights = (gathered(results, layout, kind) for kind in ("grads", "weights"))
     errors = reference.in_units(grads, weights, state, exact, draws)
     assert max(errors.values()) <= 3, errors
-    assert all(num_products > 0 and num_products % 4 == 0 for _, num_products in found)  # qkv, proj, fc1, fc2
+    assert all(
+        num_products > 0 and num_products % 4 == 0 for _, num_products in found
+    )  # qkv, proj, fc1, fc2
 
 
 def train_with_fused_adam(world: World, **arguments: Any) -> RankResult:
@@ -90,7 +99,11 @@ def train_with_fused_adam(world: World, **arguments: Any) -> RankResult:
     from megatron.core.optimizer import distrib_optimizer
 
     found = optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam, distrib_optimizer.Adam
-    optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam, distrib_optimizer.Adam = False, FusedAdam, FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam, distrib_optimizer.Adam = (
+        False,
+        FusedAdam,
+        FusedAdam,
+    )
     try:
         return train(world, **arguments)
     finally:
@@ -99,7 +112,9 @@ def train_with_fused_adam(world: World, **arguments: Any) -> RankResult:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=["float32", "bfloat16"]
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16],
+    ids=["float32", "bfloat16"],
 )
 def test_a_checkpoint_goes_from_one_adam_to_the_other(
     dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype
@@ -107,7 +122,12 @@ def test_a_checkpoint_goes_from_one_adam_to_the_other(
     """Under a distributed optimizer and under a plain one. Step counts show in the step after the load: with a wrong
     one the correction of the moments' bias is off by a third."""
     sharded, plain = {"dp": 2, "megatron": SHARDED}, {"tp": 2}
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+    }
     common |= {"dtype": dtype, "timeout_s": 300}
     through = dist_pool.run(train, num_steps=3, **sharded, **common)
     want = gathered(through, sharded, "weights")
@@ -119,7 +139,9 @@ def test_a_checkpoint_goes_from_one_adam_to_the_other(
         (train_with_fused_adam, sharded, fused),
         (train_with_fused_adam, sharded, torchs),
     ):
-        resumed = dist_pool.run(job, num_steps=1, directory=directory, is_loading=True, **layout, **common)
+        resumed = dist_pool.run(
+            job, num_steps=1, directory=directory, is_loading=True, **layout, **common
+        )
         weights = gathered(resumed, layout, "weights")
         if dtype == torch.float32:
             moved, wanted = ({key: w[key] - state[key] for key in w} for w in (weights, want))
@@ -137,17 +159,23 @@ def before_and_after_a_step(world: World, state: dict[str, Tensor]) -> tuple[int
     optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = False, FusedAdam
     try:
         actor = make_actor(world, NAME, state)
-        before = len(actor.backend.optimizer.state_tensors())
+        before = len(actor.backend.optimizer.list_state_tensors())
         shard, plan = share(world, reference.make_batch(), 40)
         actor.update(shard, plan, reference.TEMPERATURE, "sft")
         groups = actor.backend.optimizer.megatron.param_groups
-        return before, len(actor.backend.optimizer.state_tensors()), [group["step"] for group in groups]
+        return (
+            before,
+            len(actor.backend.optimizer.list_state_tensors()),
+            [group["step"] for group in groups],
+        )
     finally:
         optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = found
 
 
 @pytest.mark.dist
-def test_fused_adam_has_its_moments_before_the_first_step(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
+def test_fused_adam_has_its_moments_before_the_first_step(
+    dist_pool: DistPool, state: dict[str, Tensor]
+) -> None:
     """So that what is moved to host memory, compared over replicas and planned for is there from the start."""
     (found,) = dist_pool.run(before_and_after_a_step, timeout_s=300, state=state)
     before, after, steps = found
@@ -165,9 +193,9 @@ CODE = """
 from megatron.core import optimizer
 assert not optimizer.USING_PYTORCH_OPTIMIZER and optimizer.Adam.__module__ == "apex.optimizers"
 import torch
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import create_world
-from rlhf_megatron.workers.optimizer import adam_of_megatron
+from rlhf_megatron.weights.parallel_layout import Layout
+from rlhf_megatron.ranks.parallel.world import create_world
+from rlhf_megatron.ranks.workers.megatron_optimizer import adam_of_megatron
 world = create_world(Layout(1), torch.device("cpu"))
 assert adam_of_megatron() == "torch", adam_of_megatron()
 import workers_jobs, workers_reference as reference
@@ -178,7 +206,9 @@ print(result.updates[0].is_skipped, result.updates[0].grad_norm > 2 * reference.
 
 
 @pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is applied without CUDA only")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU platform is applied without CUDA only"
+)
 def test_a_fused_adam_that_can_be_imported_is_not_taken_on_a_cpu(tmp_path: Path) -> None:
     """In a fresh process: megatron-core picks its optimizers as it is imported, before anything is asked of them."""
     for name, text in STAND_INS.items():
@@ -186,6 +216,10 @@ def test_a_fused_adam_that_can_be_imported_is_not_taken_on_a_cpu(tmp_path: Path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(SUPPORT)!r}]\n{CODE}"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "True"], done.stdout  # a step was made, with clipped gradients
+    assert done.stdout.split() == ["False", "True"], (
+        done.stdout
+    )  # a step was made, with clipped gradients

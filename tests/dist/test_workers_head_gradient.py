@@ -16,8 +16,8 @@ from workers_jobs import OVERLAPPED, SHARDED
 
 from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.kernels.log_prob import linear_log_prob
-from rlhf_megatron.workers.log_prob_head import MainGradSink, sink_of
+from rlhf_megatron.ranks.kernels.log_prob import compute_linear_log_probs
+from rlhf_megatron.ranks.workers.log_prob_head import MainGradSink, make_main_grad_sink
 
 ROUNDING = 3e-7  # relative, of sums in float32 that are added in another order
 BUCKETS = {"bucket_size": 20_000}
@@ -34,23 +34,35 @@ def problem(name: str) -> tuple[dict[str, Tensor], MiniBatch]:
     return state, reference.with_past(batch, log_probs)
 
 
-def run(dist_pool: DistPool, name: str, layout: dict[str, Any], **options: Any) -> list[list[Gradients]]:
+def run(
+    dist_pool: DistPool, name: str, layout: dict[str, Any], **options: Any
+) -> list[list[Gradients]]:
     """Of each rank: by the sink, by autograd, and by a sink whose stand-in is full of NaN."""
     state, batch = problem(name)
-    arguments = {"name": name, "state": state, "batch": batch, "kinds": ("sink", "autograd", "poisoned"), **options}
+    arguments = {
+        "name": name,
+        "state": state,
+        "batch": batch,
+        "kinds": ("sink", "autograd", "poisoned"),
+        **options,
+    }
     return dist_pool.run(gradients, timeout_s=300, **layout, **arguments)
 
 
 def differences(found: Gradients, wanted: Gradients) -> dict[str, float]:
     """Relative L2, of each parameter's main_grad."""
     assert found.main_grads.keys() == wanted.main_grads.keys()
-    return {key: relative_error(found.main_grads[key], grad) for key, grad in wanted.main_grads.items()}
+    return {
+        key: relative_error(found.main_grads[key], grad) for key, grad in wanted.main_grads.items()
+    }
 
 
 def check(results: list[list[Gradients]], num_passes: int = 1, bound: float = ROUNDING) -> None:
     for sink, autograd, poisoned in results:
         assert max(differences(sink, autograd).values()) <= bound
-        assert all(torch.equal(poisoned.main_grads[key], grad) for key, grad in sink.main_grads.items()), "it was read"
+        assert all(
+            torch.equal(poisoned.main_grads[key], grad) for key, grad in sink.main_grads.items()
+        ), "it was read"
         assert sink.is_weight_kept and autograd.is_weight_kept and poisoned.is_weight_kept
         assert sink.num_micro_batches > 1
         if sink.is_flag_set is not None:
@@ -76,7 +88,9 @@ LONG_LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "layout"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_LAYOUTS)], ids=str
+    ("name", "layout"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_LAYOUTS)],
+    ids=str,
 )
 def test_it_is_the_gradient_that_autograd_and_the_hook_would_have_added(
     dist_pool: DistPool, name: str, layout: dict[str, Any]
@@ -86,12 +100,16 @@ def test_it_is_the_gradient_that_autograd_and_the_hook_would_have_added(
     check(results, num_passes=2)
     is_tied_here = name == "qwen3_tied" and layout.get("pp", 1) == 1
     flags = [sink.is_flag_set for sink, _, _ in results if sink.is_flag_set is not None]
-    assert flags and set(flags) == {not is_tied_here}, "the hook adds the embedding's gradient, and only that"
+    assert flags and set(flags) == {not is_tied_here}, (
+        "the hook adds the embedding's gradient, and only that"
+    )
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", HEAD)
-def test_a_stage_without_embedding_allocates_nothing_of_the_weights_size(dist_pool: DistPool, name: str) -> None:
+def test_a_stage_without_embedding_allocates_nothing_of_the_weights_size(
+    dist_pool: DistPool, name: str
+) -> None:
     """And the last stage's copy of a tied embedding is no exception. By way of autograd: once a micro-batch."""
     first, last = run(dist_pool, name, {"pp": 2})
     check([first, last])
@@ -107,7 +125,9 @@ def test_tied_weights_get_both_gradients(dist_pool: DistPool) -> None:
     _, batch = problem("qwen3_tied")
     model = reference.make_model("qwen3_tied").double()
     log_probs, entropies = reference.token_log_probs(model, batch)
-    loss = (reference.policy_token_loss(log_probs, entropies, batch) * batch.loss_weights.double()).sum()
+    loss = (
+        reference.policy_token_loss(log_probs, entropies, batch) * batch.loss_weights.double()
+    ).sum()
     (wanted,) = torch.autograd.grad(loss, [model.get_input_embeddings().weight])
     (one,) = run(dist_pool, "qwen3_tied", {})
     two = run(dist_pool, "qwen3_tied", {"pp": 2})
@@ -118,7 +138,9 @@ def test_tied_weights_get_both_gradients(dist_pool: DistPool) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "layout"), [("llama", {"tp": 2, "sequence_parallel": True}), ("qwen3_tied", {})], ids=str
+    ("name", "layout"),
+    [("llama", {"tp": 2, "sequence_parallel": True}), ("qwen3_tied", {})],
+    ids=str,
 )
 def test_a_micro_batch_without_rows(dist_pool: DistPool, name: str, layout: dict[str, Any]) -> None:
     """Its sample trains nothing; the hook fires all the same."""
@@ -146,7 +168,9 @@ def test_half_precision_keeps_float32_gradients(dist_pool: DistPool) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", HEAD)
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "sequence_parallel": True}], ids=str)
-def test_the_reference_backend_adds_to_it_too(dist_pool: DistPool, name: str, layout: dict[str, Any]) -> None:
+def test_the_reference_backend_adds_to_it_too(
+    dist_pool: DistPool, name: str, layout: dict[str, Any]
+) -> None:
     check(run(dist_pool, name, layout, kernels={"backend": "reference"}))
 
 
@@ -155,18 +179,30 @@ def test_gradients_of_any_type_are_added_to_what_stands_there(dtype: torch.dtype
     """A weight of two micro-batches by hand: main_grad starts at 1, the stand-in is the weight's own memory."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(40, 8, generator=generator, dtype=dtype))
-    assert sink_of(weight) is None, "nothing collects its gradient"
+    assert make_main_grad_sink(weight) is None, "nothing collects its gradient"
     weight.main_grad = torch.ones(40, 8)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    sink = sink_of(weight)
+    sink = make_main_grad_sink(weight)
     assert isinstance(sink, MainGradSink)
     before, wanted = weight.detach().clone(), torch.ones(40, 8, dtype=torch.float64)
     for _ in range(2):
         hidden = torch.randn(5, 8, generator=generator, dtype=dtype)
         targets = torch.randint(40, (5,), generator=generator)
-        call: dict[str, Any] = {"temperature": 1.0, "vocab_start": 0, "vocab_size": 40, "tp_group": None}
-        outputs = linear_log_prob(
-            hidden, weight, targets, **call, chunk_size=16, with_entropy=False, sink=sink, backend="chunked"
+        call: dict[str, Any] = {
+            "temperature": 1.0,
+            "vocab_start": 0,
+            "vocab_size": 40,
+            "tp_group": None,
+        }
+        outputs = compute_linear_log_probs(
+            hidden,
+            weight,
+            targets,
+            **call,
+            chunk_size=16,
+            with_entropy=False,
+            weight_grad_sink=sink,
+            backend="chunked",
         )
         outputs.log_probs_R.sum().backward()
         assert weight.grad is not None and weight.grad.data_ptr() == weight.data_ptr()

@@ -15,9 +15,9 @@ from workers_critic_jobs import make_critic
 from workers_jobs import OVERLAPPED, SHARDED, StateSource, make_actor, share
 
 from rlhf_megatron.data.batch import MiniBatch, ValueMiniBatch
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers import offload
-from rlhf_megatron.workers.offload import Offload
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers import offload
+from rlhf_megatron.ranks.workers.offload import OffloadableMemory
 
 NAME = "qwen3_tied"
 CPU = torch.device("cpu")
@@ -47,19 +47,21 @@ def test_views_stay_views_and_pieces_are_cut_anywhere(monkeypatch: pytest.Monkey
     monkeypatch.setattr(offload, "PIECE_BYTES", 128)
     flat = torch.arange(100, dtype=torch.float32)
     view, odd, count = flat[10:20], torch.arange(36, dtype=torch.uint8), torch.tensor(7.0)
-    part = Offload("model", CPU, {"parameters": lambda: [view, flat, odd, count]})
+    part = OffloadableMemory("model", CPU, {"parameters": lambda: [view, flat, odd, count]})
     assert part.device_bytes == 440 and part.host_bytes == 0
-    part.drop()
+    part.drop_parts()
     assert [t.untyped_storage().size() for t in (flat, view, odd, count)] == [0, 0, 0, 0]
     assert part.device_bytes == 0 and part.host_bytes == 448 + 64 + 64
-    part.drop()
-    part.restore()
-    assert torch.equal(flat, torch.arange(100.0)) and torch.equal(odd, torch.arange(36, dtype=torch.uint8))
+    part.drop_parts()
+    part.restore_parts()
+    assert torch.equal(flat, torch.arange(100.0)) and torch.equal(
+        odd, torch.arange(36, dtype=torch.uint8)
+    )
     assert count.item() == 7.0 and part.device_bytes == 440
     flat[10] = -1.0
     assert view[0] == -1.0, "the view has lost its buffer"
-    part.drop()
-    part.restore()
+    part.drop_parts()
+    part.restore_parts()
     assert view[0] == -1.0 and flat[99] == 99
 
 
@@ -71,54 +73,58 @@ def test_parts_are_apart_and_what_they_share_belongs_to_the_first() -> None:
         "gradients": lambda: [gradients],
         "optimizer": lambda: [parameters[2:6], gradients[:4], moments],
     }
-    whole = Offload("actor", CPU, parts)
+    whole = OffloadableMemory("actor", CPU, parts)
     assert whole.device_bytes == 32 + 32 + 16
-    whole.drop(["gradients", "optimizer"])
+    whole.drop_parts(["gradients", "optimizer"])
     assert [t.untyped_storage().size() for t in (parameters, gradients, moments)] == [32, 0, 0]
     assert whole.device_bytes == 32 and whole.host_bytes == 64, "gradients are not kept"
-    with pytest.raises(RuntimeError, match="optimizer of the actor are in host memory; restore them"):
-        whole.require("parameters", "optimizer")
-    whole.require("parameters")
-    whole.drop(["parameters"])
-    whole.restore(["optimizer", "parameters", "gradients"])
+    with pytest.raises(
+        RuntimeError, match="optimizer of the actor are in host memory; restore them"
+    ):
+        whole.require_parts("parameters", "optimizer")
+    whole.require_parts("parameters")
+    whole.drop_parts(["parameters"])
+    whole.restore_parts(["optimizer", "parameters", "gradients"])
     assert parameters.tolist() == list(range(8)) and moments.tolist() == [2.0] * 4
     assert gradients.tolist() == [0.0] * 8
 
 
 def test_what_was_only_read_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    take = offload._HostCopy.take
+    take = offload._HostCopy.copy_from_device
     monkeypatch.setattr(
-        offload._HostCopy, "take", lambda self, storages: (taken.append(len(storages)), take(self, storages))[1]
+        offload._HostCopy,
+        "copy_from_device",
+        lambda self, storages: (taken.append(len(storages)), take(self, storages))[1],
     )
     weights = torch.arange(5.0)
-    part = Offload("reference", CPU, {"parameters": lambda: [weights]})
-    part.drop()
-    part.restore(is_read_only=True)
-    part.drop()
+    part = OffloadableMemory("reference", CPU, {"parameters": lambda: [weights]})
+    part.drop_parts()
+    part.restore_parts(is_read_only=True)
+    part.drop_parts()
     assert taken == [1]
-    part.restore(is_read_only=True)
+    part.restore_parts(is_read_only=True)
     assert weights.tolist() == [0, 1, 2, 3, 4]
-    part.require("parameters", is_changed=True)
+    part.require_parts("parameters", will_change=True)
     weights.mul_(2)
-    part.drop()
+    part.drop_parts()
     assert taken == [1, 1], "what changed was not copied"
-    part.restore()
-    part.drop()
+    part.restore_parts()
+    part.drop_parts()
     assert taken == [1, 1, 1], "whoever restores without a promise may change what there is"
-    part.restore()
+    part.restore_parts()
     assert weights.tolist() == [0, 2, 4, 6, 8]
 
 
 def test_a_part_that_grows_gets_more_room() -> None:
     tensors = [torch.arange(4.0)]
-    part = Offload("actor", CPU, {"optimizer": lambda: tensors})
-    part.drop()
-    part.restore()
+    part = OffloadableMemory("actor", CPU, {"optimizer": lambda: tensors})
+    part.drop_parts()
+    part.restore_parts()
     tensors.append(torch.arange(100.0))
-    part.drop()
+    part.drop_parts()
     assert part.host_bytes == 64 + 448
-    part.restore()
+    part.restore_parts()
     assert tensors[0].tolist() == [0, 1, 2, 3] and torch.equal(tensors[1], torch.arange(100.0))
 
 
@@ -146,7 +152,12 @@ def sizes(tensors: dict[str, list[Tensor]]) -> dict[str, int]:
 
 
 def away_and_back(
-    world: World, state: dict[str, Tensor], batch: Any, dtype: torch.dtype, megatron: dict[str, Any], role: str
+    world: World,
+    state: dict[str, Tensor],
+    batch: Any,
+    dtype: torch.dtype,
+    megatron: dict[str, Any],
+    role: str,
 ) -> dict[str, Any]:
     """Two equal workers make two steps; one of them leaves the device between its steps."""
     is_critic = role == "critic"
@@ -155,7 +166,9 @@ def away_and_back(
 
     def make() -> Any:
         if is_critic:
-            return make_critic(world, NAME, StateSource(state), dtype, megatron=megatron, bucket_size=20_000)
+            return make_critic(
+                world, NAME, StateSource(state), dtype, megatron=megatron, bucket_size=20_000
+            )
         return make_actor(world, NAME, state, dtype=dtype, megatron=megatron, bucket_size=20_000)
 
     def look(worker: Any) -> Any:
@@ -164,14 +177,25 @@ def away_and_back(
         return worker.log_probs(shard, plan, reference.TEMPERATURE)
 
     def update(worker: Any) -> Any:
-        return worker.update(shard, plan) if is_critic else worker.update(shard, plan, reference.TEMPERATURE, "sft")
+        return (
+            worker.update(shard, plan)
+            if is_critic
+            else worker.update(shard, plan, reference.TEMPERATURE, "sft")
+        )
 
     worker = make()
     first = update(worker)
     held = parts_of(worker)
     full = sizes(held)
-    found: dict[str, Any] = {"full": full, "reported": worker.memory_report().held_bytes, "steps": []}
-    kept = {part: [tensor.detach().clone() for tensor in held[part]] for part in ("parameters", "optimizer")}
+    found: dict[str, Any] = {
+        "full": full,
+        "reported": worker.memory_report().held_bytes,
+        "steps": [],
+    }
+    kept = {
+        part: [tensor.detach().clone() for tensor in held[part]]
+        for part in ("parameters", "optimizer")
+    }
     # With overlap_param_gather the others' shards arrive with the next pass, or when the parameters are dropped.
     worker.backend.sync()
     kept["parameters"] = [tensor.detach().clone() for tensor in held["parameters"]]
@@ -180,11 +204,15 @@ def away_and_back(
         worker.offload((part,))
         found["steps"].append(sizes(held))
     found["empty"] = (worker.memory_report().held_bytes, worker.memory_report().copied_bytes)
-    mine = {id(piece) for copy in worker.memory._copies.values() for piece in copy._pieces}
-    host_copies = storages_of(t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) in mine)
+    mine = {id(piece) for copy in worker.memory._host_copies.values() for piece in copy._pieces}
+    host_copies = storages_of(
+        t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) in mine
+    )
     clones = storages_of([tensor for tensors in kept.values() for tensor in tensors])
     others = live_storages().items()
-    found["left"] = sum(n for key, n in others if key not in before and key not in host_copies and key not in clones)
+    found["left"] = sum(
+        n for key, n in others if key not in before and key not in host_copies and key not in clones
+    )
     found["refused"] = [
         refusal(lambda: look(worker)),
         refusal(lambda: update(worker)),
@@ -204,7 +232,9 @@ def away_and_back(
         for part in ("parameters", "optimizer")
         for now, then in zip(held[part], kept[part], strict=True)
     )
-    found["views"] = offsets == {part: [tensor.storage_offset() for tensor in held[part]] for part in held} and all(
+    found["views"] = offsets == {
+        part: [tensor.storage_offset() for tensor in held[part]] for part in held
+    } and all(
         now.untyped_storage()._cdata == then.untyped_storage()._cdata
         for part, tensors in parts_of(worker).items()
         for now, then in zip(tensors, held[part], strict=True)
@@ -218,11 +248,14 @@ def away_and_back(
     expected.append(update(other))
     found["updates"] = [first, second] == expected
     found["looks"] = (seen is None) == (expected_look is None) and (
-        seen is None or torch.equal(*((x.values if is_critic else x.log_probs) for x in (seen, expected_look)))
+        seen is None
+        or torch.equal(*((x.values if is_critic else x.log_probs) for x in (seen, expected_look)))
     )
     pairs = [(parts_of(w)["parameters"], parts_of(w)["optimizer"]) for w in (worker, other)]
     found["next"] = all(
-        torch.equal(a, b) for mine, its in zip(*pairs, strict=True) for a, b in zip(mine, its, strict=True)
+        torch.equal(a, b)
+        for mine, its in zip(*pairs, strict=True)
+        for a, b in zip(mine, its, strict=True)
     )
     found["has_learnt"] = any(
         not torch.equal(a, b) for a, b in zip(held["parameters"], kept["parameters"], strict=True)
@@ -249,20 +282,46 @@ def check(ranks: list[dict[str, Any]], dtype: torch.dtype) -> None:
             *({**full, **part} for part in away[1:]),
             {**dict.fromkeys(full, 0), "parameters": full["parameters"]},
         ]
-        assert found["empty"][0] == 0 and found["empty"][1] >= full["parameters"] + full["optimizer"]
+        assert (
+            found["empty"][0] == 0 and found["empty"][1] >= full["parameters"] + full["optimizer"]
+        )
         # Random states and counters; neither activations nor buffers of a pass.
-        assert found["left"] < 6_000 < min(full.values()) / 4, f"{found['left']} bytes stayed of {full}"
-        assert [("in host memory; restore them before" in words) for words in found["refused"]] == [True] * 7
-        assert found["back"] == full and found["equal"] and found["views"] and found["gradients"] == 0
+        assert found["left"] < 6_000 < min(full.values()) / 4, (
+            f"{found['left']} bytes stayed of {full}"
+        )
+        assert [("in host memory; restore them before" in words) for words in found["refused"]] == [
+            True
+        ] * 7
+        assert (
+            found["back"] == full and found["equal"] and found["views"] and found["gradients"] == 0
+        )
         assert found["updates"] and found["looks"] and found["next"] and found["has_learnt"]
 
 
 LAYOUTS = [
-    pytest.param("actor", torch.float32, {"tp": 2, "sequence_parallel": True, "megatron": {}}, id="tp2 sp"),
-    pytest.param("actor", torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED}, id="dp2 overlapped bf16"),
-    pytest.param("critic", torch.bfloat16, {"pp": 2, "vpp": 2, "megatron": {}}, id="critic pp2 vpp2 bf16"),
-    pytest.param("actor", torch.float32, {"pp": 2, "megatron": SHARDED}, id="pp2 sharded", marks=pytest.mark.long),
-    pytest.param("critic", torch.float32, {"cp": 2, "megatron": SHARDED}, id="critic cp2", marks=pytest.mark.long),
+    pytest.param(
+        "actor", torch.float32, {"tp": 2, "sequence_parallel": True, "megatron": {}}, id="tp2 sp"
+    ),
+    pytest.param(
+        "actor", torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED}, id="dp2 overlapped bf16"
+    ),
+    pytest.param(
+        "critic", torch.bfloat16, {"pp": 2, "vpp": 2, "megatron": {}}, id="critic pp2 vpp2 bf16"
+    ),
+    pytest.param(
+        "actor",
+        torch.float32,
+        {"pp": 2, "megatron": SHARDED},
+        id="pp2 sharded",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "critic",
+        torch.float32,
+        {"cp": 2, "megatron": SHARDED},
+        id="critic cp2",
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         "actor",
         torch.bfloat16,
@@ -271,7 +330,11 @@ LAYOUTS = [
         marks=pytest.mark.long,
     ),
     pytest.param(
-        "actor", torch.float32, {"tp": 2, "pp": 2, "dp": 2, "megatron": SHARDED}, id="8 ranks", marks=pytest.mark.long
+        "actor",
+        torch.float32,
+        {"tp": 2, "pp": 2, "dp": 2, "megatron": SHARDED},
+        id="8 ranks",
+        marks=pytest.mark.long,
     ),
 ]
 
@@ -279,10 +342,16 @@ LAYOUTS = [
 @pytest.mark.dist
 @pytest.mark.parametrize(("role", "dtype", "layout"), LAYOUTS)
 def test_the_next_step_is_that_of_a_worker_that_never_left(
-    dist_pool: DistPool, state: dict[str, Tensor], role: str, dtype: torch.dtype, layout: dict[str, Any]
+    dist_pool: DistPool,
+    state: dict[str, Tensor],
+    role: str,
+    dtype: torch.dtype,
+    layout: dict[str, Any],
 ) -> None:
     batch: MiniBatch | ValueMiniBatch = reference.make_batch()
     if role == "critic":
         batch = reference.make_value_batch(torch.zeros(batch.token_ids.numel()))
-    ranks = dist_pool.run(away_and_back, state=state, batch=batch, dtype=dtype, role=role, timeout_s=300, **layout)
+    ranks = dist_pool.run(
+        away_and_back, state=state, batch=batch, dtype=dtype, role=role, timeout_s=300, **layout
+    )
     check(ranks, dtype)

@@ -28,8 +28,8 @@ from workers_jobs import (
 
 from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.config.schema import KernelsConfig, OptimConfig
-from rlhf_megatron.data.batch import MiniBatch, select
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.data.batch import MiniBatch, select_samples
+from rlhf_megatron.ranks.parallel.world import World
 
 pytestmark = pytest.mark.dist
 NAME = "qwen3_tied"
@@ -44,20 +44,30 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(relative_error(a[key], b[key]) for key in a)
 
 
-MOVES: list[tuple[str, torch.dtype, dict[str, Any], list[dict[str, Any]]]] = [  # saved under one, loaded under others
+MOVES: list[
+    tuple[str, torch.dtype, dict[str, Any], list[dict[str, Any]]]
+] = [  # saved under one, loaded under others
     ("plain", torch.float32, {"tp": 2}, [{"tp": 2}, {"pp": 2}, {"dp": 2, "megatron": SHARDED}]),
     ("plain, bf16", torch.bfloat16, {"tp": 2}, [{"tp": 2}, {"pp": 2}]),
     (
         "sequence parallel",
         torch.float32,
         {"tp": 2, "sequence_parallel": True, "megatron": SHARDED},
-        [{"tp": 2, "sequence_parallel": True, "megatron": SHARDED}, {"pp": 2, "vpp": 2, "megatron": SHARDED}, {}],
+        [
+            {"tp": 2, "sequence_parallel": True, "megatron": SHARDED},
+            {"pp": 2, "vpp": 2, "megatron": SHARDED},
+            {},
+        ],
     ),
     (
         "overlapped",
         torch.float32,
         {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
-        [{"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, {"cp": 2}, {"tp": 2, "megatron": SHARDED}],
+        [
+            {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+            {"cp": 2},
+            {"tp": 2, "megatron": SHARDED},
+        ],
     ),
     (
         "overlapped, bf16",
@@ -75,7 +85,9 @@ MOVES: list[tuple[str, torch.dtype, dict[str, Any], list[dict[str, Any]]]] = [  
 ]
 
 
-@pytest.mark.parametrize("dtype, saved, loaded", [move[1:] for move in MOVES], ids=[move[0] for move in MOVES])
+@pytest.mark.parametrize(
+    "dtype, saved, loaded", [move[1:] for move in MOVES], ids=[move[0] for move in MOVES]
+)
 def test_a_checkpoint_goes_on_under_another_layout(
     dist_pool: DistPool,
     state: dict[str, Tensor],
@@ -94,10 +106,14 @@ def test_a_checkpoint_goes_on_under_another_layout(
         "dtype": dtype,
         "timeout_s": 300,
     }
-    through = dist_pool.run(train, num_steps=3, directory=directory, save_after=2, **saved, **common)
+    through = dist_pool.run(
+        train, num_steps=3, directory=directory, save_after=2, **saved, **common
+    )
     expected = weights_of(through, saved)
     for number, layout in enumerate(loaded):
-        resumed = dist_pool.run(train, num_steps=1, directory=directory, is_loading=True, **layout, **common)
+        resumed = dist_pool.run(
+            train, num_steps=1, directory=directory, is_loading=True, **layout, **common
+        )
         weights = weights_of(resumed, layout)
         if number == 0:  # as it was saved
             assert all(torch.equal(weights[key], expected[key]) for key in expected)
@@ -110,15 +126,25 @@ def test_a_checkpoint_goes_on_under_another_layout(
 
 
 def weights_of(results: list[RankResult], layout: dict[str, Any]) -> dict[str, Tensor]:
-    return whole(results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "weights")
+    return whole(
+        results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "weights"
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "layout", "setting"),
     [
         (torch.float32, {"tp": 2, "megatron": {}}, "optimizer_cpu_offload"),
-        (torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, "optimizer_cpu_offload"),
-        (torch.bfloat16, {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, "use_precision_aware_optimizer"),
+        (
+            torch.bfloat16,
+            {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+            "optimizer_cpu_offload",
+        ),
+        (
+            torch.bfloat16,
+            {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+            "use_precision_aware_optimizer",
+        ),
     ],
     ids=["float32, plain", "bf16, overlapped", "bf16, remainders"],
 )
@@ -131,16 +157,29 @@ def test_an_optimizer_that_keeps_its_state_otherwise_makes_the_same_steps(
     setting: str,
 ) -> None:
     """In host memory, or in fewer bits: bit for bit, and its checkpoint goes on with the state as it mostly is."""
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+    }
     common |= {"dtype": dtype, "directory": tmp_path / "checkpoint"}
     on_host = {**layout, "megatron": {**layout["megatron"], setting: True}}
-    streamed = weights_of(dist_pool.run(train, num_steps=3, save_after=2, **on_host, **common), layout)
+    streamed = weights_of(
+        dist_pool.run(train, num_steps=3, save_after=2, **on_host, **common), layout
+    )
     for resumed in (on_host, layout):
-        found = weights_of(dist_pool.run(train, num_steps=1, is_loading=True, **resumed, **common), layout)
+        found = weights_of(
+            dist_pool.run(train, num_steps=1, is_loading=True, **resumed, **common), layout
+        )
         assert all(torch.equal(found[key], streamed[key]) for key in streamed)
-    expected = weights_of(dist_pool.run(train, num_steps=3, **layout, **common | {"directory": None}), layout)
+    expected = weights_of(
+        dist_pool.run(train, num_steps=3, **layout, **common | {"directory": None}), layout
+    )
     assert all(torch.equal(streamed[key], expected[key]) for key in expected)
-    assert not all(torch.equal(expected[key], state.get(key, expected[key]).to(dtype)) for key in expected)
+    assert not all(
+        torch.equal(expected[key], state.get(key, expected[key]).to(dtype)) for key in expected
+    )
 
 
 def stored_keys(directory: Path) -> set[str]:
@@ -151,13 +190,24 @@ def stored_keys(directory: Path) -> set[str]:
 def test_a_checkpoint_from_before_the_first_step_goes_on(
     dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+    }
     through = dist_pool.run(train, num_steps=2, **common)
     dist_pool.run(train, num_steps=0, directory=tmp_path / "fresh", **common)
-    assert not [key for key in stored_keys(tmp_path / "fresh") if "_extra_state" in key], "pickled objects of layers"
-    resumed = dist_pool.run(train, num_steps=2, directory=tmp_path / "fresh", is_loading=True, **common)
+    assert not [key for key in stored_keys(tmp_path / "fresh") if "_extra_state" in key], (
+        "pickled objects of layers"
+    )
+    resumed = dist_pool.run(
+        train, num_steps=2, directory=tmp_path / "fresh", is_loading=True, **common
+    )
     expected = whole(through, NAME, 1, 1, "weights")
-    assert all(torch.equal(expected[key], w) for key, w in whole(resumed, NAME, 1, 1, "weights").items())
+    assert all(
+        torch.equal(expected[key], w) for key, w in whole(resumed, NAME, 1, 1, "weights").items()
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused(
@@ -167,9 +217,13 @@ def test_a_checkpoint_of_another_model_is_refused(
     dist_pool.run(train, name=NAME, state=state, directory=tmp_path / "tied", **common)
     other = reference.make_model("llama").state_dict()
     with pytest.raises(JobError, match=r"output_layer.weight is missing"):
-        dist_pool.run(train, name="llama", state=other, directory=tmp_path / "tied", is_loading=True, **common)
+        dist_pool.run(
+            train, name="llama", state=other, directory=tmp_path / "tied", is_loading=True, **common
+        )
     with pytest.raises(JobError, match=r"nowhere is not a checkpoint"):
-        dist_pool.run(train, name=NAME, state=state, directory=tmp_path / "nowhere", is_loading=True, **common)
+        dist_pool.run(
+            train, name=NAME, state=state, directory=tmp_path / "nowhere", is_loading=True, **common
+        )
 
 
 def poisoned_update(
@@ -197,7 +251,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
     layout: dict[str, Any] = {"pp": 2, "dp": 2, "megatron": megatron, "timeout_s": 300}
     poisoned = dist_pool.run(poisoned_update, state=state, batch=batch, **layout)
     clean = dist_pool.run(
-        train, name=NAME, state=state, batch=batch, loss="sft", num_steps=1, bucket_size=20_000, **layout
+        train,
+        name=NAME,
+        state=state,
+        batch=batch,
+        loss="sft",
+        num_steps=1,
+        bucket_size=20_000,
+        **layout,
     )
     assert all(is_same for _, _, is_same, _ in poisoned)
     trained = whole([result for _, _, _, result in poisoned], NAME, 1, 2, "weights")
@@ -217,16 +278,26 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
     ],
     ids=["tp2 dp2", "dp2 overlapped", "cp2 overlapped"],
 )
-def test_ranks_without_rows_take_part(dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]) -> None:
+def test_ranks_without_rows_take_part(
+    dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]
+) -> None:
     """One response token of one sample over two replicas or context-parallel ranks: one of them has none.
 
     The steps are those of one rank; the second one is where overlapped reductions wait for each parameter's hook.
     """
-    sample = select(reference.make_batch(), [3])
+    sample = select_samples(reference.make_batch(), [3])
     mask = torch.zeros_like(sample.response_mask)
     mask[-3] = True
-    sample = replace(sample, response_mask=mask, loss_weights=mask.float(), metric_weights=mask.float())
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": sample, "loss": "sft", "num_steps": 3}
+    sample = replace(
+        sample, response_mask=mask, loss_weights=mask.float(), metric_weights=mask.float()
+    )
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": state,
+        "batch": sample,
+        "loss": "sft",
+        "num_steps": 3,
+    }
     alone = dist_pool.run(train, **common)
     spread = dist_pool.run(train, timeout_s=300, **layout, **common)
     copies = layout.get("dp", 1) * layout.get("cp", 1)
@@ -235,15 +306,28 @@ def test_ranks_without_rows_take_part(dist_pool: DistPool, state: dict[str, Tens
     )
     assert error <= 1e-5
     for step in range(3):
-        assert summed(spread, step).grad_norm == pytest.approx(summed(alone, step).grad_norm, rel=1e-5)
+        assert summed(spread, step).grad_norm == pytest.approx(
+            summed(alone, step).grad_norm, rel=1e-5
+        )
         assert summed(spread, step).sums["actor/loss"] == pytest.approx(
             summed(alone, step).sums["actor/loss"], rel=1e-5
         )
 
 
-def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft", "pp": 2}
-    runs = {budget: dist_pool.run(train, token_budget=budget, num_steps=1, **common) for budget in (14, 33, 1000)}
+def test_loss_and_gradient_do_not_depend_on_the_token_budget(
+    dist_pool: DistPool, state: dict[str, Tensor]
+) -> None:
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+        "pp": 2,
+    }
+    runs = {
+        budget: dist_pool.run(train, token_budget=budget, num_steps=1, **common)
+        for budget in (14, 33, 1000)
+    }
     assert len({len(run[0].plan.micro_batches) for run in runs.values()}) == 3
     whole_batch = whole(runs[1000], NAME, 1, 1, "grads")
     for budget in (14, 33):
@@ -253,17 +337,26 @@ def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool
         )
 
 
-def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[tuple[float, float, float]]:
+def schedules(
+    world: World, state: dict[str, Tensor], batch: MiniBatch
+) -> list[tuple[float, float, float]]:
     """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then of a fresh one."""
 
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
 
-    warm = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_decay_style="linear", weight_decay=0.1, weight_decay_end=0.3)
-    phases = {"warmup": Phase(warm, 4), "rl": Phase(OptimConfig(lr=5e-4, weight_decay=0.2), 10)}
-    actor = Actor(
-        MegatronBackend(reference.HF_CONFIGS[NAME], StateSource(state), world, torch.float32, CONFIG.megatron),
+    warm = OptimConfig(
+        lr=1e-3, lr_warmup_steps=2, lr_decay_style="linear", weight_decay=0.1, weight_decay_end=0.3
+    )
+    phases = {
+        "warmup": TrainingPhase(warm, 4),
+        "rl": TrainingPhase(OptimConfig(lr=5e-4, weight_decay=0.2), 10),
+    }
+    actor = ActorModel(
+        MegatronBackend(
+            reference.HF_CONFIGS[NAME], StateSource(state), world, torch.float32, CONFIG.megatron
+        ),
         CONFIG,
         phases,
     )
@@ -275,10 +368,13 @@ def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[
         for _ in range(count):
             result = actor.update(shard, plan, 1.0, "sft")
             groups = actor.backend.optimizer.megatron.param_groups
-            decay = {p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]}
+            decay = {
+                p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]
+            }
             seen.append((result.lr, decay[True], decay[False]))
     moments = [
-        s["step"].item() for s in actor.backend.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
+        s["step"].item()
+        for s in actor.backend.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
     ]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
@@ -296,15 +392,17 @@ def two_references(
     world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Log-probs of actor and reference, alike at first, after an update, and after the reference became the actor."""
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.reference import Reference
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.reference_model import ReferenceModel
 
     actor = make_actor(world, NAME, state, megatron=megatron)
     config = reference.HF_CONFIGS[NAME]
     settings = actor.config.megatron
     head = (50, KernelsConfig())
-    backend = MegatronBackend(config, StateSource(state), world, torch.float32, settings, is_frozen=True)
-    frozen = Reference(backend, *head, is_offloaded=True)
+    backend = MegatronBackend(
+        config, StateSource(state), world, torch.float32, settings, is_frozen=True
+    )
+    frozen = ReferenceModel(backend, *head, is_offloaded=True)
     shard, plan = share(world, batch, 40)
 
     def both() -> tuple[Any, Any]:
@@ -315,7 +413,7 @@ def two_references(
     trained = both()
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     actor.backend.sync()
-    frozen.copy_weights(actor.backend)
+    frozen.copy_weights_from(actor.backend)
     return before, trained, both()
 
 
@@ -332,10 +430,16 @@ def two_references(
 def test_a_reference_stays_until_it_is_told_to_become_the_actor(
     dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]
 ) -> None:
-    ranks = dist_pool.run(two_references, state=state, batch=reference.make_batch(), timeout_s=300, **layout)
-    first = (len(ranks) // layout["pp"]) * (layout["pp"] - 1) if "pp" in layout else 0  # of the last stage
+    ranks = dist_pool.run(
+        two_references, state=state, batch=reference.make_batch(), timeout_s=300, **layout
+    )
+    first = (
+        (len(ranks) // layout["pp"]) * (layout["pp"] - 1) if "pp" in layout else 0
+    )  # of the last stage
     leaders = [first + dp for dp in range(layout.get("dp", 1))]
-    assert [i for i, rank in enumerate(ranks) if rank[0][0] is not None] == leaders, "results are the leaders'"
+    assert [i for i, rank in enumerate(ranks) if rank[0][0] is not None] == leaders, (
+        "results are the leaders'"
+    )
     for leader in leaders:
         (actor_0, frozen_0), (actor_1, frozen_1), (actor_2, frozen_2) = ranks[leader]
         assert torch.equal(actor_0.log_probs, frozen_0.log_probs)
@@ -350,45 +454,73 @@ def masters_and_exports(
     world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
 ) -> dict[str, Any]:
     """After a step in bfloat16: is the model stale, does the export round the masters, what does a reset keep."""
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-    from rlhf_megatron.workers.optimizer_state import held_parameters
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
+    from rlhf_megatron.ranks.workers.optimizer_state import iterate_parameter_states
 
-    actor = make_actor(world, NAME, state, dtype=torch.bfloat16, megatron=megatron, bucket_size=20_000)
+    actor = make_actor(
+        world, NAME, state, dtype=torch.bfloat16, megatron=megatron, bucket_size=20_000
+    )
     shard, plan = share(world, batch, 40)
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
-    parameters = named_parameters(actor.backend.model.chunks)
+    parameters = collect_named_parameters(actor.backend.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     exported = {rule.megatron_name: tensor for rule, tensor in actor.export() if tensor is not None}
-    held = [entry for entry in held_parameters(actor.backend.optimizer.megatron) if entry.main is not None]
+    held = [
+        entry
+        for entry in iterate_parameter_states(actor.backend.optimizer.megatron)
+        if entry.main_param is not None
+    ]
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def flat(entry: Any) -> Tensor:
         tensor = exported[names[id(entry.model)]].flatten()
         return tensor if entry.span is None else tensor[entry.span]
 
-    masters = [entry.main.detach().clone() for entry in held]
+    masters = [entry.main_param.detach().clone() for entry in held]
     result = {
-        "is_stale": any(not torch.equal(after_step[name], tensor) for name, tensor in exported.items()),
-        "is_rounded": all(torch.equal(flat(e), m.flatten().bfloat16()) for e, m in zip(held, masters, strict=True)),
+        "is_stale": any(
+            not torch.equal(after_step[name], tensor) for name, tensor in exported.items()
+        ),
+        "is_rounded": all(
+            torch.equal(flat(e), m.flatten().bfloat16()) for e, m in zip(held, masters, strict=True)
+        ),
         "is_finer": any(not torch.equal(m, m.bfloat16().float()) for m in masters),
         "exported": {name: tensor.clone() for name, tensor in exported.items()},
     }
     actor.reset_optimizer("rl")
-    fresh = [entry for entry in held_parameters(actor.backend.optimizer.megatron) if entry.main is not None]
-    result["is_kept"] = all(torch.equal(e.main, m) for e, m in zip(fresh, masters, strict=True))
-    result["is_fresh"] = all(not value.any() for entry in fresh for value in entry.state.values())
+    fresh = [
+        entry
+        for entry in iterate_parameter_states(actor.backend.optimizer.megatron)
+        if entry.main_param is not None
+    ]
+    result["is_kept"] = all(
+        torch.equal(e.main_param, m) for e, m in zip(fresh, masters, strict=True)
+    )
+    result["is_fresh"] = all(
+        not value.any() for entry in fresh for value in entry.optimizer_state.values()
+    )
     return result
 
 
-@pytest.mark.parametrize("megatron", [{}, SHARDED, OVERLAPPED], ids=["plain", "sharded", "overlapped"])
+@pytest.mark.parametrize(
+    "megatron", [{}, SHARDED, OVERLAPPED], ids=["plain", "sharded", "overlapped"]
+)
 def test_exports_are_the_float32_masters_rounded_and_a_reset_keeps_them(
     dist_pool: DistPool, state: dict[str, Tensor], megatron: dict[str, Any]
 ) -> None:
     ranks = dist_pool.run(
-        masters_and_exports, dp=2, state=state, batch=reference.make_batch(), megatron=megatron, timeout_s=300
+        masters_and_exports,
+        dp=2,
+        state=state,
+        batch=reference.make_batch(),
+        megatron=megatron,
+        timeout_s=300,
     )
     for rank in ranks:
         assert rank["is_rounded"] and rank["is_finer"] and rank["is_kept"] and rank["is_fresh"]
-        assert all(torch.equal(rank["exported"][name], ranks[0]["exported"][name]) for name in rank["exported"])
+        assert all(
+            torch.equal(rank["exported"][name], ranks[0]["exported"][name])
+            for name in rank["exported"]
+        )
     # With the gather overlapped, what the other rank has updated is old here until something asks for it.
     assert [rank["is_stale"] for rank in ranks] == ["overlap_param_gather" in megatron] * 2

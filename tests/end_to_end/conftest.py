@@ -27,7 +27,9 @@ def launch(tmp_path: Path) -> Iterator[Any]:
     attempts: list[Started] = []
     config = write_config(tmp_path)
 
-    def start(kind: type[Started], program: Sequence[str], settings: dict[str, Any], **variables: str) -> Started:
+    def start(
+        kind: type[Started], program: Sequence[str], settings: dict[str, Any], **variables: str
+    ) -> Started:
         marker = uuid.uuid4().hex
         with (tmp_path / "console").open("ab") as console:
             process = subprocess.Popen(

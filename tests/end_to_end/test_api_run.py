@@ -17,7 +17,11 @@ SMALL = f"actor: {{megatron: {LAYOUT}}}\ntrainer: {{runtime: inline, n_gpus_per_
 
 
 def test_the_example_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = [text for kind, text in BLOCK.findall((ROOT / "docs" / "api.md").read_text()) if kind == "python"]
+    (code,) = [
+        text
+        for kind, text in BLOCK.findall((ROOT / "docs" / "api.md").read_text())
+        if kind == "python"
+    ]
     small = tmp_path / "small.yaml"
     small.write_text(f"extends: {write_config(tmp_path).name}\n{SMALL}")
     for shown, short in (
@@ -31,8 +35,12 @@ def test_the_example_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     names: dict[str, object] = {}
     exec(code, names)
     run = names["run"]
-    assert isinstance(run, rlhf_megatron.Run) and [row["step"] for row in run.metrics()] == [1, 2]
-    assert list(run.checkpoints()) == [0, 1, 2] and run.config.trainer.total_training_steps == 2
+    assert isinstance(run, rlhf_megatron.TrainingRun) and [
+        row["step"] for row in run.read_metrics()
+    ] == [1, 2]
+    assert (
+        list(run.list_checkpoints()) == [0, 1, 2] and run.config.trainer.total_training_steps == 2
+    )
     assert (tmp_path / "my_model" / "model.safetensors").is_file()
     printed = capsys.readouterr().out
     assert f"open {run.directory / 'report'}" in printed and "step 2" in printed

@@ -43,9 +43,18 @@ def test_the_launcher_leaves_no_directory_behind(tmp_path: Path) -> None:
     """Also not the one of a launcher that was killed before."""
     (tmp_path / "rlhf-megatron-killed").mkdir()
     (tmp_path / "rlhf-megatron-killed" / "owner.lock").touch()
-    agent = [sys.executable, "-m", "rlhf_megatron.runtime.torchrun.agent", "--standalone", "--nproc-per-node", "1"]
+    agent = [
+        sys.executable,
+        "-m",
+        "rlhf_megatron.runtime.torchrun.agent",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
     environment = {**clean_environment(), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([*agent, "-m", "platform"], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*agent, "-m", "platform"], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and "Linux" in done.stdout, done.stderr
     assert temporary_entries(tmp_path) == []
 

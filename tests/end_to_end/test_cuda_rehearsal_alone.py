@@ -18,7 +18,9 @@ from tools.cuda_rehearsal.environment import environment
 
 def test_each_layout_and_each_family_is_passed_through() -> None:
     found = cells()
-    assert {name for name, _, _ in found} == {name for name, axes in LAYOUTS.items() if axes.impl != NEEDS_PACKAGE}
+    assert {name for name, _, _ in found} == {
+        name for name, axes in LAYOUTS.items() if axes.impl != NEEDS_PACKAGE
+    }
     assert {family for _, family, _ in found} == FAMILIES.keys()
     assert {rank for name, _, rank in found if name == "pp4"} == {0, 3}
 
@@ -26,7 +28,9 @@ def test_each_layout_and_each_family_is_passed_through() -> None:
 def planted(*words: str) -> Any:
     """What cuda_planted.py found."""
     command = [PYTHON, "-m", "tools.cuda_rehearsal.build", PYTHON.parents[1] / "null_cuda"]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=True)
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=True
+    )
     env = environment(Path(built.stdout.strip()), has_numbers=False, num_devices=1, is_alone=True)
     command = [PYTHON, SUPPORT / "cuda_planted.py", *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)

@@ -19,7 +19,10 @@ from tools.cuda_rehearsal.runs import differences, settings_of
 
 def run_of(folder: Path, loss: float, response: str, steps: tuple[int, ...] = (1, 2)) -> Path:
     folder.mkdir()
-    rows = [{"kind": "step", "step": n, "actor/loss": loss, "timing_s/step": float(len(folder.name))} for n in steps]
+    rows = [
+        {"kind": "step", "step": n, "actor/loss": loss, "timing_s/step": float(len(folder.name))}
+        for n in steps
+    ]
     samples = [{"step": n, "prompt": "1+1=", "response": response, "reward": 1.0} for n in steps]
     for name, lines in (("metrics", rows), ("samples", samples)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -40,12 +43,19 @@ def test_runs_are_compared_by_figures_and_samples(tmp_path: Path) -> None:
 
 def test_branches_are_found_where_sources_ask_for_a_device() -> None:
     found = device_branches()
-    assert {"parallel/device.py:synchronize", "kernels/products.py:operand_dtype"} <= found
-    assert {"models/norm.py:rms_norm", "rollout/local/server.py:_build"} <= found
+    assert {"device.py:synchronize", "ranks/kernels/matrix_products.py:operand_dtype"} <= found
+    assert {
+        "ranks/models/rms_norm_layer.py:rms_norm",
+        "rollout/local/local_server.py:_build",
+    } <= found
     assert len(EXCUSED) <= 15 and all(len(reason.split()) > 3 for reason in EXCUSED.values())
-    assert not EXCUSED.keys() - found, "excused in tools/cuda_rehearsal/branches.py, and no longer there"
+    assert not EXCUSED.keys() - found, (
+        "excused in tools/cuda_rehearsal/branches.py, and no longer there"
+    )
     taken = set(TAKEN.read_text().splitlines())
-    assert sorted(found - taken - EXCUSED.keys()) == [], "new: a case of `make cuda-rehearsal` must come here"
+    assert sorted(found - taken - EXCUSED.keys()) == [], (
+        "new: a case of `make cuda-rehearsal` must come here"
+    )
     assert not taken - found, "in tools/cuda_rehearsal/branches.txt, and no longer there"
 
 
@@ -56,7 +66,9 @@ def test_a_branch_that_nobody_took_is_named(tmp_path: Path) -> None:
     assert not_seen(listed) == ["a.py:g"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.resumes], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.resumes], ids=lambda case: case.name
+)
 def test_the_settings_of_a_case_are_accepted(case: Case, tmp_path: Path) -> None:
     settings = settings_of(case, tmp_path)
     load_config(ROOT / "configs" / f"{BASELINES[case.baseline].config}.yaml", settings)
@@ -80,12 +92,19 @@ def test_a_run_on_device_cuda_has_the_figures_of_the_cpu(tmp_path: Path) -> None
 
 def test_nothing_forks_in_a_process_that_may_have_a_device() -> None:
     """CUDA works in no child that is forked off a process in which it has begun."""
-    forks = re.compile(r"os\.fork\b|import multiprocessing|from multiprocessing|start_processes|ProcessPoolExecutor")
-    sources = [path for path in (ROOT / "rlhf_megatron").rglob("*.py") if forks.search(path.read_text())]
-    assert {path.relative_to(ROOT / "rlhf_megatron").as_posix() for path in sources} == {
-        "conversion/groups.py",  # a command that copies files on the CPU
-        "rewards/sandbox/guardian.py",  # an interpreter of its own without torch, as the harness below it
-        "rewards/sandbox/harness.py",
-        "rewards/service/template.py",  # an interpreter of its own, which imports rewards and nothing else
-        "runtime/torchrun/forks.py",  # where `can_fork` finds no device and none is asked for
-    }
+    forks = re.compile(
+        r"os\.fork\b|import multiprocessing|from multiprocessing|start_processes|ProcessPoolExecutor"
+    )
+    sources = [
+        path for path in (ROOT / "rlhf_megatron").rglob("*.py") if forks.search(path.read_text())
+    ]
+    assert (
+        {path.relative_to(ROOT / "rlhf_megatron").as_posix() for path in sources}
+        == {
+            "weights/conversion/group_processes.py",  # a command that copies files on the CPU
+            "rewards/sandbox/guardian.py",  # an interpreter of its own without torch, as the harness below it
+            "rewards/sandbox/harness.py",
+            "rewards/service/worker_template.py",  # an interpreter of its own, which imports rewards and nothing else
+            "runtime/torchrun/forked_ranks.py",  # where `can_fork` finds no device and none is asked for
+        }
+    )

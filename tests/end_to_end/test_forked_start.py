@@ -1,4 +1,4 @@
-"""Ranks and controller that are forks of the command (runtime/torchrun/forks.py): what a user sees of them."""
+"""Ranks and controller that are forks of the command (runtime/torchrun/forked_ranks.py): what a user sees of them."""
 
 import contextlib
 import os
@@ -12,12 +12,24 @@ from pathlib import Path
 
 import pytest
 import warm
-from end_to_end_tools import DP2, MARKER, TIMEOUT_S, overrides, processes_with, wait_for_the_end, write_config
+from end_to_end_tools import (
+    DP2,
+    MARKER,
+    TIMEOUT_S,
+    overrides,
+    processes_with,
+    wait_for_the_end,
+    write_config,
+)
 
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = pytest.mark.dist
-SETTINGS = DP2 | {"warmup.max_steps": 0, "trainer.val_before_train": False, "trainer.total_training_steps": 100_000}
+SETTINGS = DP2 | {
+    "warmup.max_steps": 0,
+    "trainer.val_before_train": False,
+    "trainer.total_training_steps": 100_000,
+}
 
 
 class Command:
@@ -26,13 +38,29 @@ class Command:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.marker = f"{MARKER}={uuid.uuid4().hex}"
-        given = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCHELASTIC_", "MASTER_"))
+        }
         name, _, value = self.marker.partition("=")
         given |= {name: value, "RLHF_MEGATRON_FORKS": "1", "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "rlhf_megatron", "train", str(write_config(directory)), *overrides(SETTINGS)]
+        words = [
+            sys.executable,
+            "-m",
+            "rlhf_megatron",
+            "train",
+            str(write_config(directory)),
+            *overrides(SETTINGS),
+        ]
         with (directory / "console").open("wb") as console, warm.cold():
             self.process = subprocess.Popen(
-                words, cwd=directory, env=given, stdout=console, stderr=console, stdin=subprocess.DEVNULL
+                words,
+                cwd=directory,
+                env=given,
+                stdout=console,
+                stderr=console,
+                stdin=subprocess.DEVNULL,
             )
 
     def console(self) -> str:
@@ -45,7 +73,10 @@ class Command:
         while not rows.is_file() or rows.read_text().count('"kind": "step"') < 2:
             assert self.process.poll() is None and time.monotonic() < deadline, self.console()
             time.sleep(0.1)
-        names = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in processes_with(self.marker)}
+        names = {
+            Path(f"/proc/{pid}/comm").read_text().strip(): pid
+            for pid in processes_with(self.marker)
+        }
         return {name: names[name] for name in ("rank 0", "rank 1", "controller")}
 
 
@@ -61,12 +92,19 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 def test_the_command_forks_its_ranks_and_stops_with_its_state_saved(command: Command) -> None:
     forks = command.await_steps()
-    words = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (command.process.pid, *forks.values())}
+    words = {
+        Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (command.process.pid, *forks.values())
+    }
     assert len(words) == 1, "none began with an interpreter"
     parents = {
-        name: int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1]) for name, pid in forks.items()
+        name: int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
+        for name, pid in forks.items()
     }
-    assert parents == {"rank 0": command.process.pid, "rank 1": command.process.pid, "controller": forks["rank 0"]}
+    assert parents == {
+        "rank 0": command.process.pid,
+        "rank 1": command.process.pid,
+        "controller": forks["rank 0"],
+    }
     command.process.send_signal(signal.SIGTERM)
     assert command.process.wait(TIMEOUT_S) == STOPPED_EXIT_CODE, command.console()
     assert not wait_for_the_end(command.marker, 20.0)
@@ -83,9 +121,20 @@ def test_all_end_with_the_one_that_is_killed(command: Command, victim: str) -> N
 
 
 def test_what_the_checks_find_is_told_once(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "rlhf_megatron", "train", str(write_config(tmp_path)), *overrides(DP2)]
+    words = [
+        sys.executable,
+        "-m",
+        "rlhf_megatron",
+        "train",
+        str(write_config(tmp_path)),
+        *overrides(DP2),
+    ]
     environment = os.environ | {"RLHF_MEGATRON_FORKS": "1"}
-    wrong = [f"trainer.default_local_dir={tmp_path / 'tiny.yaml'}"]  # a file: found by a check in the fork
-    done = subprocess.run([*words, *wrong], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    wrong = [
+        f"trainer.default_local_dir={tmp_path / 'tiny.yaml'}"
+    ]  # a file: found by a check in the fork
+    done = subprocess.run(
+        [*words, *wrong], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("tiny.yaml") and done.stderr.count("1 problem(s)") == 1, done.stderr

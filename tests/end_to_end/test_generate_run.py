@@ -21,9 +21,9 @@ from program_jobs import Job, run
 from transformers import AutoModelForCausalLM
 
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.controller.evaluation.held_out_evaluation import estimate_best_of_k
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.evaluation.evaluation import best_of
-from rlhf_megatron.generation.answer_file import read_answers
+from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
 
 pytestmark = pytest.mark.dist
 MODEL = ROOT / "examples" / "quickstart" / "warm_model"
@@ -38,7 +38,10 @@ SAMPLED = ("-n", "3", "--temperature", "1.0", "--max-tokens", "4", *SMALL)
 
 
 def write_prompts(path: Path, count: int) -> Path:
-    rows = [{"prompt": f"{i // 100:02d}+{i % 100:02d}=", "answer": f"{i // 100 + i % 100:03d}"} for i in range(count)]
+    rows = [
+        {"prompt": f"{i // 100:02d}+{i % 100:02d}=", "answer": f"{i // 100 + i % 100:03d}"}
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -48,11 +51,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with prompts and the answers of a job that was left alone."""
     directory = tmp_path_factory.mktemp("whole")
     write_prompts(directory / "prompts.jsonl", 300)
-    run(directory, "generate", str(MODEL), "prompts.jsonl", *SAMPLED, "--tokens", "--out", "answers.jsonl")
+    run(
+        directory,
+        "generate",
+        str(MODEL),
+        "prompts.jsonl",
+        *SAMPLED,
+        "--tokens",
+        "--out",
+        "answers.jsonl",
+    )
     return directory
 
 
-def test_killed_engines_and_a_killed_job_lose_and_double_nothing(whole: Path, tmp_path: Path) -> None:
+def test_killed_engines_and_a_killed_job_lose_and_double_nothing(
+    whole: Path, tmp_path: Path
+) -> None:
     words = ("generate", str(MODEL), str(whole / "prompts.jsonl"), *SAMPLED, "--tokens")
     answers = tmp_path / "answers.jsonl"
     job = Job(tmp_path, *words, "--out", "answers.jsonl")
@@ -67,9 +81,11 @@ def test_killed_engines_and_a_killed_job_lose_and_double_nothing(whole: Path, tm
         file.write(b'{"index": 299, "respon')  # the end of a line that was being written
     assert 60 <= answers.read_bytes().count(b"\n") < 300
     console = run(tmp_path, *words, "--out", "answers.jsonl")
-    assert "of 300 prompts have an answer already" in console and "answers to 300 prompts" in console
+    assert (
+        "of 300 prompts have an answer already" in console and "answers to 300 prompts" in console
+    )
     assert answers.read_bytes() == (whole / "answers.jsonl").read_bytes(), "bit for bit, in order"
-    assert [row["index"] for row in read_answers(answers)] == list(range(300))
+    assert [row["index"] for row in read_answer_rows(answers)] == list(range(300))
 
 
 @pytest.mark.long
@@ -77,8 +93,22 @@ def test_random_kills_hangs_and_a_killed_job_over_two_thousand_prompts(tmp_path:
     """Five engines are killed and three hang, until their time is over, while they answer; the job itself is killed at
     about half. The file is that of a job left alone."""
     write_prompts(tmp_path / "prompts.jsonl", 2000)
-    words = ("generate", str(MODEL), "prompts.jsonl", "--temperature", "1.0", "--max-tokens", "8", *SMALL)
-    words = (*words, "rollout.num_engines=3", "rollout.max_num_seqs=2", "rollout.request_timeout_s=15")
+    words = (
+        "generate",
+        str(MODEL),
+        "prompts.jsonl",
+        "--temperature",
+        "1.0",
+        "--max-tokens",
+        "8",
+        *SMALL,
+    )
+    words = (
+        *words,
+        "rollout.num_engines=3",
+        "rollout.max_num_seqs=2",
+        "rollout.request_timeout_s=15",
+    )
     words = (*words, "rollout.max_engine_restarts=100", "rollout.request_retries=20")
     run(tmp_path, *words, "--out", "whole.jsonl")
     draw, answers, is_killed = random.Random(7), tmp_path / "answers.jsonl", False
@@ -93,7 +123,11 @@ def test_random_kills_hangs_and_a_killed_job_over_two_thousand_prompts(tmp_path:
                 if count >= 1000 and not is_killed:
                     job.process.kill()
                     is_killed = True
-                engines = job.engines() if job.console.read_text().count("engine(s) serve") > attempt + 1 else []
+                engines = (
+                    job.engines()
+                    if job.console.read_text().count("engine(s) serve") > attempt + 1
+                    else []
+                )
                 if len(engines) > 1 and count and faults and draw.random() < 0.5:
                     with suppress(ProcessLookupError):
                         os.kill(draw.choice(engines), faults[-1])
@@ -103,30 +137,42 @@ def test_random_kills_hangs_and_a_killed_job_over_two_thousand_prompts(tmp_path:
             code = job.end()
     console = job.console.read_text()
     assert code == 0 and is_killed and not faults, (len(faults), console)
-    assert [row["index"] for row in read_answers(answers)] == list(range(2000))
+    assert [row["index"] for row in read_answer_rows(answers)] == list(range(2000))
     assert answers.read_bytes() == (tmp_path / "whole.jsonl").read_bytes(), "each once, bit for bit"
 
 
 def test_a_stopped_job_says_how_it_goes_on(whole: Path, tmp_path: Path) -> None:
-    words = ("generate", str(MODEL), str(whole / "prompts.jsonl"), *SAMPLED, "--out", "answers.jsonl")
+    words = (
+        "generate",
+        str(MODEL),
+        str(whole / "prompts.jsonl"),
+        *SAMPLED,
+        "--out",
+        "answers.jsonl",
+    )
     job = Job(tmp_path, *words)
     job.wait_for_answers(tmp_path / "answers.jsonl", 1)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75 and "the same command goes on" in job.console.read_text()
     refused = run(tmp_path, *words, "trainer.seed=7", code=1)
-    assert "has answers of another job (seed: 1 there, 7 here)" in refused and "--overwrite" in refused
+    assert (
+        "has answers of another job (seed: 1 there, 7 here)" in refused and "--overwrite" in refused
+    )
 
 
 def test_evaluate_counts_as_brute_force_does(whole: Path, tmp_path: Path) -> None:
     console = run(whole, "evaluate", "answers.jsonl", "--json", str(tmp_path / "figures.json"))
     found: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())["sets"][0]
     right = [
-        [text.strip() == row["answer"] for text in row["responses"]] for row in read_answers(whole / "answers.jsonl")
+        [text.strip() == row["answer"] for text in row["responses"]]
+        for row in read_answer_rows(whole / "answers.jsonl")
     ]
     assert found["scores"] == [[float(r) for r in item] for item in right]
     assert found["mean"] == pytest.approx(sum(map(sum, right)) / 900, abs=1e-12)
     best = {f["k"]: f["value"] for f in found["figures"] if f["name"] == "best"}
-    assert best[2] == pytest.approx(sum(best_of([float(r) for r in item], 2) for item in right) / 300, abs=1e-12)
+    assert best[2] == pytest.approx(
+        sum(estimate_best_of_k([float(r) for r in item], 2) for item in right) / 300, abs=1e-12
+    )
     assert best[3] == pytest.approx(sum(any(item) for item in right) / 300, abs=1e-12)
     assert f"{found['mean']:6.4f}" in console
 
@@ -136,23 +182,48 @@ def test_the_loss_of_a_file_is_that_of_transformers(
 ) -> None:
     """By source and over all, by the token; again without engines from the file that was written."""
     write_prompts(tmp_path / "first.jsonl", 7)
-    rows = [{"prompt": "1+", "answer": "2=3" * (i % 3 + 1), "data_source": "second"} for i in range(5)]
+    rows = [
+        {"prompt": "1+", "answer": "2=3" * (i % 3 + 1), "data_source": "second"} for i in range(5)
+    ]
     (tmp_path / "second.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--loss", "first.jsonl", "second.jsonl", *SMALL, "rollout.num_engines=1", "--json", "figures.json")
+    words = (
+        "--loss",
+        "first.jsonl",
+        "second.jsonl",
+        *SMALL,
+        "rollout.num_engines=1",
+        "--json",
+        "figures.json",
+    )
     console = run(tmp_path, "evaluate", str(MODEL), *words)
     found = json.loads((tmp_path / "figures.json").read_text())
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), load_tokenizer(MODEL)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
+        load_tokenizer(MODEL),
+    )
     sums: dict[str, list[tuple[float, int]]] = {"first": [], "second": []}
     for name, pairs in sums.items():
         for row in map(json.loads, (tmp_path / f"{name}.jsonl").open()):
-            prompt, ids = tokenizer.encode(row["prompt"]), (*tokenizer.encode(row["answer"]), tokenizer.eos_token_id)
+            prompt, ids = (
+                tokenizer.encode(row["prompt"]),
+                (*tokenizer.encode(row["answer"]), tokenizer.eos_token_id),
+            )
             labels = torch.tensor([[*[-100] * len(prompt), *ids]])
             with torch.no_grad():
-                pairs.append((float(model(torch.tensor([[*prompt, *ids]]), labels=labels).loss) * len(ids), len(ids)))
+                pairs.append(
+                    (
+                        float(model(torch.tensor([[*prompt, *ids]]), labels=labels).loss)
+                        * len(ids),
+                        len(ids),
+                    )
+                )
     sums["all"] = sums["first"] + sums["second"]
     for figures in found["sets"]:
         total, count = map(sum, zip(*sums[figures["name"]], strict=True))
-        assert figures["loss"] == pytest.approx(total / count, abs=1e-5) and figures["num_tokens"] == count
+        assert (
+            figures["loss"] == pytest.approx(total / count, abs=1e-5)
+            and figures["num_tokens"] == count
+        )
         assert figures["low"] < figures["loss"] < figures["high"]
         assert figures["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     assert [figures["name"] for figures in found["sets"]] == ["first", "second", "all"]
@@ -173,14 +244,25 @@ def test_a_ready_task_brings_questions_reward_and_samples(
     questions = [{"problem": f"{i}+{i}=", "answer": f"{2 * i:03d}"} for i in range(12)]
     (copy / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     shutil.copytree(MODEL, model)
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content.split()[0] }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content.split()[0] }}{% endfor %}"
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["data", "prepare", "math500", "--from", str(copy)]) == 0
-    words = ("--task", "math500", "--max-tokens", "8", *SMALL, "rollout.num_engines=1", "--json", "figures.json")
+    words = (
+        "--task",
+        "math500",
+        "--max-tokens",
+        "8",
+        *SMALL,
+        "rollout.num_engines=1",
+        "--json",
+        "figures.json",
+    )
     run(tmp_path, "evaluate", "model", *words)
     (found,) = json.loads((tmp_path / "figures.json").read_text())["sets"]
     assert (found["name"], found["num_items"], found["num_samples"]) == ("math500", 12, 4)
-    rows = list(read_answers(tmp_path / "model-math500.jsonl"))
+    rows = list(read_answer_rows(tmp_path / "model-math500.jsonl"))
     assert [row["answer"] for row in rows] == [f"{2 * i:03d}" for i in range(12)]
     asked = json.loads((tmp_path / "model-math500.jsonl.job" / "job.json").read_text())["sampling"]
     assert (asked["n"], asked["temperature"], asked["top_p"]) == (4, 0.6, 0.95)
@@ -194,10 +276,18 @@ def test_two_files_are_compared_prompt_by_prompt(whole: Path) -> None:
     console = run(whole, "evaluate", "answers.jsonl", "greedy.jsonl").splitlines()[-1]
     means = []
     for name in ("answers.jsonl", "greedy.jsonl"):
-        rows = list(read_answers(whole / name))
-        means.append([sum(t.strip() == r["answer"] for t in r["responses"]) / len(r["responses"]) for r in rows])
+        rows = list(read_answer_rows(whole / name))
+        means.append(
+            [
+                sum(t.strip() == r["answer"] for t in r["responses"]) / len(r["responses"])
+                for r in rows
+            ]
+        )
     difference = sum(b - a for a, b in zip(*means, strict=True)) / 300
-    assert console.startswith(f"greedy.jsonl minus answers.jsonl: {difference:+.4f} [") and "over 300 items" in console
+    assert (
+        console.startswith(f"greedy.jsonl minus answers.jsonl: {difference:+.4f} [")
+        and "over 300 items" in console
+    )
 
 
 def test_a_run_s_checkpoints_have_the_figures_of_its_own_evaluations(tmp_path: Path) -> None:
@@ -220,6 +310,18 @@ def test_a_run_s_checkpoints_have_the_figures_of_its_own_evaluations(tmp_path: P
     html = (tmp_path / "page.html").read_text()
     assert html.count("<h2>step") == len(found) and "mean score over steps" in html
     step = str(found[0]["step"])
-    run(tmp_path, "evaluate", str(trained.run_dir), "--step", step, "--out", "one.jsonl", "--json", "one.json")
-    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "answers" / f"step_{int(step):06d}.jsonl").read_bytes()
+    run(
+        tmp_path,
+        "evaluate",
+        str(trained.run_dir),
+        "--step",
+        step,
+        "--out",
+        "one.jsonl",
+        "--json",
+        "one.json",
+    )
+    assert (tmp_path / "one.jsonl").read_bytes() == (
+        tmp_path / "answers" / f"step_{int(step):06d}.jsonl"
+    ).read_bytes()
     assert json.loads((tmp_path / "one.json").read_text())["mean"] == found[0]["mean"]

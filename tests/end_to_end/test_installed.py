@@ -23,7 +23,17 @@ STEPS = ("trainer.total_training_steps=4", "trainer.test_freq=1", "trainer.test_
 def test_init_train_stop_resume_export_generate(tmp_path: Path) -> None:
     site, folder = tmp_path / "site", tmp_path / "empty"
     folder.mkdir()
-    pip = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-q",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(site),
+    ]
     subprocess.run([*pip, str(ROOT)], check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
 
@@ -53,13 +63,19 @@ def test_init_train_stop_resume_export_generate(tmp_path: Path) -> None:
     assert first.returncode == STOPPED_EXIT_CODE, out
     saved = (folder / "runs" / "grpo" / "checkpoints").glob("step_*")
     last = max(int(path.name.removeprefix("step_")) for path in saved) + 2
-    assert f"resumed after step {last - 2}" in done("train", "run.yaml", *STEPS, f"trainer.total_training_steps={last}")
+    assert f"resumed after step {last - 2}" in done(
+        "train", "run.yaml", *STEPS, f"trainer.total_training_steps={last}"
+    )
     done("export", "runs/grpo", "--out", "trained")
     done("generate", "trained", "val.jsonl", "--max-tokens", "4", "--out", "answers.jsonl")
     rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert len(rows) == 200
-    policy, tokenizer = (kind.from_pretrained(folder / "trained") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    policy, tokenizer = (
+        kind.from_pretrained(folder / "trained") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     for row in rows[:20]:
-        prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ]
         ids = policy.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
         assert row["responses"] == [tokenizer.decode(ids, skip_special_tokens=True)]

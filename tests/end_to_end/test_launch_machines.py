@@ -24,7 +24,10 @@ pytestmark = [
     pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces"),
 ]
 AXES = ("tensor_model", "pipeline_model")
-RANK_EACH = {"trainer.n_gpus_per_node": 1, **{f"actor.megatron.{axis}_parallel_size": 1 for axis in AXES}}
+RANK_EACH = {
+    "trainer.n_gpus_per_node": 1,
+    **{f"actor.megatron.{axis}_parallel_size": 1 for axis in AXES},
+}
 SHORT = RANK_EACH | {"warmup.max_steps": 0, "trainer.deterministic": True}
 ENDLESS = QUICK | RANK_EACH | {"trainer.total_training_steps": 100_000, "trainer.save_freq": 1}
 TWO = {"rollout.num_engines": 2}
@@ -43,8 +46,12 @@ ON_TWO_MACHINES = {
 def start(tmp_path: Path) -> Iterator[Any]:
     started: list[Machines] = []
 
-    def begin(settings: dict[str, Any], num_machines: int, num_spares: int = 0, **variables: str) -> Machines:
-        started.append(Machines(write_config(tmp_path), settings, num_machines, num_spares, **variables))
+    def begin(
+        settings: dict[str, Any], num_machines: int, num_spares: int = 0, **variables: str
+    ) -> Machines:
+        started.append(
+            Machines(write_config(tmp_path), settings, num_machines, num_spares, **variables)
+        )
         return started[-1]
 
     yield begin
@@ -56,13 +63,18 @@ def finished(machines: Machines) -> Finished:
     codes = machines.wait()
     assert codes == [0] * machines.num_machines, machines.consoles()
     assert machines.left_over() == []
-    return Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+    return Finished(
+        machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), ""
+    )
 
 
 def learned(run: Finished) -> list[dict[str, Any]]:
     """All numbers but those of the processes' memory, which a colocated run tells, and of drivers."""
     left_out = ("memory/", "rollout/driver_restarts", "rollout/requests_reissued")
-    return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in numbers(run)]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(left_out)}
+        for row in numbers(run)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +85,9 @@ def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
-def test_four_machines_of_two_ranks_give_the_numbers_of_one(start, eight_ranks: Finished, colocated: bool) -> None:
+def test_four_machines_of_two_ranks_give_the_numbers_of_one(
+    start, eight_ranks: Finished, colocated: bool
+) -> None:
     assert eight_ranks.exit_code == 0, eight_ranks.console
     run = finished(start(SHORT | FOUR_OF_TWO | {"rollout.colocated": colocated}, 4))
     spread = "; ".join(f"machine {number}: engine{number}" for number in range(4))
@@ -84,9 +98,15 @@ def test_four_machines_of_two_ranks_give_the_numbers_of_one(start, eight_ranks: 
 @needs_sglang
 @pytest.mark.sglang
 @pytest.mark.parametrize("transport", ["process_group", "disk"])
-def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(start, transport: str) -> None:
+def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(
+    start, transport: str
+) -> None:
     """Stock SGLang with nnodes 2. After the first step its part on machine 1 is killed."""
-    steps = {"trainer.total_training_steps": 3, "trainer.nnodes": 2, "rollout.weight_transport": transport}
+    steps = {
+        "trainer.total_training_steps": 3,
+        "trainer.nnodes": 2,
+        "rollout.weight_transport": transport,
+    }
     machines = start(QUICK | RANK_EACH | ON_TWO_MACHINES | steps, 2)
     metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
     machines.wait_for(lambda: metrics.exists() and '"step"' in metrics.read_text())
@@ -107,14 +127,23 @@ def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(start
 def test_servers_of_the_reward_model_stand_on_another_machine(start, tmp_path: Path) -> None:
     """Machine 1 has no rank. After the first step the server there is killed, and comes back."""
     scored = Scored(tmp_path / "judge")
-    settings = QUICK | RANK_EACH | scored.settings() | {"trainer.nnodes": 1, "trainer.total_training_steps": 4}
-    machines = start(settings | {"reward_model.served.machines": [1], "rollout.health_interval_s": 1.0}, 2)
+    settings = (
+        QUICK
+        | RANK_EACH
+        | scored.settings()
+        | {"trainer.nnodes": 1, "trainer.total_training_steps": 4}
+    )
+    machines = start(
+        settings | {"reward_model.served.machines": [1], "rollout.health_interval_s": 1.0}, 2
+    )
     metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
     machines.wait_for(lambda: metrics.exists() and '"step"' in metrics.read_text())
     os.kill(server_of(machines, "reward0.yaml"), signal.SIGKILL)
     run = finished(machines)
     steps = run.rows("step")
-    assert [row["step"] for row in steps] == [1, 2, 3, 4] and steps[-1]["reward/server_restarts"] == 1, run.console
+    assert [row["step"] for row in steps] == [1, 2, 3, 4] and steps[-1][
+        "reward/server_restarts"
+    ] == 1, run.console
     assert sum(scored.assert_scored(run.run_dir, row["step"]) for row in steps) > 0
 
 
@@ -123,7 +152,9 @@ def server_of(machines: Machines, settings_file: str) -> int:
     for pid in processes_with(f"{MARKER}={machines.marker}"):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"sglang.launch_server" in words and any(word.endswith(settings_file.encode()) for word in words):
+            if b"sglang.launch_server" in words and any(
+                word.endswith(settings_file.encode()) for word in words
+            ):
                 return pid
     raise AssertionError(f"no server has {settings_file}")
 
@@ -134,9 +165,15 @@ def test_engines_on_two_machines_give_the_numbers_of_one(
 ) -> None:
     """Each machine has a driver for its engine; the second one's dies before it tells what its engine has answered."""
     settings = SHORT | TWO | {"rollout.colocated": colocated}
-    alone = train(write_config(tmp_path_factory.mktemp("alone")), DP2 | settings | {"trainer.n_gpus_per_node": 2})
+    alone = train(
+        write_config(tmp_path_factory.mktemp("alone")),
+        DP2 | settings | {"trainer.n_gpus_per_node": 2},
+    )
     assert alone.exit_code == 0, alone.console
-    plan = {PLAN_ENV: "kill@driver.before_reply:who=driver1,nth=2", DIRECTORY_ENV: str(tmp_path / "faults")}
+    plan = {
+        PLAN_ENV: "kill@driver.before_reply:who=driver1,nth=2",
+        DIRECTORY_ENV: str(tmp_path / "faults"),
+    }
     run = finished(start(settings | {"trainer.nnodes": 2, "rollout.num_drivers": 1}, 2, **plan))
     assert "engines by machine: machine 0: engine0; machine 1: engine1" in run.console
     assert (run.run_dir / "logs" / "engines1.log").read_text().count("driver1 is process") == 2
@@ -146,22 +183,34 @@ def test_engines_on_two_machines_give_the_numbers_of_one(
 
 def test_machines_with_engines_alone_serve_a_trainer_on_one(start) -> None:
     """Weights reach them as files; /dev/shm of the trainer's machine is not theirs."""
-    apart = {"rollout.engine_machines": [1, 2], "rollout.weight_transport": "disk", "trainer.nnodes": 1}
+    apart = {
+        "rollout.engine_machines": [1, 2],
+        "rollout.weight_transport": "disk",
+        "trainer.nnodes": 1,
+    }
     run = finished(start(SHORT | TWO | apart, 3))
     assert "engines by machine: machine 1: engine0; machine 2: engine1" in run.console
     assert len(run.rows("step")) == 2
 
 
 def test_machines_with_engines_alone_go_on_with_a_run_that_is_started_again(start) -> None:
-    apart = {"rollout.engine_machines": [1], "rollout.weight_transport": "disk", "trainer.nnodes": 1}
+    apart = {
+        "rollout.engine_machines": [1],
+        "rollout.weight_transport": "disk",
+        "trainer.nnodes": 1,
+    }
     steps = {"trainer.total_training_steps": 60, "trainer.save_last": "none"}
     machines = start(ENDLESS | apart | steps, 2, MAX_RESTARTS="1")
     metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
     machines.wait_for(lambda: metrics.exists() and "step" in metrics.read_text())
     os.kill(machines.host_of(0), signal.SIGKILL)
     assert machines.wait() == [0, 0], machines.consoles()
-    assert all("the run is started again (1 of 1)" in machines.console(number) for number in range(2))
-    run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+    assert all(
+        "the run is started again (1 of 1)" in machines.console(number) for number in range(2)
+    )
+    run = Finished(
+        machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), ""
+    )
     assert [row["step"] for row in run.rows("step")] == list(range(1, 61))
     assert machines.left_over() == []
 
@@ -173,7 +222,9 @@ def lose(machines: Machines, machine: int) -> None:
     machines.cut(machine)
     for pid in processes_with(f"{MARKER}={machines.marker}"):
         with contextlib.suppress(OSError):  # it has ended with its parent
-            if f"NODE_RANK={machine}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if f"NODE_RANK={machine}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
+                b"\0"
+            ):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -194,7 +245,10 @@ def test_a_lost_machine_0_ends_the_others(start) -> None:
     lose(machines, 0)
     codes = machines.wait()
     assert codes == [137, 1, 1], machines.consoles()
-    assert "node 0 (10.77.0.1) was lost, with no sign for 15 s, before this run was over" in machines.console(1)
+    assert (
+        "node 0 (10.77.0.1) was lost, with no sign for 15 s, before this run was over"
+        in machines.console(1)
+    )
     assert machines.left_over() == []
 
 
@@ -208,13 +262,19 @@ def test_a_spare_machine_takes_the_place_of_machine_0(start) -> None:
     codes = machines.wait()
     assert codes == [137, 0, 0], machines.consoles()
     assert "node 0 (10.77.0.1) was lost" in machines.console(1)
-    run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(2), "")
+    run = Finished(
+        machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(2), ""
+    )
     assert [row["step"] for row in run.rows("step")] == list(range(1, 21))
     assert machines.left_over() == []
 
 
 def test_a_spare_machine_takes_the_place_of_a_lost_one(start) -> None:
-    steps = {"trainer.total_training_steps": 20, "trainer.save_last": "none", "rollout.colocated": True}
+    steps = {
+        "trainer.total_training_steps": 20,
+        "trainer.save_last": "none",
+        "rollout.colocated": True,
+    }
     machines = start(ENDLESS | FOUR_OF_TWO | steps, 5, num_spares=1, MAX_RESTARTS="1")
     lose(machines, 3)
     machines.join(4, node_rank=3)
@@ -222,6 +282,8 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(start) -> None:
     assert codes == [0, 0, 0, 137, 0], machines.consoles()
     assert "HostLostError: the machine machine3 (10.77.0.4) is lost" in machines.console(0)
     assert "the run is started again (1 of 1)" in machines.console(0)
-    run = Finished(machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), "")
+    run = Finished(
+        machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), ""
+    )
     assert [row["step"] for row in run.rows("step")] == list(range(1, 21))
     assert machines.left_over() == []

@@ -24,7 +24,7 @@ from end_to_end_tools import (
 from launch_tools import TIMEOUT_S, TORCHRUN, Nodes, environment, start_nodes
 from places import ROOT, SUPPORT
 
-from rlhf_megatron.rollout.sockets import interface_towards
+from rlhf_megatron.rollout.socket_limits import find_interface_towards
 
 pytestmark = pytest.mark.dist
 TWO_NODES = DP2 | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
@@ -52,8 +52,21 @@ echo $code0 $code1
 
 
 def has_namespaces() -> bool:
-    try_it = ["unshare", "--net", "--map-root-user", "ip", "link", "add", "towards1", "type", "veth"]
-    return bool(shutil.which("unshare") and shutil.which("ip")) and subprocess.run(try_it).returncode == 0
+    try_it = [
+        "unshare",
+        "--net",
+        "--map-root-user",
+        "ip",
+        "link",
+        "add",
+        "towards1",
+        "type",
+        "veth",
+    ]
+    return (
+        bool(shutil.which("unshare") and shutil.which("ip"))
+        and subprocess.run(try_it).returncode == 0
+    )
 
 
 def free_port() -> int:
@@ -66,8 +79,12 @@ def free_port() -> int:
 def start(tmp_path: Path) -> Iterator[Any]:
     started: list[Nodes] = []
 
-    def begin(settings: dict[str, Any], only_on: tuple[dict[str, Any], dict[str, Any]] = ({}, {})) -> Nodes:
-        started.append(start_nodes(write_config(tmp_path), TWO_NODES | settings, free_port(), only_on))
+    def begin(
+        settings: dict[str, Any], only_on: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    ) -> Nodes:
+        started.append(
+            start_nodes(write_config(tmp_path), TWO_NODES | settings, free_port(), only_on)
+        )
         return started[-1]
 
     yield begin
@@ -85,7 +102,9 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def numbers(run: Finished) -> list[dict[str, Any]]:
     rows = [row for kind in ("warmup", "evaluation", "step") for row in run.rows(kind)]
-    return [{key: value for key, value in row.items() if not key.startswith(SECONDS)} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(SECONDS)} for row in rows
+    ]
 
 
 def assert_same(directory: Path, console: str, one_node: Finished) -> None:
@@ -110,14 +129,20 @@ def test_a_critic_on_the_other_node_gives_the_numbers_of_one_rank(
     start, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Node 0 has the actor's pool and node 1 the critic's; on one rank they take turns."""
-    critic = QUICK | {"algorithm.adv_estimator": "gae", "critic.value_head_init_std": 0.1, "critic.optim.lr": 1e-3}
+    critic = QUICK | {
+        "algorithm.adv_estimator": "gae",
+        "critic.value_head_init_std": 0.1,
+        "critic.optim.lr": 1e-3,
+    }
     alone = train(write_config(tmp_path_factory.mktemp("one_rank")), ONE_RANK | critic)
     assert alone.exit_code == 0, alone.console
     nodes = start(critic | {"critic.num_ranks": 1})
     assert nodes.wait() == [0, 0], nodes.console(0) + nodes.console(1)
     two = Finished(nodes.directory, nodes.directory / "runs" / "tiny", 0, nodes.console(0), "")
     assert numbers(two) == numbers(alone), "all numbers, bit for bit"
-    assert all(row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 for row in two.rows("step"))
+    assert all(
+        row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 for row in two.rows("step")
+    )
     assert "[actor dp0 pp0 tp0]" in (two.run_dir / "logs" / "rank0.log").read_text()
     assert "[critic dp0 pp0 tp0]" in (two.run_dir / "logs" / "rank1.log").read_text()
     assert nodes.left_over() == []
@@ -128,10 +153,27 @@ def test_a_critic_on_the_other_node_gives_the_numbers_of_one_rank(
 def test_two_network_namespaces_give_the_numbers_of_one(tmp_path: Path, one_node: Finished) -> None:
     """Each has another loopback: what should go over the network and does not, does not arrive."""
     marker = os.urandom(16).hex()
-    words = [str(TORCHRUN), str(write_config(tmp_path)), *(f"{key}={value}" for key, value in PLAIN.items())]
-    command = ["unshare", "--net", "--map-root-user", "bash", "-c", NAMESPACES, "namespaces", *words]
+    words = [
+        str(TORCHRUN),
+        str(write_config(tmp_path)),
+        *(f"{key}={value}" for key, value in PLAIN.items()),
+    ]
+    command = [
+        "unshare",
+        "--net",
+        "--map-root-user",
+        "bash",
+        "-c",
+        NAMESPACES,
+        "namespaces",
+        *words,
+    ]
     script = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(marker), stdout=subprocess.PIPE, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment(marker),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     nodes = Nodes(tmp_path, [script], marker)
     try:
@@ -159,7 +201,10 @@ def test_a_test_that_is_killed_leaves_no_processes() -> None:
     marker = os.urandom(16).hex()
     own = {**os.environ, "PYTHONPATH": f"{SUPPORT}:{ROOT}"}
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED_TEST, marker], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", KILLED_TEST, marker],
+        env=own,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as test:
         assert test.stdout is not None and test.stdout.readline() == b"begun\n"
         assert len(processes_with(f"{MARKER}={marker}")) == 1
@@ -190,9 +235,14 @@ def test_a_node_with_other_settings_ends_both(start) -> None:
     nodes = start(QUICK, only_on=({}, {"actor.optim.lr": 3e-4, "trainer.seed": 7}))
     assert nodes.wait() == [2, 2]
     theirs, ours = nodes.console(1), nodes.console(0)
-    for line in ("actor.optim.lr: 0.0003 here, but actor.optim.lr: 0.0002 on rank 0;", "trainer.seed: 7 here, but"):
+    for line in (
+        "actor.optim.lr: 0.0003 here, but actor.optim.lr: 0.0002 on rank 0;",
+        "trainer.seed: 7 here, but",
+    ):
         assert line in theirs
-    assert "node 1 ended with exit code 2 before this run was over; the output there says why." in ours
+    assert (
+        "node 1 ended with exit code 2 before this run was over; the output there says why." in ours
+    )
     assert nodes.left_over() == []
 
 
@@ -201,7 +251,9 @@ def test_a_node_0_that_does_not_start_ends_the_other(start) -> None:
     assert nodes.wait() == [2, 1]
     assert "nowhere) is not a directory" in nodes.console(0)
     # torch may warn before it: its rendezvous finds the store gone, where node 0 ends while node 1 joins.
-    assert nodes.console(1).endswith("node 0 has ended before this run was over; the output there says why.\n")
+    assert nodes.console(1).endswith(
+        "node 0 has ended before this run was over; the output there says why.\n"
+    )
     assert nodes.left_over() == []
 
 
@@ -233,9 +285,12 @@ def test_an_agent_that_hangs_when_another_node_has_ended_is_ended() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (17, ["end", "kill"])
-    assert done.stderr == "node 2 ended with exit code 17 before this run was over; the output there says why.\n"
+    assert (
+        done.stderr
+        == "node 2 ended with exit code 17 before this run was over; the output there says why.\n"
+    )
 
 
 def test_the_interface_that_leads_to_an_address() -> None:
-    assert interface_towards("127.0.0.3") == "lo"
-    assert interface_towards("no.such.name.invalid") is None
+    assert find_interface_towards("127.0.0.3") == "lo"
+    assert find_interface_towards("no.such.name.invalid") is None

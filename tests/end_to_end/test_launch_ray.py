@@ -40,13 +40,25 @@ class Script:
         self.directory = directory
         self.marker = uuid.uuid4().hex
 
-    def __call__(self, *words: str, ports: int = PORTS, **more: str) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *words: str, ports: int = PORTS, **more: str
+    ) -> subprocess.CompletedProcess[str]:
         state = self.directory / "state"
-        own = {"STATE_DIR": str(state), "TOKEN_FILE": str(self.directory / "token"), "RAY": str(RAY), "NUM_CPUS": "4"}
+        own = {
+            "STATE_DIR": str(state),
+            "TOKEN_FILE": str(self.directory / "token"),
+            "RAY": str(RAY),
+            "NUM_CPUS": "4",
+        }
         given = environment(self.marker, **own, PORTS=str(ports), HOME=str(self.directory), **more)
         given.pop("RAY_ADDRESS", None)
         return subprocess.run(
-            ["bash", str(CLUSTER), *words], env=given, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT
+            ["bash", str(CLUSTER), *words],
+            env=given,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            cwd=ROOT,
         )
 
     def processes(self) -> list[int]:
@@ -77,7 +89,9 @@ def listening(ports: range) -> set[tuple[str, int]]:
 
 def is_loopback(address: str) -> bool:
     """As /proc/net has it: 127.0.0.0/8, plain or inside of IPv6."""
-    return address.endswith("7F") and (len(address) == 8 or address.startswith("0000000000000000FFFF0000"))
+    return address.endswith("7F") and (
+        len(address) == 8 or address.startswith("0000000000000000FFFF0000")
+    )
 
 
 @needs_ray
@@ -87,8 +101,9 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
     """It listens on the loopback alone, a run joins it, strangers do not, and it ends."""
     began = script("head")
     assert began.returncode == 0, began.stderr
-    assert f"Ray head on 127.0.0.1 (process {(script.directory / 'state' / f'{PORTS}.pid').read_text().strip()}" in (
-        began.stdout
+    assert (
+        f"Ray head on 127.0.0.1 (process {(script.directory / 'state' / f'{PORTS}.pid').read_text().strip()}"
+        in (began.stdout)
     )
     sockets = listening(range(PORTS, PORTS + 900))
     assert {address for address, _ in sockets if not is_loopback(address)} == set()
@@ -124,7 +139,9 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("0" * 64)
     loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    stranger = environment(script.marker, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(wrong), **loopback)
+    stranger = environment(
+        script.marker, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(wrong), **loopback
+    )
     refused = subprocess.run(status, env=stranger, capture_output=True, text=True, timeout=120)
     assert refused.returncode != 0 and "auth" in (refused.stdout + refused.stderr).lower()
     friend = {**stranger, "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -170,7 +187,9 @@ exec bash -c "$command"
             break
     assert "/8.0 CPU" in status.stdout, status.stdout + status.stderr
     ended = script("down", own[0], "second", SSH=str(ssh))
-    assert ended.returncode == 0 and ended.stdout.count("has ended here") == 2, ended.stdout + ended.stderr
+    assert ended.returncode == 0 and ended.stdout.count("has ended here") == 2, (
+        ended.stdout + ended.stderr
+    )
     assert script.left_over() == []
 
 
@@ -182,12 +201,15 @@ def test_what_it_refuses(script: Script, tmp_path: Path) -> None:
 
     for words in ((), ("begin",), ("worker",), ("up",)):
         assert "launch/ray_cluster.sh head" in refusal(*words), words
-    assert "a head on 127.0.0.1:6379 is a cluster of one machine; start it with ADDRESS=" in refusal(
-        "worker", "127.0.0.1:6379"
+    assert (
+        "a head on 127.0.0.1:6379 is a cluster of one machine; start it with ADDRESS="
+        in refusal("worker", "127.0.0.1:6379")
     )
     token = script.directory / "token"
     message = refusal("worker", "10.0.0.1", ADDRESS="10.0.0.2")
-    assert f"TOKEN_FILE ({token}) is not there; copy it from the head's machine, mode 0600." in message
+    assert (
+        f"TOKEN_FILE ({token}) is not there; copy it from the head's machine, mode 0600." in message
+    )
     token.write_text("0" * 64)
     token.chmod(0o640)
     assert f"TOKEN_FILE ({token}) can be read by others; chmod 600 it." in refusal("head")
@@ -203,7 +225,9 @@ def test_the_environment_of_a_job_is_yaml_without_secrets() -> None:
     assert set(found) == {"working_dir", "excludes", "env_vars"} and found["working_dir"] == "."
     ignored = set((ROOT / ".gitignore").read_text().split())
     assert {".venv*", "runs/", ".cache/"} <= ignored & set(found["excludes"])
-    assert all(isinstance(value, str) for value in found["env_vars"].values()), "Ray takes text only"
+    assert all(isinstance(value, str) for value in found["env_vars"].values()), (
+        "Ray takes text only"
+    )
 
 
 @pytest.mark.parametrize("name", ["slurm_ray.sbatch", "ray_cluster.sh"])
@@ -217,7 +241,12 @@ def test_scripts_parse_and_stop_at_errors(name: str) -> None:
 def submit(launch: Any, tmp_path: Path) -> Iterator[Any]:
     """Start an attempt: submit(settings, variable=value). On one node unless SLURM_JOB_NUM_NODES says otherwise."""
     jobs: list[Job] = []
-    one = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "PORTS": str(PORTS), "NUM_CPUS": "4"}
+    one = {
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
+        "PORTS": str(PORTS),
+        "NUM_CPUS": "4",
+    }
 
     def start(settings: dict[str, Any], **more: str) -> Job:
         variables = slurm_variables(tmp_path) | one | more
@@ -258,9 +287,9 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on(submit, tmp_path: Path) 
     attempts = second.slurm("srun")
     assert [seen["address"] for seen in attempts] == [f"127.0.0.1:{PORTS}"] * 2
     assert attempts[0]["secret"] != attempts[1]["secret"]
-    assert {(seen["secret_mode"], seen["directory_mode"], len(seen["secret"])) for seen in attempts} == {
-        ("0o600", "0o700", 64)
-    }
+    assert {
+        (seen["secret_mode"], seen["directory_mode"], len(seen["secret"])) for seen in attempts
+    } == {("0o600", "0o700", 64)}
     assert list((tmp_path / ".rlhf_megatron").iterdir()) == [], "the tokens are gone"
 
 
@@ -277,12 +306,21 @@ if [[ $1 == worker ]]; then PORTS=$((PORTS + 1000)); fi
 exec {CLUSTER} "$@"
 """)
     cluster.chmod(0o700)
-    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.2,127.0.0.3", "NUM_CPUS": "2"}
+    nodes = {
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "127.0.0.2,127.0.0.3",
+        "NUM_CPUS": "2",
+    }
     # Three CPUs: more than either node has.
-    job = submit({**ONE_RANK, "trainer.nnodes": 2, "trainer.save_hf": False}, CLUSTER=str(cluster), **nodes)
+    job = submit(
+        {**ONE_RANK, "trainer.nnodes": 2, "trainer.save_hf": False}, CLUSTER=str(cluster), **nodes
+    )
     assert job.wait() == 0, job.console()
     assert job.steps() == [1, 2]
-    assert "attempt 1 on 2 node(s)" in job.console() and "the run has ended with exit code 0" in job.console()
+    assert (
+        "attempt 1 on 2 node(s)" in job.console()
+        and "the run has ended with exit code 0" in job.console()
+    )
 
 
 @needs_ray
@@ -298,11 +336,15 @@ def test_a_job_that_fails_keeps_its_exit_code(submit) -> None:
 def test_the_job_explains_how_it_is_started(tmp_path: Path) -> None:
     def run(*arguments: str, **variables: str) -> tuple[int, str]:
         env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables}
-        done = subprocess.run(["bash", str(SBATCH), *arguments], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", str(SBATCH), *arguments], env=env, capture_output=True, text=True
+        )
         return done.returncode, done.stderr
 
     assert run("x.yaml")[0] != 0 and "start this script with sbatch" in run("x.yaml")[1]
     slurm = {"SLURM_JOB_ID": JOB, "SLURM_SUBMIT_DIR": str(tmp_path)}
     assert run(**slurm) == (2, "usage: sbatch launch/slurm_ray.sbatch CONFIG [key=value ...]\n")
     code, message = run("x.yaml", **slurm)
-    assert code == 2 and "submit the job from the root of the repository, or set CLUSTER." in message
+    assert (
+        code == 2 and "submit the job from the root of the repository, or set CLUSTER." in message
+    )

@@ -12,11 +12,17 @@ from end_to_end_tools import greedy_score, processes_with
 from launch_tools import TORCHRUN, Started
 
 from rlhf_megatron import api
-from rlhf_megatron.recovery.watchdog import HANG_REPORT
+from rlhf_megatron.controller.recovery.stage_watchdog import HANG_REPORT
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
-TP2 = {"trainer.n_gpus_per_node": 2, "tp": 2, "pp": 1, "warmup.max_steps": 0, "trainer.val_before_train": False}
+TP2 = {
+    "trainer.n_gpus_per_node": 2,
+    "tp": 2,
+    "pp": 1,
+    "warmup.max_steps": 0,
+    "trainer.val_before_train": False,
+}
 ENDLESS = {"trainer.total_training_steps": 100_000, "trainer.save_freq": 2}
 GONE_WITHIN_S = 15.0  # on a machine that is busy; 3 to 7 on a quiet one
 
@@ -27,7 +33,10 @@ class Run(Started):
         for pid in processes_with(self.marker):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                variables = dict(v.partition(b"=")[::2] for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+                variables = dict(
+                    v.partition(b"=")[::2]
+                    for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                )
                 if who == self._role(words, variables):
                     return pid
         raise AssertionError(f"{who} has no process")
@@ -36,10 +45,14 @@ class Run(Started):
     def _role(words: list[bytes], variables: dict[bytes, bytes]) -> str:
         if b"rlhf_megatron.runtime.torchrun.agent" in words:
             return "agent"
-        if b"rlhf_megatron.rollout.local.server" in words and not words[0].endswith(b"sh"):
+        if b"rlhf_megatron.rollout.local.local_server" in words and not words[0].endswith(b"sh"):
             return "engine"
         if b"train" in words:
-            return "controller" if b"RLHF_MEGATRON_RUN_DIR" in variables else f"rank{variables[b'RANK'].decode()}"
+            return (
+                "controller"
+                if b"RLHF_MEGATRON_RUN_DIR" in variables
+                else f"rank{variables[b'RANK'].decode()}"
+            )
         return ""
 
 
@@ -80,7 +93,9 @@ def test_nothing_is_left_when_a_process_is_killed(start, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank0"])
-def test_nothing_is_left_when_a_process_is_stopped_and_then_the_controller_killed(start, victim: str) -> None:
+def test_nothing_is_left_when_a_process_is_stopped_and_then_the_controller_killed(
+    start, victim: str
+) -> None:
     """The agent ends a stopped rank, 30 seconds after the first rank has ended."""
     run = start(ENDLESS)
     run.wait_for_steps(1)
@@ -98,7 +113,10 @@ def test_a_stopped_rank_is_named_by_the_stage_it_holds_up(start) -> None:
     assert run.wait() == 1, run.console()
     run.seconds_until_gone(GONE_WITHIN_S)
     report = (run.run_dir / HANG_REPORT).read_text()
-    assert f"[actor dp0 pp0 tp1] does not answer: process {rank1} is stopped (SIGSTOP, or a debugger)" in report
+    assert (
+        f"[actor dp0 pp0 tp1] does not answer: process {rank1} is stopped (SIGSTOP, or a debugger)"
+        in report
+    )
     assert "Look first at [actor dp0 pp0 tp1]" in report
     assert "The last calls to engines:" in report and "engine0 generate" in report
     assert report.partition("\n")[2] in run.console()
@@ -108,7 +126,9 @@ def test_a_run_that_crashes_goes_on_by_itself(start, tmp_path: Path) -> None:
     """Two ranks are killed, in steps 2 and 3; three starts make one run of four steps."""
     faults = "kill@actor.before_optimizer_step:who=rank1,nth=2; kill@actor.after_optimizer_step:who=rank0,nth=2"
     plan = {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults")}
-    run = start({"trainer.total_training_steps": 4, "trainer.save_freq": 1}, MAX_RESTARTS="3", **plan)
+    run = start(
+        {"trainer.total_training_steps": 4, "trainer.save_freq": 1}, MAX_RESTARTS="3", **plan
+    )
     assert run.wait() == 0, run.console()
     assert run.steps() == [1, 2, 3, 4]
     assert len(list((tmp_path / "faults").iterdir())) == 2, "both have acted"
@@ -122,7 +142,9 @@ SCORED = {"trainer.test_freq": 2, "warmup.max_steps": 3}
 
 def score_after(run: Run, step: int) -> float:
     rows = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
-    return next(row["val/accuracy"] for row in rows if (row["kind"], row["step"]) == ("evaluation", step))
+    return next(
+        row["val/accuracy"] for row in rows if (row["kind"], row["step"]) == ("evaluation", step)
+    )
 
 
 def test_a_run_that_was_stopped_is_exported_with_its_score(start, tmp_path: Path) -> None:
@@ -132,9 +154,9 @@ def test_a_run_that_was_stopped_is_exported_with_its_score(start, tmp_path: Path
     os.kill(run.pid("rank1"), signal.SIGTERM)
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
     run.seconds_until_gone(GONE_WITHIN_S)
-    (step,) = api.Run(run.run_dir).checkpoints()
+    (step,) = api.TrainingRun(run.run_dir).list_checkpoints()
     assert f"the state after step {step} is saved" in run.console()
-    out = api.Run(run.run_dir).export(tmp_path / "model")
+    out = api.TrainingRun(run.run_dir).export_weights(tmp_path / "model")
     again = start(ENDLESS | SCORED | {"trainer.save_freq": 0, "trainer.total_training_steps": step})
     assert again.wait() == 0, again.console()
     assert greedy_score(out, tmp_path / "val.jsonl") == score_after(run, step)
@@ -146,5 +168,5 @@ def test_a_run_that_was_killed_is_exported_with_its_score(start, tmp_path: Path)
     os.kill(run.pid("controller"), signal.SIGKILL)
     assert run.wait() != 0
     run.seconds_until_gone(GONE_WITHIN_S)
-    out = api.Run(run.run_dir).export(tmp_path / "model", step=4)
+    out = api.TrainingRun(run.run_dir).export_weights(tmp_path / "model", step=4)
     assert greedy_score(out, tmp_path / "val.jsonl") == score_after(run, 4)

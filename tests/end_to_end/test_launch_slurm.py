@@ -27,7 +27,9 @@ class Job(Started):
 
     def slurm(self, command: str) -> list[Any]:
         """What Slurm's commands were asked for, over all attempts."""
-        lines = [json.loads(line) for line in (self.directory / "slurm.log").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (self.directory / "slurm.log").read_text().splitlines()
+        ]
         return [line[command] for line in lines if command in line]
 
 
@@ -61,7 +63,9 @@ def submit(launch: Any, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.dist
 @pytest.mark.long
-def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp_path: Path) -> None:
+def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(
+    submit, tmp_path: Path
+) -> None:
     first = submit(ENDLESS | SAVED)
     first.wait_for_steps(1)
     first.process.send_signal(signal.SIGUSR1)
@@ -78,16 +82,26 @@ def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp
     second = submit(QUICK | SAVED | total, SLURM_RESTART_COUNT="1")
     assert second.wait() == 0, second.console()
     assert second.slurm("requeue") == [JOB], "no further one"
-    assert "attempt 1 on 2 node(s)" in second.console() and "attempt 2 on 2 node(s)" in second.console()
+    assert (
+        "attempt 1 on 2 node(s)" in second.console()
+        and "attempt 2 on 2 node(s)" in second.console()
+    )
     assert (run_dir / "summary.json").exists()
     assert second.steps() == list(range(1, num_steps + 2)), "each step once"
     assert not (tmp_path / "runs" / "tiny.1").exists()
 
     attempts = second.slurm("srun")
     assert [seen["address"] for seen in attempts] == ["127.0.0.2", "127.0.0.2"]
-    assert attempts[0]["port"] != attempts[1]["port"] and attempts[0]["secret"] != attempts[1]["secret"]
+    assert (
+        attempts[0]["port"] != attempts[1]["port"]
+        and attempts[0]["secret"] != attempts[1]["secret"]
+    )
     for seen in attempts:
-        assert (seen["secret_mode"], seen["directory_mode"], len(seen["secret"])) == ("0o600", "0o700", 64)
+        assert (seen["secret_mode"], seen["directory_mode"], len(seen["secret"])) == (
+            "0o600",
+            "0o700",
+            64,
+        )
     assert list((tmp_path / ".rlhf_megatron").iterdir()) == [], "the secrets are gone"
 
 
@@ -105,7 +119,12 @@ def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp
     ],
 )
 def test_which_ends_are_requeued(
-    submit, tmp_path: Path, code: int, signals: tuple[int, ...], settings: dict[str, str], is_requeued: bool
+    submit,
+    tmp_path: Path,
+    code: int,
+    signals: tuple[int, ...],
+    settings: dict[str, str],
+    is_requeued: bool,
 ) -> None:
     """The run itself is replaced: it says that it runs, waits to be told to end, and ends with `code`."""
     launch = tmp_path / "launch.sh"
@@ -147,7 +166,9 @@ def test_a_run_that_fails_keeps_its_exit_code_and_is_not_requeued(submit, tmp_pa
 def test_it_explains_how_it_is_started(tmp_path: Path) -> None:
     def run(*arguments: str, **variables: str) -> tuple[int, str]:
         env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables}
-        done = subprocess.run(["bash", str(SCRIPT), *arguments], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", str(SCRIPT), *arguments], env=env, capture_output=True, text=True
+        )
         return done.returncode, done.stderr
 
     assert run("x.yaml")[0] != 0 and "start this script with sbatch" in run("x.yaml")[1]

@@ -13,7 +13,18 @@ from places import MODEL, ROOT
 
 EXAMPLE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {
-    *("estimator", "loss", "aggregation", "reward", "family", "engine", "schedule", "balancer", "logger", "task"),
+    *(
+        "estimator",
+        "loss",
+        "aggregation",
+        "reward",
+        "family",
+        "engine",
+        "schedule",
+        "balancer",
+        "logger",
+        "task",
+    ),
 }
 NAMED = {
     "algorithm.adv_estimator": "mean_of_step",
@@ -55,8 +66,15 @@ def test_one_plugin_of_each_kind_trains_a_step(tmp_path: Path) -> None:
     names = examples(tmp_path / "parts")
     assert {name.removesuffix(".py") for name in names} == KINDS
     config = write_config(tmp_path, {"task": "counting"})
-    config.write_text(config.read_text() + f"plugins: [{', '.join(f'parts/{name}' for name in names)}]\n")
-    settings = {**DP2, **NAMED, "model.path": str(seed_oss(tmp_path / "model")), "trainer.save_freq": 1}
+    config.write_text(
+        config.read_text() + f"plugins: [{', '.join(f'parts/{name}' for name in names)}]\n"
+    )
+    settings = {
+        **DP2,
+        **NAMED,
+        "model.path": str(seed_oss(tmp_path / "model")),
+        "trainer.save_freq": 1,
+    }
     run = train(config, settings)
     assert run.exit_code == 0, run.console[-3000:]
     (row,) = run.rows("step")
@@ -64,10 +82,14 @@ def test_one_plugin_of_each_kind_trains_a_step(tmp_path: Path) -> None:
     assert "step 1" in (run.run_dir / "lines.txt").read_text()
     assert run.left_over() == []
 
-    (tmp_path / "parts/logger.py").write_text((tmp_path / "parts/logger.py").read_text() + "\n# changed\n")
+    (tmp_path / "parts/logger.py").write_text(
+        (tmp_path / "parts/logger.py").read_text() + "\n# changed\n"
+    )
     again = train(config, {**settings, "trainer.total_training_steps": 2})
     assert again.exit_code == 0, again.console[-3000:]
-    starts = [json.loads(line) for line in (again.run_dir / "attempts.jsonl").read_text().splitlines()]
+    starts = [
+        json.loads(line) for line in (again.run_dir / "attempts.jsonl").read_text().splitlines()
+    ]
     (changes,) = [start["changes"] for start in starts if start.get("changes")]
     before, now = changes[f"source of {tmp_path / 'parts/logger.py'}"]
     assert before != now and len(before) == len(now) == 16

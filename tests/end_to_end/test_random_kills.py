@@ -18,7 +18,7 @@ from benchmarks.chaos.compare import differences
 from benchmarks.chaos.matrix import LAUNCH_S, tail
 from benchmarks.chaos.program import Launch
 from benchmarks.chaos.task import LAYOUTS, NUM_STEPS, overrides, place, run_dir_of, write_task
-from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore
+from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
@@ -48,7 +48,7 @@ def start(config: Path, directory: Path, num_drivers: int) -> Launch:
 
 def state_of(run_dir: Path) -> dict[str, str]:
     """File of the last checkpoint -> digest: parameters, moments, random states."""
-    found = CheckpointStore(run_dir / "checkpoints").newest()
+    found = CheckpointStore(run_dir / "checkpoints").find_newest()
     assert found is not None and found.manifest.step == NUM_STEPS
     return {r.path: r.sha256 for r in found.manifest.files if r.path.startswith(("actor/", "rng/"))}
 
@@ -68,7 +68,9 @@ def killed(launch: Launch, after_s: float, victims: list[str]) -> str | None:
     return None
 
 
-def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alone(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alone(
+    tmp_path: Path,
+) -> None:
     config = write_task(tmp_path / "task")
     launch = start(config, tmp_path / "alone", 0)
     try:
@@ -91,7 +93,12 @@ def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alon
             left = launch.left_over(END_S)
         finally:
             launch.kill()
-        assert code not in (None, STOPPED_EXIT_CODE) and not left, (victim, code, left, tail(launch.console))
+        assert code not in (None, STOPPED_EXIT_CODE) and not left, (
+            victim,
+            code,
+            left,
+            tail(launch.console),
+        )
         if victim is not None:
             done.append(victim)
             print(

@@ -18,8 +18,8 @@ from reward_model_tools import Scored
 from sglang_tools import needs_sglang
 
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.recovery.recorder import Recorder
 
 pytestmark = pytest.mark.dist
 
@@ -28,7 +28,9 @@ def pairs(count: int, seed: int) -> list[dict[str, Any]]:
     """Of two answers of three digits the one with the larger sum of digits is better."""
     draw, rows = random.Random(seed), []
     while len(rows) < count:
-        answers = sorted((f"{draw.randrange(1000):03d}" for _ in range(2)), key=lambda a: sum(map(int, a)))
+        answers = sorted(
+            (f"{draw.randrange(1000):03d}" for _ in range(2)), key=lambda a: sum(map(int, a))
+        )
         if len({sum(map(int, answer)) for answer in answers}) == 2:
             prompt = f"{draw.randrange(100):02d}+{draw.randrange(100):02d}="
             rows.append({"prompt": prompt, "rejected": answers[0], "chosen": answers[1]})
@@ -43,7 +45,9 @@ def steps(count: int) -> dict[str, Any]:
 def write_config(directory: Path, num_pairs: int, **sections: Any) -> Path:
     directory.mkdir(exist_ok=True)
     for name, count, seed in (("train", num_pairs, 1), ("val", 300, 2)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(count, seed)))
+        (directory / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in pairs(count, seed))
+        )
     settings = {
         "job": "reward-model",
         "model": {"path": str(MODEL), "init_seed": 1, "dtype": "float32"},
@@ -67,10 +71,18 @@ def write_config(directory: Path, num_pairs: int, **sections: Any) -> Path:
 
 
 def curve(rows: list[dict[str, Any]]) -> list[float]:
-    return [row[name] for row in rows for name in ("sft/loss", "val/loss", "val/rewards/margins") if name in row]
+    return [
+        row[name]
+        for row in rows
+        for name in ("sft/loss", "val/loss", "val/rewards/margins")
+        if name in row
+    ]
 
 
-OLD_POLICIES = {"trainer.deterministic": False, "algorithm.rollout_correction.preset": "decoupled_token_is"}
+OLD_POLICIES = {
+    "trainer.deterministic": False,
+    "algorithm.rollout_correction.preset": "decoupled_token_is",
+}
 FOUR_RANKS = TP2_PP2 | {"trainer.runtime": "torchrun"}
 
 
@@ -78,7 +90,9 @@ FOUR_RANKS = TP2_PP2 | {"trainer.runtime": "torchrun"}
 def test_layouts_agree(server: ForkServer, tmp_path: Path) -> None:
     found = []
     for name, layout in (("one", ONE_RANK), ("four", FOUR_RANKS)):
-        attempt = server.train(write_config(tmp_path / name, 64), layout | steps(4), command="reward-model")
+        attempt = server.train(
+            write_config(tmp_path / name, 64), layout | steps(4), command="reward-model"
+        )
         assert attempt.code == 0, attempt.console
         found.append(curve(attempt.rows()))
     assert found[0] == pytest.approx(found[1], abs=2e-5)
@@ -86,26 +100,41 @@ def test_layouts_agree(server: ForkServer, tmp_path: Path) -> None:
 
 def test_transformers_reads_the_model(server: ForkServer, tmp_path: Path) -> None:
     """Trained at tp2 pp2; the exported model gives the margin that the run measured."""
-    attempt = server.train(write_config(tmp_path / "run", 64), FOUR_RANKS | steps(3), command="reward-model")
+    attempt = server.train(
+        write_config(tmp_path / "run", 64), FOUR_RANKS | steps(3), command="reward-model"
+    )
     assert attempt.code == 0, attempt.console
     last = [row for row in attempt.rows() if row["kind"] == "evaluation"][-1]
-    assert last["val/rewards/accuracies_low"] < last["val/rewards/accuracies"] < last["val/rewards/accuracies_high"]
+    assert (
+        last["val/rewards/accuracies_low"]
+        < last["val/rewards/accuracies"]
+        < last["val/rewards/accuracies_high"]
+    )
 
     assert main(["export", str(attempt.run_dir), "--out", str(tmp_path / "exported")]) == 0
-    assert (tmp_path / "exported" / "config.json").read_text() == (attempt.run_dir / "hf" / "config.json").read_text()
+    assert (tmp_path / "exported" / "config.json").read_text() == (
+        attempt.run_dir / "hf" / "config.json"
+    ).read_text()
 
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").float().eval()
     tokenizer = load_tokenizer(str(MODEL), str(MODEL))
-    model.config.pad_token_id = tokenizer.vocab_size - 1  # it wants one for batches; these need no padding
+    model.config.pad_token_id = (
+        tokenizer.vocab_size - 1
+    )  # it wants one for batches; these need no padding
     rows = pairs(300, 2)
     means = {}
     for key in ("chosen", "rejected"):
-        ids = [[*t, tokenizer.eos_token_id] for t in tokenizer.encode_all([row["prompt"] + row[key] for row in rows])]
+        ids = [
+            [*t, tokenizer.eos_token_id]
+            for t in tokenizer.encode_texts([row["prompt"] + row[key] for row in rows])
+        ]
         with torch.no_grad():
             means[key] = float(model(torch.tensor(ids)).logits.mean())
-    assert means["chosen"] - means["rejected"] == pytest.approx(last["val/rewards/margins"], abs=1e-5)
+    assert means["chosen"] - means["rejected"] == pytest.approx(
+        last["val/rewards/margins"], abs=1e-5
+    )
     assert abs(last["val/rewards/margins"]) > 1e-3
 
 
@@ -132,24 +161,39 @@ def test_a_run_is_scored_by_a_model(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL, num_labels=1)).eval()
+    model = AutoModelForSequenceClassification.from_config(
+        AutoConfig.from_pretrained(MODEL, num_labels=1)
+    ).eval()
     model.save_pretrained(tmp_path / "judge")
     config = write_rl_config(tmp_path, data=None)
-    chosen = {"reward_model.path": str(tmp_path / "judge"), "reward_model.weight": 0.5, "trainer.save_freq": 1}
+    chosen = {
+        "reward_model.path": str(tmp_path / "judge"),
+        "reward_model.weight": 0.5,
+        "trainer.save_freq": 1,
+    }
     runtime = {} if layout is ONE_RANK else {"trainer.runtime": "torchrun"}
-    settings = layout | runtime | settings | chosen | {"trainer.record": True, "trainer.total_training_steps": 2}
+    settings = (
+        layout
+        | runtime
+        | settings
+        | chosen
+        | {"trainer.record": True, "trainer.total_training_steps": 2}
+    )
     settings |= {"trainer.test_freq": 2}
     killed = server.train(config, settings, faults="kill@loop.after_advantages:step=2")
-    assert killed.code != 0 and [row["step"] for row in killed.rows() if row["kind"] == "step"] == [1], killed.console
+    assert killed.code != 0 and [row["step"] for row in killed.rows() if row["kind"] == "step"] == [
+        1
+    ], killed.console
     attempt = server.train(config, settings)
     assert attempt.code == 0, attempt.console
     rows = [row for row in attempt.rows() if row["kind"] == "step"]
     assert len(rows) == 2
     for row in rows:
-        batch = Recorder(attempt.run_dir / "record").read(row["step"])
+        batch = RolloutRecorder(attempt.run_dir / "record").read_step(row["step"])
         parts, rule = [], batch.reward_parts["exact_match"].tolist()
         for ids, mask in zip(
-            batch.token_ids.split(batch.lengths.tolist()), batch.response_mask.split(batch.lengths.tolist())
+            batch.token_ids.split(batch.lengths.tolist()),
+            batch.response_mask.split(batch.lengths.tolist()),
         ):
             with torch.no_grad():
                 hidden = model.model(ids[None].long()).last_hidden_state[0]
@@ -157,7 +201,9 @@ def test_a_run_is_scored_by_a_model(
             places = mask.nonzero().view(-1).tolist()
             if "reward_model.granularity" in settings:
                 one = load_tokenizer(str(MODEL), str(MODEL)).decode
-                places = [place for place in places[:-1] if "1" in one([int(ids[place])])] + places[-1:]
+                places = [place for place in places[:-1] if "1" in one([int(ids[place])])] + places[
+                    -1:
+                ]
             else:
                 places = places[-1:]
             parts.append(float(scores[places].mean()))
@@ -193,11 +239,20 @@ def test_a_run_starts_servers_of_its_model(
 ) -> None:
     """Steps and evaluations are scored by them; each reward against transformers."""
     scored = Scored(tmp_path / "judge", is_judge)
-    settings = ONE_RANK | scored.settings() | {"trainer.test_freq": 1, "trainer.total_training_steps": 2} | settings
+    settings = (
+        ONE_RANK
+        | scored.settings()
+        | {"trainer.test_freq": 1, "trainer.total_training_steps": 2}
+        | settings
+    )
     if "trainer.runtime" in settings:
         pytest.importorskip("ray")
         run = train(write_rl_config(tmp_path), settings | {"trainer.logger": ["jsonl"]})
-        code, console, rows = run.exit_code, run.console, [*run.rows("step"), *run.rows("evaluation")]
+        code, console, rows = (
+            run.exit_code,
+            run.console,
+            [*run.rows("step"), *run.rows("evaluation")],
+        )
     else:
         attempt = server.train(write_rl_config(tmp_path), settings)
         code, console = attempt.code, attempt.console
@@ -207,18 +262,32 @@ def test_a_run_starts_servers_of_its_model(
     assert len(steps) == 2
     for row in steps:
         assert row["reward/servers"] == 1 and row["reward/server_restarts"] == 0
-        assert scored.assert_scored(tmp_path / "runs" / "tiny", row["step"]) >= (2 if is_judge else 8)
-    if "trainer.runtime" not in settings:  # the record has what the servers said: a replay asks none
+        assert scored.assert_scored(tmp_path / "runs" / "tiny", row["step"]) >= (
+            2 if is_judge else 8
+        )
+    if (
+        "trainer.runtime" not in settings
+    ):  # the record has what the servers said: a replay asks none
         words = ("--replay", "2", "--replay-from", str(tmp_path / "runs" / "tiny"))
         again = server.train(tmp_path / "tiny.yaml", settings, *words)
         assert again.code == 0, again.console
         rows_again = replace(again, run_dir=again.run_dir.with_name("tiny-replay")).rows()
-        for before, after in zip(steps, (row for row in rows_again if row["kind"] == "step"), strict=True):
-            names = [name for name in before if name.startswith(("critic/rewards", "reward/part/", "reward/status/"))]
-            assert "reward/part/reward_model" in names and {n: after[n] for n in names} == {n: before[n] for n in names}
+        for before, after in zip(
+            steps, (row for row in rows_again if row["kind"] == "step"), strict=True
+        ):
+            names = [
+                name
+                for name in before
+                if name.startswith(("critic/rewards", "reward/part/", "reward/status/"))
+            ]
+            assert "reward/part/reward_model" in names and {n: after[n] for n in names} == {
+                n: before[n] for n in names
+            }
     for row in (row for row in rows if row["kind"] == "evaluation" and not is_judge):
         times = [row["val/accuracy"] * count for count in range(1, 41)]
-        assert all(abs(one - round(one)) > 1e-6 for one in times), "the rule alone: up to 40 items of 0 or 1"
+        assert all(abs(one - round(one)) > 1e-6 for one in times), (
+            "the rule alone: up to 40 items of 0 or 1"
+        )
 
 
 def test_the_command_and_the_loss_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +298,9 @@ def test_the_command_and_the_loss_agree(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.long
 def test_2000_pairs_are_told_apart(server: ForkServer, tmp_path: Path) -> None:
-    attempt = server.train(write_config(tmp_path / "run", 2000), ONE_RANK | steps(180), command="reward-model")
+    attempt = server.train(
+        write_config(tmp_path / "run", 2000), ONE_RANK | steps(180), command="reward-model"
+    )
     assert attempt.code == 0, attempt.console
     last = [row for row in attempt.rows() if row["kind"] == "evaluation"][-1]
     assert last["val/rewards/accuracies_low"] > 0.9, last

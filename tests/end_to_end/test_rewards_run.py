@@ -44,7 +44,10 @@ def test_a_run_with_a_function_of_ones_own(config: Path) -> None:
     assert len(steps) == 2
     for row in steps:
         whole = row["reward/part/function"] + 0.5 * row["reward/part/overlong"]
-        assert row["critic/rewards/mean"] == pytest.approx(whole, abs=1e-5) and row["reward/part/overlong"] <= 0
+        assert (
+            row["critic/rewards/mean"] == pytest.approx(whole, abs=1e-5)
+            and row["reward/part/overlong"] <= 0
+        )
         assert 0 < row["reward/part/function/length"] <= 4
         assert row["reward/status/ok"] == 1.0
     assert "scoring '" in (run.run_dir / "rewards.log").read_text()
@@ -55,7 +58,10 @@ def test_a_run_whose_reward_fails_stops(config: Path) -> None:
     run = train(config, DP2 | reward("broken"))
     assert run.exit_code == 1, run.console
     console = " ".join(run.console.split())
-    assert "rewards failed (100.0%), more than reward.max_error_rate (0.1), and the policy is not to blame" in console
+    assert (
+        "rewards failed (100.0%), more than reward.max_error_rate (0.1), and the policy is not to blame"
+        in console
+    )
     assert "Most of them: masked:KeyError" in console and "return {}[label]" in console
     assert run.left_over() == []
 

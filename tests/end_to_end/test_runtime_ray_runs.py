@@ -24,7 +24,7 @@ from test_launch_nodes import numbers
 
 from benchmarks import launchers
 from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV
-from rlhf_megatron.runtime.processes import Child, children_of, state_of
+from rlhf_megatron.runtime.process_control import ChildProcess, find_children, read_process_state
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
@@ -51,10 +51,12 @@ class Run(Started):
         assert left_over(self.marker, self.run_dir, GONE_WITHIN_S) == []
 
 
-def wait_for_ends(children: Sequence[Child], within_s: float) -> list[int]:
+def wait_for_ends(children: Sequence[ChildProcess], within_s: float) -> list[int]:
     """Those that live for longer."""
     deadline = time.monotonic() + within_s
-    while left := [child.pid for child in children if state_of(child.pid) not in ("", "Z")]:
+    while left := [
+        child.pid for child in children if read_process_state(child.pid) not in ("", "Z")
+    ]:
         if time.monotonic() > deadline:
             return left
         time.sleep(0.05)
@@ -66,12 +68,16 @@ def start(launch: Any) -> Any:
     """start(settings, variable=value)."""
 
     def begin(settings: dict[str, Any], **more: str) -> Run:
-        return launch(Run, [sys.executable, "-m", "rlhf_megatron", "train"], RAY | SHORT | settings, **more)
+        return launch(
+            Run, [sys.executable, "-m", "rlhf_megatron", "train"], RAY | SHORT | settings, **more
+        )
 
     return begin
 
 
-def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_goes_on(start) -> None:
+def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_goes_on(
+    start,
+) -> None:
     run = start(ENDLESS)
     run.wait_for_steps(3)
     pids = processes_with(run.marker)
@@ -86,7 +92,9 @@ def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_g
         for variable in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         if variable.startswith("RAY_AUTH_TOKEN=")
     }
-    assert not any(token.partition("=")[2] in command for command in commands), "no other user sees it"
+    assert not any(token.partition("=")[2] in command for command in commands), (
+        "no other user sees it"
+    )
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.wait() == STOPPED_EXIT_CODE, run.console()
     run.assert_gone()
@@ -107,7 +115,9 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
     assert run.wait() == 1
     run.assert_gone()
     assert f"HostLostError: [actor dp0 pp0 tp1] (process {rank1}) died" in run.console()
-    assert (run.run_dir / "logs" / "ray" / "raylet.out").stat().st_size > 0, "Ray's own words are kept"
+    assert (run.run_dir / "logs" / "ray" / "raylet.out").stat().st_size > 0, (
+        "Ray's own words are kept"
+    )
     again = start(ENDLESS | {"trainer.total_training_steps": len(run.steps()) + 1})
     assert again.wait() == 0, again.console()
     assert again.steps() == list(range(1, again.steps()[-1] + 1)), "each step once"
@@ -132,13 +142,17 @@ def test_nothing_is_left_when_the_driver_is_killed(start) -> None:
 
 
 @pytest.mark.parametrize("servers", [("raylet",), ("raylet", "gcs_server")])
-def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: tuple[str, ...]) -> None:
+def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(
+    start, servers: tuple[str, ...]
+) -> None:
     """Calls do not go through Ray, so the run can go on; Ray itself would be waited for without end."""
     run = start(ENDLESS)
     run.wait_for_steps(1)
-    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes_with(run.marker)}
+    named = {
+        pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes_with(run.marker)
+    }
     raylets = [pid for pid, name in named.items() if name == "raylet"]
-    children = [child for raylet in raylets for child in children_of(raylet)]
+    children = [child for raylet in raylets for child in find_children(raylet)]
     names = [Path(f"/proc/{child.pid}/cmdline").read_text() for child in children]
     assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {name.rstrip("\0 ") for name in names}
     for pid, name in named.items():
@@ -151,14 +165,27 @@ def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: t
     run.assert_gone()
 
 
-def test_engines_take_turns_with_the_ranks_of_their_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_engines_take_turns_with_the_ranks_of_their_machine(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """Weights through memory of each machine: the numbers of one machine, bit for bit."""
-    settings = DP2 | SHORT | {"trainer.deterministic": True, "rollout.num_engines": 2, "rollout.colocated": True}
+    settings = (
+        DP2
+        | SHORT
+        | {"trainer.deterministic": True, "rollout.num_engines": 2, "rollout.colocated": True}
+    )
     alone = train(write_config(tmp_path_factory.mktemp("alone")), settings)
     assert alone.exit_code == 0, alone.console
-    spread = {"trainer.runtime": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1, "ray.placement": "spread"}
+    spread = {
+        "trainer.runtime": "ray",
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 1,
+        "ray.placement": "spread",
+    }
     with running_cluster(num_machines=2) as environment:
-        two = train(write_config(tmp_path_factory.mktemp("two")), settings | spread, env=environment)
+        two = train(
+            write_config(tmp_path_factory.mktemp("two")), settings | spread, env=environment
+        )
     assert two.exit_code == 0, two.console
     assert "engines by machine: machine 0: engine0; machine 1: engine1" in two.console
     found, expected = (
@@ -169,16 +196,32 @@ def test_engines_take_turns_with_the_ranks_of_their_machine(tmp_path_factory: py
 
 
 @pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces")
-def test_drivers_ask_the_engines_of_their_machines(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_drivers_ask_the_engines_of_their_machines(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Two machines with a rank and an engine each. The second one's driver dies before it tells what was answered."""
-    settings = DP2 | SHORT | {"trainer.deterministic": True, "rollout.num_engines": 2, "rollout.colocated": True}
+    settings = (
+        DP2
+        | SHORT
+        | {"trainer.deterministic": True, "rollout.num_engines": 2, "rollout.colocated": True}
+    )
     alone = train(write_config(tmp_path_factory.mktemp("alone")), settings)
     assert alone.exit_code == 0, alone.console
-    spread = {"trainer.runtime": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1, "ray.placement": "spread"}
-    plan = {PLAN_ENV: "kill@driver.before_reply:who=driver1,nth=2", DIRECTORY_ENV: str(tmp_path / "faults")}
+    spread = {
+        "trainer.runtime": "ray",
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 1,
+        "ray.placement": "spread",
+    }
+    plan = {
+        PLAN_ENV: "kill@driver.before_reply:who=driver1,nth=2",
+        DIRECTORY_ENV: str(tmp_path / "faults"),
+    }
     drivers = {"rollout.num_drivers": 1}
     config, program = write_config(tmp_path), SUPPORT / "ray_machine.sh"
-    machines = Machines(config, settings | spread | drivers, 2, program=program, PYTHON=sys.executable, **plan)
+    machines = Machines(
+        config, settings | spread | drivers, 2, program=program, PYTHON=sys.executable, **plan
+    )
     try:
         assert machines.wait() == [0, 0], machines.consoles()
     finally:
@@ -202,4 +245,6 @@ def test_a_record_trains_to_the_same_bits_under_every_launcher(tmp_path: Path) -
     rows = launchers.replay_all(recorded, start, ["one_rank", "tp2_pp2"], 2, tmp_path)
     print(launchers.table(rows))
     assert [row.different for row in rows] == [()] * 10
-    assert all(row.num_figures > 40 and float.fromhex(row.shown["actor/grad_norm"]) > 0 for row in rows)
+    assert all(
+        row.num_figures > 40 and float.fromhex(row.shown["actor/grad_norm"]) > 0 for row in rows
+    )

@@ -20,21 +20,25 @@ from end_to_end_tools import DP2, MARKER, overrides, processes_with, write_confi
 from listening import is_loopback, listening
 from places import ROOT
 
-from rlhf_megatron.config.changes import flat
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.keys import leaf_keys
+from rlhf_megatron.config.key_paths import list_leaf_keys
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.resume_changes import flatten_config_yaml
 from rlhf_megatron.config.schema import RunConfig, SGLangConfig
-from rlhf_megatron.config.secrets import REDACTED, is_secret, redacted, revealed
-from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.runtime.torchrun.stores import BoundStore
+from rlhf_megatron.config.secrets import REDACTED, is_secret_key, redact_secrets, reveal_secrets
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.runtime.torchrun.torchrun_stores import AddressBoundStore
 
 TIMEOUT_S = 300.0
 
 
 def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    for name, words in (("engine", "local.server"), ("agent", "torchrun.agent"), ("controller", "controller")):
+    for name, words in (
+        ("engine", "local.server"),
+        ("agent", "torchrun.agent"),
+        ("controller", "controller"),
+    ):
         if words in command:
             return name
     return "host" if "rlhf_megatron train" in command else "other"
@@ -46,15 +50,19 @@ def test_the_table_is_read_as_the_kernel_writes_it() -> None:
         assert expected <= set(listening(os.getpid()))
     assert not expected & set(listening(os.getpid()))
     assert is_loopback("127.0.0.1 80") and is_loopback("::1 80")
-    assert not is_loopback("0.0.0.0 80") and not is_loopback(":: 80") and not is_loopback("10.0.0.1 80")
+    assert (
+        not is_loopback("0.0.0.0 80")
+        and not is_loopback(":: 80")
+        and not is_loopback("10.0.0.1 80")
+    )
 
 
 def test_torchs_store_listens_where_it_is_told_to() -> None:
-    store = BoundStore("127.0.0.1", 0, 1, True)
-    assert [address for address in listening(os.getpid()) if address.endswith(f" {store.port}")] == [
-        f"127.0.0.1 {store.port}"
-    ]
-    client = BoundStore("127.0.0.1", store.port, 1, False)
+    store = AddressBoundStore("127.0.0.1", 0, 1, True)
+    assert [
+        address for address in listening(os.getpid()) if address.endswith(f" {store.port}")
+    ] == [f"127.0.0.1 {store.port}"]
+    client = AddressBoundStore("127.0.0.1", store.port, 1, False)
     store.set("key", "value")
     assert client.get("key") == b"value"
 
@@ -75,7 +83,10 @@ def score(response, api_key, judge):
     assert api_key == "PLANTED-in-params" and judge["password"] == "PLANTED-deeper"
     return float(response[:1] == "0")
 """
-PLANTED = {name: f"PLANTED-{name}" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")}
+PLANTED = {
+    name: f"PLANTED-{name}"
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +96,10 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     (directory / "score.py").write_text(REWARD)
     kwargs = {"api_key": "PLANTED-in-params", "judge": {"password": "PLANTED-deeper"}}
     settings = yaml.safe_load(config.read_text())
-    settings["reward"] = {"name": "function", "params": {"path": "score.py:score", "kwargs": kwargs}}
+    settings["reward"] = {
+        "name": "function",
+        "params": {"path": "score.py:score", "kwargs": kwargs},
+    }
     settings["trainer"]["save_freq"] = 1
     config.write_text(yaml.safe_dump(settings))
     strange = ("TORCHELASTIC_", "MASTER_", "GLOO_")
@@ -97,7 +111,13 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
         process = subprocess.Popen(
             command,
             cwd=directory,
-            env={**given, **PLANTED, MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={
+                **given,
+                **PLANTED,
+                MARKER: marker,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            },
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -108,7 +128,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
         while process.poll() is None and time.monotonic() < deadline:
             for pid in processes_with(f"{MARKER}={marker}"):
                 with contextlib.suppress(OSError):
-                    commands.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    commands.add(
+                        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
                     if addresses := listening(pid):
                         listening_at.setdefault(role(pid), set()).update(addresses)
             time.sleep(0.2)
@@ -124,8 +146,12 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 @pytest.mark.dist
 def test_a_run_listens_on_loopback_addresses_only(observed: Observed) -> None:
     seen = observed.listening
-    assert {"agent", "host", "engine"} <= seen.keys(), seen  # torch's store, gloo, the bundled server
-    assert not {who: bad for who, all_ in seen.items() if (bad := [a for a in all_ if not is_loopback(a)])}, seen
+    assert {"agent", "host", "engine"} <= seen.keys(), (
+        seen
+    )  # torch's store, gloo, the bundled server
+    assert not {
+        who: bad for who, all_ in seen.items() if (bad := [a for a in all_ if not is_loopback(a)])
+    }, seen
 
 
 @pytest.mark.dist
@@ -148,7 +174,9 @@ def test_secrets_stand_in_no_file_and_no_command_line(observed: Observed) -> Non
     for path in [*files, observed.directory / "console"]:
         content = path.read_bytes()
         assert b"PLANTED" not in content, path
-        assert not [token for where, token in tokens.items() if where != path and token.encode() in content], path
+        assert not [
+            token for where, token in tokens.items() if where != path and token.encode() in content
+        ], path
     assert any("local.server" in command for command in observed.commands)
     for command in observed.commands:
         assert "PLANTED" not in command and not any(token in command for token in tokens.values())
@@ -160,43 +188,80 @@ def test_the_written_configuration_loads_and_asks_for_its_secrets(observed: Obse
     params = read_run_config(written).config.reward.params
     assert params["kwargs"] == {"api_key": REDACTED, "judge": {"password": REDACTED}}
     with pytest.raises(ConfigError, match=r"kwargs\.api_key is <redacted>(?s:.*)give it again"):
-        revealed(read_run_config(written).config, {})
+        reveal_secrets(read_run_config(written).config, {})
     (observed.directory / "again.yaml").write_text(
         f"extends: {written}\nreward: {{params: {{kwargs: {{api_key: a, judge: {{password: b}}}}}}}}\n"
     )
-    again = revealed(read_run_config(observed.directory / "again.yaml").config, {})
+    again = reveal_secrets(read_run_config(observed.directory / "again.yaml").config, {})
     assert again.reward.params["kwargs"] == {"api_key": "a", "judge": {"password": "b"}}
-    assert flat(as_yaml(again)) == flat(written.read_text())  # no change for a run that goes on
+    assert flatten_config_yaml(render_config_yaml(again)) == flatten_config_yaml(
+        written.read_text()
+    )  # no change for a run that goes on
 
 
 def test_the_engines_environment_comes_back_from_the_environment() -> None:
     config = replace(
         RunConfig(),
-        rollout=replace(RunConfig().rollout, sglang=SGLangConfig(env={"HF_TOKEN": "x", "OMP_NUM_THREADS": "1"})),
+        rollout=replace(
+            RunConfig().rollout, sglang=SGLangConfig(env={"HF_TOKEN": "x", "OMP_NUM_THREADS": "1"})
+        ),
     )
-    hidden = redacted(config)
+    hidden = redact_secrets(config)
     assert hidden.rollout.sglang.env == {"HF_TOKEN": REDACTED, "OMP_NUM_THREADS": "1"}
-    assert redacted(hidden) == hidden and config.rollout.sglang.env["HF_TOKEN"] == "x"
-    assert revealed(hidden, {"HF_TOKEN": "y"}).rollout.sglang.env == {"HF_TOKEN": "y", "OMP_NUM_THREADS": "1"}
+    assert redact_secrets(hidden) == hidden and config.rollout.sglang.env["HF_TOKEN"] == "x"
+    assert reveal_secrets(hidden, {"HF_TOKEN": "y"}).rollout.sglang.env == {
+        "HF_TOKEN": "y",
+        "OMP_NUM_THREADS": "1",
+    }
     with pytest.raises(ConfigError, match="set HF_TOKEN in the environment"):
-        revealed(hidden, {})
+        reveal_secrets(hidden, {})
 
 
 def test_names_of_secrets() -> None:
     env, params = "rollout.sglang.env", "reward.params"
-    secret = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "MY_KEY", "GITHUB_PAT", "DB_PASSWORD")
-    assert [name for name in secret if not is_secret(f"{env}.{name}")] == []
-    for name in ("api_key", "apiKey", "api-key", "token", "clientSecret", "password", "judge.hf_token", "credentials"):
-        assert is_secret(f"{params}.{name}"), name
-    for name in ("answer_key", "prompt_key", "bos_token", "stop_token", "num_tokens", "tokenizer", "keyword", "author"):
-        assert not is_secret(f"{params}.{name}"), name
+    secret = (
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "PGPASSWORD",
+        "MY_KEY",
+        "GITHUB_PAT",
+        "DB_PASSWORD",
+    )
+    assert [name for name in secret if not is_secret_key(f"{env}.{name}")] == []
+    for name in (
+        "api_key",
+        "apiKey",
+        "api-key",
+        "token",
+        "clientSecret",
+        "password",
+        "judge.hf_token",
+        "credentials",
+    ):
+        assert is_secret_key(f"{params}.{name}"), name
+    for name in (
+        "answer_key",
+        "prompt_key",
+        "bos_token",
+        "stop_token",
+        "num_tokens",
+        "tokenizer",
+        "keyword",
+        "author",
+    ):
+        assert not is_secret_key(f"{params}.{name}"), name
     for name in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "KEYBOARD", "PATH"):
-        assert not is_secret(f"{env}.{name}"), name
-    assert not [key for key in leaf_keys(RunConfig) if is_secret(key)]
+        assert not is_secret_key(f"{env}.{name}"), name
+    assert not [key for key in list_leaf_keys(RunConfig) if is_secret_key(key)]
 
 
-@pytest.mark.parametrize("override", ["rollout.sglang.env.HF_TOKEN=x", "rollout.sglang.env={HF_TOKEN: x}"])
+@pytest.mark.parametrize(
+    "override", ["rollout.sglang.env.HF_TOKEN=x", "rollout.sglang.env={HF_TOKEN: x}"]
+)
 def test_secrets_are_refused_on_the_command_line(tmp_path: Path, override: str) -> None:
     (tmp_path / "run.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.env\.HF_TOKEN: every user .* set it in the file"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.sglang\.env\.HF_TOKEN: every user .* set it in the file"
+    ):
         read_run_config(tmp_path / "run.yaml", [override])

@@ -14,7 +14,7 @@ from forked_runs import SETTINGS, Attempt, ForkServer
 from places import MODEL, ROOT
 
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.recovery.export import find_weights
+from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
 
 pytestmark = pytest.mark.dist
 SFT = (sys.executable, "-m", "rlhf_megatron", "sft")
@@ -27,13 +27,23 @@ def write_config(directory: Path, **sections: Any) -> Path:
 
     def rows(name: str, count: int) -> str:
         pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
-        made = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}", "weight": 1 + a % 2} for a, b in pairs]
-        made = [{**row, "chosen": row["answer"], "rejected": row["answer"][::-1] + "0"} for row in made]
+        made = [
+            {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}", "weight": 1 + a % 2}
+            for a, b in pairs
+        ]
+        made = [
+            {**row, "chosen": row["answer"], "rejected": row["answer"][::-1] + "0"} for row in made
+        ]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
         return str(directory / f"{name}.jsonl")
 
     sources = [
-        {"name": name, "weight": weight, "train_files": [rows(name, count)], "val_files": [rows(f"{name}_val", 7)]}
+        {
+            "name": name,
+            "weight": weight,
+            "train_files": [rows(name, count)],
+            "val_files": [rows(f"{name}_val", 7)],
+        }
         for name, weight, count in (("a", 3.0, 20), ("b", 1.0, 10))
     ]
     settings = {
@@ -63,10 +73,14 @@ def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:
-    return [row[name] for row in rows for name in ("sft/loss", "val/loss", "val/b/loss") if name in row]
+    return [
+        row[name] for row in rows for name in ("sft/loss", "val/loss", "val/b/loss") if name in row
+    ]
 
 
-def test_a_run_learns_and_says_what_it_wrote(alone: tuple[Path, Attempt], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_learns_and_says_what_it_wrote(
+    alone: tuple[Path, Attempt], capsys: pytest.CaptureFixture[str]
+) -> None:
     config, attempt = alone
     summary, rows = attempt.summary(), attempt.rows()
     assert summary["steps"] == 5 and summary["loss_last"] < summary["loss_first"]
@@ -75,20 +89,35 @@ def test_a_run_learns_and_says_what_it_wrote(alone: tuple[Path, Attempt], capsys
     assert summary["held_out_loss_after"] == held_out[-1]["val/loss"] < held_out[0]["val/loss"]
     assert {"val/a/loss", "val/b/perplexity"} <= held_out[0].keys()
     steps = [row for row in rows if row["kind"] == "step"]
-    assert [row["training/epoch"] for row in steps] == pytest.approx([8 * n / 30 for n in range(1, 6)])
-    for said in ("sft on 30 training and 14 held-out documents", "weights: ", "state after step 5", "summary: "):
+    assert [row["training/epoch"] for row in steps] == pytest.approx(
+        [8 * n / 30 for n in range(1, 6)]
+    )
+    for said in (
+        "sft on 30 training and 14 held-out documents",
+        "weights: ",
+        "state after step 5",
+        "summary: ",
+    ):
         assert said in attempt.console, attempt.console
-    assert find_weights(attempt.run_dir, 4).step == 4
+    assert find_exportable_weights(attempt.run_dir, 4).step == 4
     assert main(["report", str(attempt.run_dir), "--open", "no"]) == 0
-    assert "Supervised and preference training" in (attempt.run_dir / "report" / "index.html").read_text()
+    assert (
+        "Supervised and preference training"
+        in (attempt.run_dir / "report" / "index.html").read_text()
+    )
     assert main(["data", "show", str(config), "-n", "1"]) == 0
     shown = capsys.readouterr().out
     assert "--- a 1 of 20: 10 tokens, 4 train" in shown and "⟦" in shown and "<eos>⟧" in shown
 
 
-def test_a_killed_run_goes_on_bit_for_bit(server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(
+    server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path
+) -> None:
     """In the middle of an epoch, before and after an optimizer step that no checkpoint has."""
-    faults = ";".join(f"kill@{place}" for place in ("loop.step_begins:step=4", "actor.after_optimizer_step:step=5"))
+    faults = ";".join(
+        f"kill@{place}"
+        for place in ("loop.step_begins:step=4", "actor.after_optimizer_step:step=5")
+    )
     config = write_config(tmp_path / "run")
     attempts = server.until_it_ends(config, faults=faults, command="sft")
     assert [attempt.code for attempt in attempts] == [-9, -9, 0], attempts[-1].console
@@ -96,9 +125,14 @@ def test_a_killed_run_goes_on_bit_for_bit(server: ForkServer, alone: tuple[Path,
     assert attempts[-1].weights() == alone[1].weights()
 
 
-def test_the_command_and_the_job_agree(alone: tuple[Path, Attempt], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_and_the_job_agree(
+    alone: tuple[Path, Attempt], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(alone[0])]) == 2
-    assert "job (sft) is not what the command train runs; use `rlhf-megatron sft`" in capsys.readouterr().err
+    assert (
+        "job (sft) is not what the command train runs; use `rlhf-megatron sft`"
+        in capsys.readouterr().err
+    )
 
 
 def test_pairs_are_told_apart(server: ForkServer, tmp_path: Path) -> None:
@@ -110,7 +144,10 @@ def test_pairs_are_told_apart(server: ForkServer, tmp_path: Path) -> None:
     steps = [row for row in attempt.rows() if row["kind"] == "step"]
     assert steps[0]["rewards/margins"] == 0.0 and steps[0]["sft/loss"] > 0.69
     held_out = [row for row in attempt.rows() if row["kind"] == "evaluation"]
-    assert held_out[-1]["val/rewards/accuracies"] > 0.8 and held_out[-1]["val/loss"] < 0.5 * held_out[0]["val/loss"]
+    assert (
+        held_out[-1]["val/rewards/accuracies"] > 0.8
+        and held_out[-1]["val/loss"] < 0.5 * held_out[0]["val/loss"]
+    )
 
 
 def curve(config: Path, settings: dict[str, Any]) -> Finished:
@@ -121,7 +158,9 @@ def curve(config: Path, settings: dict[str, Any]) -> Finished:
 def test_a_layout_changes_nothing(alone: tuple[Path, Attempt], tmp_path: Path) -> None:
     finished = curve(write_config(tmp_path / "run"), TP2_PP2)
     assert finished.exit_code == 0, finished.console
-    rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses(rows) == pytest.approx(losses(alone[1].rows()), abs=1e-4)
 
 
@@ -130,29 +169,42 @@ def test_a_layout_changes_nothing(alone: tuple[Path, Attempt], tmp_path: Path) -
 def test_launchers_change_no_bit(alone: tuple[Path, Attempt], runtime: str, tmp_path: Path) -> None:
     finished = curve(write_config(tmp_path / "run"), {**ONE_RANK, "trainer.runtime": runtime})
     assert finished.exit_code == 0, finished.console
-    rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses(rows) == losses(alone[1].rows())
     assert (finished.run_dir / "hf" / "model.safetensors").read_bytes() == alone[1].weights()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", [{"actor.megatron.context_parallel_size": 2}, {}, {"actor.backend": "fsdp"}])
+@pytest.mark.parametrize(
+    "change", [{"actor.megatron.context_parallel_size": 2}, {}, {"actor.backend": "fsdp"}]
+)
 def test_more_layouts(alone: tuple[Path, Attempt], change: dict[str, Any], tmp_path: Path) -> None:
     """cp2, dp2, and dp2 under FSDP2, against Megatron's one rank."""
     settings = {**ONE_RANK, "trainer.runtime": "torchrun", "trainer.n_gpus_per_node": 2, **change}
     finished = curve(write_config(tmp_path / "run"), settings)
     assert finished.exit_code == 0, finished.console
-    rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses(rows) == pytest.approx(losses(alone[1].rows()), abs=1e-4)
 
 
 @pytest.mark.long
 def test_experts_over_ranks(server: ForkServer, tmp_path: Path) -> None:
-    of_experts = {"model.path": str(ROOT / "examples" / "quickstart" / "moe_model"), "actor.optim.lr": 1e-3}
+    of_experts = {
+        "model.path": str(ROOT / "examples" / "quickstart" / "moe_model"),
+        "actor.optim.lr": 1e-3,
+    }
     whole = server.train(write_config(tmp_path / "whole"), of_experts, command="sft")
     assert whole.code == 0, whole.console
     ep2 = {**ONE_RANK, "trainer.n_gpus_per_node": 2, "actor.megatron.expert_model_parallel_size": 2}
-    finished = curve(write_config(tmp_path / "ep2"), {**of_experts, **ep2, "trainer.runtime": "torchrun"})
+    finished = curve(
+        write_config(tmp_path / "ep2"), {**of_experts, **ep2, "trainer.runtime": "torchrun"}
+    )
     assert finished.exit_code == 0, finished.console
-    rows = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses(rows) == pytest.approx(losses(whole.rows()), abs=1e-4)

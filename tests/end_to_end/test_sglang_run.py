@@ -31,7 +31,9 @@ THREE_STEPS = (
     "actor.mini_batch_size=16",
 )
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
-needs_smollm2 = pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason="run: rlhf-megatron fetch smollm2")
+needs_smollm2 = pytest.mark.skipif(
+    not (SMOLLM2 / "config.json").is_file(), reason="run: rlhf-megatron fetch smollm2"
+)
 
 
 def alive() -> set[psutil.Process]:
@@ -58,7 +60,10 @@ def others() -> Iterator[set[psutil.Process]]:
 def train(name: str, directory: Path, *settings: str) -> Path:
     """The run directory of a shipped configuration."""
     command = [sys.executable, "-m", "rlhf_megatron", "train", f"configs/{name}.yaml", *settings]
-    command += [f"rollout.sglang.python={sglang_python()}", f"rollout.startup_timeout_s={STARTUP_S}"]
+    command += [
+        f"rollout.sglang.python={sglang_python()}",
+        f"rollout.startup_timeout_s={STARTUP_S}",
+    ]
     with (directory / "out").open("w") as out:
         done = subprocess.run(
             [*command, f"trainer.default_local_dir={directory}"],
@@ -72,7 +77,9 @@ def train(name: str, directory: Path, *settings: str) -> Path:
 
 
 def rows_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if row["kind"] == kind]
+    return [
+        row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if row["kind"] == kind
+    ]
 
 
 @needs_sglang
@@ -82,13 +89,19 @@ def test_three_steps(tmp_path: Path, others: set[psutil.Process]) -> None:
     run_dir = train("quickstart_sglang", tmp_path, *THREE_STEPS)
     steps = rows_of(run_dir, "step")
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert [row["policy/version"] for row in steps] == [2, 3, 4]  # the sync before step 1 was the first
+    assert [row["policy/version"] for row in steps] == [
+        2,
+        3,
+        4,
+    ]  # the sync before step 1 was the first
     for row in steps:
         assert row["rollout/num_samples"] == 16
         assert 0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
         assert row["sync/num_bytes"] > 0
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["accuracy_after"] > 0.3  # the warmed-up checkpoint gives 0.6 when greedy; other weights give none
+    assert (
+        summary["accuracy_after"] > 0.3
+    )  # the warmed-up checkpoint gives 0.6 when greedy; other weights give none
 
     deadline = time.monotonic() + 20
     while alive() - others and time.monotonic() < deadline:
@@ -104,14 +117,18 @@ def test_ten_steps_of_the_quickstart_gain(tmp_path: Path) -> None:
     """At tp2 pp2. In float32 the engine's log-probs are the trainer's from the first step on."""
     run_dir = train("quickstart_sglang", tmp_path)
     before, after = rows_of(run_dir, "evaluation")
-    assert (before["step"], after["step"]) == (0, 10) and before["val/num_items"] == after["val/num_items"] == 2000
+    assert (before["step"], after["step"]) == (0, 10) and before["val/num_items"] == after[
+        "val/num_items"
+    ] == 2000
     assert after["val/accuracy"] > before["val/accuracy"]
     steps = rows_of(run_dir, "step")
     assert [row["policy/version"] for row in steps] == list(range(2, 12))
     assert 0 < steps[0]["training/rollout_log_probs_diff_max"] <= 1e-4
     for row in steps:
         assert row["rollout/num_samples"] == 512
-        assert row["rollout/finish_reason/stop"] + row["rollout/finish_reason/length"] == pytest.approx(1.0)
+        assert row["rollout/finish_reason/stop"] + row[
+            "rollout/finish_reason/length"
+        ] == pytest.approx(1.0)
         assert row["rollout/finish_reason/length"] == row["response_length/clip_ratio"]
         assert row["rollout/samples_of_several_versions"] == row["rollout/num_retractions"] == 0.0
     assert json.loads((run_dir / "summary.json").read_text())["layout"] == "tp2 pp2 dp1"
@@ -145,7 +162,10 @@ def test_models_with_experts(name: str, sizes: str, tmp_path: Path) -> None:
     """From tp2 ep2 pp2. The engine's log-probs are the trainer's before and after an update of all its weights."""
     arguments = {**CPU_ARGUMENTS, "context_length": 64, **ENGINES[sizes]}
     env = {**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "tp_size" in arguments else {})}
-    given = (f"rollout.sglang.args={json.dumps(arguments)}", f"rollout.sglang.env={json.dumps(env)}")
+    given = (
+        f"rollout.sglang.args={json.dumps(arguments)}",
+        f"rollout.sglang.env={json.dumps(env)}",
+    )
     run_dir = train(name, tmp_path, *FEW_STEPS, *given)
     steps = rows_of(run_dir, "step")
     assert [row["step"] for row in steps] == [1, 2]
@@ -153,7 +173,10 @@ def test_models_with_experts(name: str, sizes: str, tmp_path: Path) -> None:
         assert row["rollout/num_samples"] == 32 and row["actor/grad_norm"] > 0
         assert 0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
         assert row["sync/num_bytes"] > 0
-    assert json.loads((run_dir / "summary.json").read_text())["layout"] == "tp2 sequence pp2 ep2 etp1 dp1"
+    assert (
+        json.loads((run_dir / "summary.json").read_text())["layout"]
+        == "tp2 sequence pp2 ep2 etp1 dp1"
+    )
 
 
 @needs_sglang
@@ -164,9 +187,13 @@ def test_models_with_experts(name: str, sizes: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_smollm2(tmp_path: Path) -> None:
     """A real model. The samples of a group share their prompt's cache, and the log-probs are the trainer's."""
-    run_dir = train("smollm2_sglang", tmp_path, "trainer.total_training_steps=2", "rollout.val_kwargs.n=1")
+    run_dir = train(
+        "smollm2_sglang", tmp_path, "trainer.total_training_steps=2", "rollout.val_kwargs.n=1"
+    )
     steps = rows_of(run_dir, "step")
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert 0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
-        assert 0.3 < row["rollout/cached_token_share"] < 7 / 8  # of each group of 8 one is computed, and its last token
+        assert (
+            0.3 < row["rollout/cached_token_share"] < 7 / 8
+        )  # of each group of 8 one is computed, and its last token

@@ -53,7 +53,12 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm.pf_ppo": {"enable": True, "reweight_method": "max_random"},
         "algorithm.adv_estimator": "reinforce_plus_plus",
         "algorithm.use_kl_in_reward": True,
-        "algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.01, "horizon": 100},
+        "algorithm.kl_ctrl": {
+            "type": "adaptive",
+            "kl_coef": 0.05,
+            "target_kl": 0.01,
+            "horizon": 100,
+        },
         "algorithm.rollout_correction": {"preset": "decoupled_seq_is"},
     },
 }
@@ -76,8 +81,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 def make_config(directory: Path) -> Path:
     directory.mkdir()
-    train, val = write_rows(directory / "train.jsonl", 64, seed=1), write_rows(directory / "val.jsonl", 20, seed=2)
-    return write_config(directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]})
+    train, val = (
+        write_rows(directory / "train.jsonl", 64, seed=1),
+        write_rows(directory / "val.jsonl", 20, seed=2),
+    )
+    return write_config(
+        directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
+    )
 
 
 def steps_of(attempt: Attempt) -> list[dict[str, Any]]:
@@ -85,7 +95,9 @@ def steps_of(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_again_and_again_and_run_from_its_record(server: ForkServer, name: str, tmp_path: Path) -> None:
+def test_killed_again_and_again_and_run_from_its_record(
+    server: ForkServer, name: str, tmp_path: Path
+) -> None:
     settings = {**CASES[name], "trainer.test_freq": 0, "trainer.save_hf": True}
     alone_config = make_config(tmp_path / "alone")
     alone = server.train(alone_config, settings, "--record")
@@ -93,7 +105,9 @@ def test_killed_again_and_again_and_run_from_its_record(server: ForkServer, name
     acts(name, steps_of(alone))
 
     config = make_config(tmp_path / "killed")
-    attempts = server.until_it_ends(config, settings, faults="; ".join(f"kill@{point}" for point in KILLS))
+    attempts = server.until_it_ends(
+        config, settings, faults="; ".join(f"kill@{point}" for point in KILLS)
+    )
     last = attempts[-1]
     assert last.code == 0, last.console
     codes = [attempt.code for attempt in attempts[:-1]]
@@ -108,14 +122,25 @@ def test_killed_again_and_again_and_run_from_its_record(server: ForkServer, name
     for step in (1, 3, 4):  # in steps 2 and 5 groups were under way
         seeds = [derive_seed(1, step, group, i) for group in range(64) for i in range(4)]
         assert any(needed[seed] for seed in seeds)
-        assert all(asked[seed] == needed[seed] for seed in seeds), "what the journal holds is not generated again"
+        assert all(asked[seed] == needed[seed] for seed in seeds), (
+            "what the journal holds is not generated again"
+        )
 
     replay = ("--replay", "5", "--replay-from", str(alone.run_dir))
     replayed = server.train(alone_config, {**settings, "trainer.experiment_name": "tiny"}, *replay)
     assert replayed.code == 0, replayed.console
-    rows = [json.loads(line) for line in (tmp_path / "alone/runs/tiny-replay/metrics.jsonl").read_text().splitlines()]
-    for before, after in zip(steps_of(alone), [row for row in rows if row["kind"] == "step"], strict=True):
-        same = {key for key in before if key.startswith(("actor/", "rollout_corr/", "critic/", "pf_ppo/", "reward/"))}
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "alone/runs/tiny-replay/metrics.jsonl").read_text().splitlines()
+    ]
+    for before, after in zip(
+        steps_of(alone), [row for row in rows if row["kind"] == "step"], strict=True
+    ):
+        same = {
+            key
+            for key in before
+            if key.startswith(("actor/", "rollout_corr/", "critic/", "pf_ppo/", "reward/"))
+        }
         assert len(same) > 20
         assert {key: after.get(key) for key in same} == {key: before[key] for key in same}
 
@@ -124,9 +149,13 @@ def acts(name: str, steps: list[dict[str, Any]]) -> None:
     """What the case is about happens in its run."""
     assert len(steps) == 5 and sum(row["actor/grad_norm"] > 0 for row in steps) >= 3
     if "filter" in name:
-        assert max(row["filter_groups/num_gen_batches"] for row in steps) > 1, "no further batch was generated"
+        assert max(row["filter_groups/num_gen_batches"] for row in steps) > 1, (
+            "no further batch was generated"
+        )
     if "greedy" in name:
-        assert all("greedy/rewards/mean" in row and "greedy/response_length/mean" in row for row in steps)
+        assert all(
+            "greedy/rewards/mean" in row and "greedy/response_length/mean" in row for row in steps
+        )
         assert any(0 < row["rollout_corr/rollout_rs_masked_fraction"] < 1 for row in steps)
     if "bypass" in name:
         assert all("actor/rollout_rs_masked_fraction" in row for row in steps)

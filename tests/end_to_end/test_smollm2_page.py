@@ -16,7 +16,10 @@ from places import ROOT
 pytestmark = [pytest.mark.smollm2, pytest.mark.long]
 MODEL = ".cache/smollm2-135m-instruct"
 ONE_STEP = "trainer.total_training_steps=1"
-FEWER = {"sft": ("data.train_batch_size=4",), "train": ("data.train_batch_size=2", "actor.mini_batch_size=8")}
+FEWER = {
+    "sft": ("data.train_batch_size=4",),
+    "train": ("data.train_batch_size=2", "actor.mini_batch_size=8"),
+}
 
 
 def commands() -> list[str]:
@@ -39,7 +42,11 @@ def test_every_command_runs_as_printed(tmp_path: Path) -> None:
         if program == "rlhf-megatron" and words[0] in FEWER:
             words += [ONE_STEP, *FEWER[words[0]]]
         run = subprocess.run(
-            [sys.executable, *program_words, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [sys.executable, *program_words, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
         done.append(run.stdout)
@@ -49,7 +56,10 @@ def test_every_command_runs_as_printed(tmp_path: Path) -> None:
                 path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
     scored = [text for text in done if "answers to 4 prompts" in text]
     assert len(scored) == 4, done
-    rows = [json.loads(line) for line in (tmp_path / "runs/smollm2_data/pairs.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/smollm2_data/pairs.jsonl").read_text().splitlines()
+    ]
     assert rows and all(row["chosen"] != row["rejected"] for row in rows)
     for name in ("sft", "dpo", "grpo_chat"):
         assert [*(tmp_path / "runs" / f"smollm2_{name}" / "hf").glob("model*.safetensors")]

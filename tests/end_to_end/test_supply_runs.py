@@ -16,11 +16,11 @@ import torch
 from end_to_end_tools import write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 
+from rlhf_megatron.controller.observe.metrics import metric_catalogue as metric_names
+from rlhf_megatron.controller.observe.metrics.batch_metrics import sample_counts
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.data.batch import ScoredBatch
 from rlhf_megatron.data.seeds import derive_seed
-from rlhf_megatron.observe.metrics import names as metric_names
-from rlhf_megatron.observe.metrics.batch import sample_counts
-from rlhf_megatron.recovery.recorder import Recorder
 
 pytestmark = pytest.mark.dist
 STEPS = 5
@@ -32,8 +32,13 @@ SETTINGS: dict[str, Any] = {
     "algorithm.rollout_correction.preset": "decoupled_token_is",
     "actor.mini_batch_size": 4,
 }
-LONG = {"warmup.max_steps": 0, "data.max_response_length": 48}  # an untrained policy seldom ends a response
-SLOW = {"rollout.max_num_seqs": 4}  # an engine with a group at a time: one is always generated when a sync begins
+LONG = {
+    "warmup.max_steps": 0,
+    "data.max_response_length": 48,
+}  # an untrained policy seldom ends a response
+SLOW = {
+    "rollout.max_num_seqs": 4
+}  # an engine with a group at a time: one is always generated when a sync begins
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +50,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 def make_config(directory: Path) -> Path:
     """4 prompts x 4 samples a step."""
     directory.mkdir()
-    train, val = write_rows(directory / "train.jsonl", 64, seed=1), write_rows(directory / "val.jsonl", 20, seed=2)
-    return write_config(directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]})
+    train, val = (
+        write_rows(directory / "train.jsonl", 64, seed=1),
+        write_rows(directory / "val.jsonl", 20, seed=2),
+    )
+    return write_config(
+        directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
+    )
 
 
 def batches(run: Attempt) -> list[ScoredBatch]:
-    recorder = Recorder(run.run_dir / "record")
-    return [recorder.read(step) for step in range(1, STEPS + 1)]
+    recorder = RolloutRecorder(run.run_dir / "record")
+    return [recorder.read_step(step) for step in range(1, STEPS + 1)]
 
 
 def groups(batch: ScoredBatch) -> list[int]:
@@ -66,7 +76,9 @@ def oldest(batch: ScoredBatch) -> int:
     assert batch.version_spans is not None
     first = batch.policy_versions.tolist()
     return min(
-        version for spans, v in zip(batch.version_spans, first, strict=True) for version in [v, *(s[0] for s in spans)]
+        version
+        for spans, v in zip(batch.version_spans, first, strict=True)
+        for version in [v, *(s[0] for s in spans)]
     )
 
 
@@ -83,7 +95,7 @@ def assert_sound(run: Attempt, max_lag: int) -> None:
         lag = first + step - 1 - oldest(batch)
         assert 0 <= lag <= max_lag and row["training/off_policy/trajectory_staleness/max"] == lag
         assert len(batch) == 16 and row["rollout/num_samples"] == 16
-    unlisted = [key for row in rows for key in row if metric_names.find(key) is None]
+    unlisted = [key for row in rows for key in row if metric_names.find_metric(key) is None]
     assert set(unlisted) <= {"kind", "step"}
     assert rows[0]["training/rollout_log_probs_diff_max"] <= 1e-4
 
@@ -92,13 +104,21 @@ def test_streaming_has_the_log_probs_of_the_whole_batch(server: ForkServer, tmp_
     """The first group is alone for a moment, and gets its log-probs meanwhile. A replay computes all at once."""
     config = make_config(tmp_path / "run")
     settings = {**SETTINGS, "schedule.name": "streaming"}
-    run = server.train(config, settings, "--record", faults="delay@rollout.mid_generate:nth=1,seconds=1")
+    run = server.train(
+        config, settings, "--record", faults="delay@rollout.mid_generate:nth=1,seconds=1"
+    )
     assert_sound(run, max_lag=0)
-    assert [groups(batch) for batch in batches(run)] == [list(range(4 * i, 4 * i + 4)) for i in range(5)]
+    assert [groups(batch) for batch in batches(run)] == [
+        list(range(4 * i, 4 * i + 4)) for i in range(5)
+    ]
     events = json.loads((run.run_dir / "trace.json").read_text())
-    sizes = [event["args"]["num_samples"] for event in events if event.get("name") == "actor.log_probs"]
+    sizes = [
+        event["args"]["num_samples"] for event in events if event.get("name") == "actor.log_probs"
+    ]
     assert sizes[0] == 4 and sum(sizes) == 5 * 16, "an early piece, and nothing twice"
-    again = server.train(config, settings, "--replay", str(STEPS), "--replay-from", str(run.run_dir))
+    again = server.train(
+        config, settings, "--replay", str(STEPS), "--replay-from", str(run.run_dir)
+    )
     assert again.code == 0, again.console
     replayed = steps_of(replace(again, run_dir=again.run_dir.with_name("tiny-replay")))
     for before, after in zip(steps_of(run), replayed, strict=True):
@@ -108,7 +128,9 @@ def test_streaming_has_the_log_probs_of_the_whole_batch(server: ForkServer, tmp_
 
 
 def test_one_step_off_is_one_step_off(server: ForkServer, tmp_path: Path) -> None:
-    run = server.train(make_config(tmp_path / "run"), {**SETTINGS, "schedule.name": "one_step_off"}, "--record")
+    run = server.train(
+        make_config(tmp_path / "run"), {**SETTINGS, "schedule.name": "one_step_off"}, "--record"
+    )
     assert_sound(run, max_lag=1)
     first = steps_of(run)[0]["policy/version"] - 1
     versions = [set(batch.policy_versions.tolist()) for batch in batches(run)]
@@ -119,7 +141,13 @@ def test_one_step_off_is_one_step_off(server: ForkServer, tmp_path: Path) -> Non
 @pytest.mark.long
 def test_asynchronous_goes_on_over_syncs(server: ForkServer, tmp_path: Path) -> None:
     """Long responses of an untrained policy: tokens of several versions stand in one sample."""
-    settings = {**SETTINGS, **LONG, **SLOW, "schedule.name": "asynchronous", "schedule.params": {"max_lag": 2}}
+    settings = {
+        **SETTINGS,
+        **LONG,
+        **SLOW,
+        "schedule.name": "asynchronous",
+        "schedule.params": {"max_lag": 2},
+    }
     run = server.train(make_config(tmp_path / "run"), settings, "--record")
     assert_sound(run, max_lag=2)
     spans = [spans for batch in batches(run) for spans in batch.version_spans or ()]
@@ -127,7 +155,9 @@ def test_asynchronous_goes_on_over_syncs(server: ForkServer, tmp_path: Path) -> 
     assert max(row["rollout/samples_of_several_versions"] for row in steps_of(run)) > 0
 
 
-def log_probs_by_version(server: ForkServer, config: Path, run: Attempt, settings: dict[str, Any]) -> dict[int, Any]:
+def log_probs_by_version(
+    server: ForkServer, config: Path, run: Attempt, settings: dict[str, Any]
+) -> dict[int, Any]:
     """Version -> transformers' model of its weights. A run from each checkpoint makes a step that changes nothing."""
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +179,9 @@ def log_probs_by_version(server: ForkServer, config: Path, run: Attempt, setting
         }
         attempt = server.train(config, {**settings, **probe})
         assert attempt.code == 0, attempt.console
-        found[first + step] = AutoModelForCausalLM.from_pretrained(attempt.run_dir / "hf", dtype=torch.float32)
+        found[first + step] = AutoModelForCausalLM.from_pretrained(
+            attempt.run_dir / "hf", dtype=torch.float32
+        )
     return found
 
 
@@ -166,7 +198,10 @@ def test_each_token_has_the_log_prob_of_its_version(server: ForkServer, tmp_path
     models = log_probs_by_version(server, config, run, settings)
     right, wrong, num_mixed = 0.0, [], 0
     for batch in batches(run):
-        starts, lengths = batch.offsets.tolist(), sample_counts(batch.response_mask, batch.offsets).tolist()
+        starts, lengths = (
+            batch.offsets.tolist(),
+            sample_counts(batch.response_mask, batch.offsets).tolist(),
+        )
         for i, spans in enumerate(batch.version_spans or ()):
             ids = batch.token_ids[starts[i] : starts[i + 1]]
             engine = batch.rollout_log_probs[starts[i] : starts[i + 1]][-lengths[i] :]
@@ -174,13 +209,19 @@ def test_each_token_has_the_log_prob_of_its_version(server: ForkServer, tmp_path
             num_mixed += len({version for version, _, _ in spans}) > 1
             for version, begin, end in spans:
                 with torch.no_grad():
-                    logits = {v: models[v](ids[None]).logits[0, :-1].log_softmax(-1) for v in models}
+                    logits = {
+                        v: models[v](ids[None]).logits[0, :-1].log_softmax(-1) for v in models
+                    }
                 of = {v: x.gather(-1, ids[1:, None])[-lengths[i] :, 0] for v, x in logits.items()}
                 right = max(right, (of[version] - engine)[begin:end].abs().max().item())
-                wrong += [(of[v] - engine)[begin:end].abs().max().item() for v in models if v != version]
+                wrong += [
+                    (of[v] - engine)[begin:end].abs().max().item() for v in models if v != version
+                ]
     assert num_mixed > 0, "no sample has tokens of several versions"
     assert right <= 1e-4, right
-    assert min(wrong) > 1e-3 or sum(w > 1e-3 for w in wrong) > 0.95 * len(wrong), "the versions hardly differ"
+    assert min(wrong) > 1e-3 or sum(w > 1e-3 for w in wrong) > 0.95 * len(wrong), (
+        "the versions hardly differ"
+    )
 
 
 KILLS = [
@@ -194,7 +235,12 @@ KILLS = [
 def test_a_run_that_is_killed_trains_every_prompt_once(server: ForkServer, tmp_path: Path) -> None:
     """Each process goes on from the checkpoint of the step before, with the groups that had come."""
     config = make_config(tmp_path / "run")
-    settings = {**SETTINGS, "schedule.name": "asynchronous", "trainer.save_freq": 1, "trainer.async_save": False}
+    settings = {
+        **SETTINGS,
+        "schedule.name": "asynchronous",
+        "trainer.save_freq": 1,
+        "trainer.async_save": False,
+    }
     plan = "; ".join(f"kill@{point}" for point in KILLS)
     attempts = [server.train(config, settings, "--record", faults=plan)]
     while attempts[-1].code == -signal.SIGKILL:
@@ -223,7 +269,9 @@ def test_a_run_that_is_asked_to_stop_goes_on_later(server: ForkServer, tmp_path:
 
 
 @pytest.mark.long
-def test_groups_without_signal_are_replaced_while_the_trainer_works(server: ForkServer, tmp_path: Path) -> None:
+def test_groups_without_signal_are_replaced_while_the_trainer_works(
+    server: ForkServer, tmp_path: Path
+) -> None:
     settings = {**SETTINGS, "schedule.name": "asynchronous", "algorithm.filter_groups.enable": True}
     run = server.train(make_config(tmp_path / "run"), settings, "--record")
     assert run.code == 0, run.console
@@ -238,17 +286,29 @@ def test_groups_without_signal_are_replaced_while_the_trainer_works(server: Fork
 @pytest.mark.long
 def test_a_failing_reward_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
     settings = {**SETTINGS, "schedule.name": "one_step_off"}
-    run = server.train(make_config(tmp_path / "run"), settings, faults="fail@reward.before_score:nth=3")
+    run = server.train(
+        make_config(tmp_path / "run"), settings, faults="fail@reward.before_score:nth=3"
+    )
     assert run.code == 70 and "injected at reward.before_score" in run.console
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # settings, and a metric that only such a run has
-    "greedy samples": ({"schedule.name": "asynchronous", "algorithm.adv_estimator": "remax"}, "greedy/rewards/mean"),
+    "greedy samples": (
+        {"schedule.name": "asynchronous", "algorithm.adv_estimator": "remax"},
+        "greedy/rewards/mean",
+    ),
     "a critic, alone at first": (
-        {"schedule.name": "streaming", "algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2},
+        {
+            "schedule.name": "streaming",
+            "algorithm.adv_estimator": "gae",
+            "trainer.critic_warmup": 2,
+        },
         "critic/grad_norm",
     ),
-    "a reference": ({"schedule.name": "asynchronous", "algorithm.use_kl_in_reward": True}, "actor/reward_kl_penalty"),
+    "a reference": (
+        {"schedule.name": "asynchronous", "algorithm.use_kl_in_reward": True},
+        "actor/reward_kl_penalty",
+    ),
     "no log-probs of the trainer": (
         {"schedule.name": "one_step_off", "algorithm.rollout_correction.preset": "bypass_ppo_clip"},
         "training/off_policy/trajectory_staleness/max",
@@ -258,7 +318,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # settings, and a metric that
         "schedule/dropped_tail",
     ),
     "late groups again": (
-        {"schedule.name": "asynchronous", "schedule.params": {"max_lag": 1, "late": "again", "oversampling": 1.5}},
+        {
+            "schedule.name": "asynchronous",
+            "schedule.params": {"max_lag": 1, "late": "again", "oversampling": 1.5},
+        },
         "schedule/started_again",
     ),
 }
@@ -266,7 +329,9 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # settings, and a metric that
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_settings_train_beside_their_engines(server: ForkServer, tmp_path: Path, name: str) -> None:
+def test_other_settings_train_beside_their_engines(
+    server: ForkServer, tmp_path: Path, name: str
+) -> None:
     """Killed in step 3, and a piece of log-probs made early where the schedule has any."""
     settings, metric = OTHERS[name]
     settings = {**SETTINGS, **settings, "trainer.save_freq": 1}
@@ -277,7 +342,7 @@ def test_other_settings_train_beside_their_engines(server: ForkServer, tmp_path:
     assert run.code == 0, run.console
     rows = steps_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert all(metric in row and metric_names.find(metric) for row in rows)
+    assert all(metric in row and metric_names.find_metric(metric) for row in rows)
     is_new = [True] * 5 if "critic_warmup" not in str(settings) else [False] * 2 + [True] * 3
     versions = [row["policy/version"] for row in rows]
     assert [b - a for a, b in pairwise(versions)] == [float(new) for new in is_new[1:]]
@@ -286,7 +351,10 @@ def test_other_settings_train_beside_their_engines(server: ForkServer, tmp_path:
 
 
 ENGINE_KILLS = [
-    ("one_step_off", "kill_engine@loop.after_advantages:step=2"),  # the sync of that step waits for what it generated
+    (
+        "one_step_off",
+        "kill_engine@loop.after_advantages:step=2",
+    ),  # the sync of that step waits for what it generated
     ("asynchronous", "kill_engine@actor.after_optimizer_step:step=3"),
     ("streaming", "kill_engine@rollout.mid_generate:nth=6"),
     ("asynchronous", "kill_engine@sync.after_begin:step=3"),
@@ -295,7 +363,9 @@ ENGINE_KILLS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("schedule", "fault"), ENGINE_KILLS)
-def test_the_only_engine_is_replaced(server: ForkServer, tmp_path: Path, schedule: str, fault: str) -> None:
+def test_the_only_engine_is_replaced(
+    server: ForkServer, tmp_path: Path, schedule: str, fault: str
+) -> None:
     """It gets the current weights while the trainer waits for samples, or by the next sync."""
     settings = {**SETTINGS, **LONG, "schedule.name": schedule, "trainer.save_freq": 1}
     run = server.train(make_config(tmp_path / "run"), settings, "--record", faults=fault)

@@ -40,27 +40,31 @@ from table_samples import StateSource
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
-from rlhf_megatron.models.attention import packed_documents
-from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.head import head_weight
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import create_world, destroy_world
-from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GeneratedSample
-from rlhf_megatron.rollout.fleet.calls import call_name
-from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_hf_weights
+from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+from rlhf_megatron.ranks.models.output_heads import get_head_weight
+from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
+from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
+from rlhf_megatron.rollout.engine_interface import EngineError, EngineRequestError, GeneratedSample
+from rlhf_megatron.rollout.fleet.engine_calls import make_call_name
+from rlhf_megatron.rollout.http_client import HttpClient
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 LogProbs = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     yield from use_server(request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def unseeded_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     yield from use_unseeded_server(request, tmp_path_factory)
 
 
@@ -69,12 +73,12 @@ def synced(server: Server) -> Iterator[tuple[Server, PreTrainedModel]]:
     """The server with the weights of seed 1 from a fresh sync."""
     sync(server, 1)
     yield server, server.model(1)
-    server.engine.resume()
+    server.engine.resume_decoding()
 
 
 def test_serves_before_a_sync_with_its_own_weights(server: Server) -> None:
     if server.version == -1:
-        assert server.engine.version() is None
+        assert server.engine.get_served_version() is None
         (sample,) = server.engine.generate([request(PROMPT, (1,), 5, 0.0)], 60)[0]
         assert sample.token_ids == reference_greedy(server.model(1), PROMPT, 5)
         assert sample.policy_version == -1
@@ -97,7 +101,9 @@ def test_greedy_and_log_probs(synced: tuple[Server, PreTrainedModel]) -> None:
 
 def test_seeds(synced: tuple[Server, PreTrainedModel]) -> None:
     engine = synced[0].engine
-    first, second = engine.generate([request(PROMPT, (1, 2, 3, 4), 16), request(PROMPT, (4, 3), 16)], 60)
+    first, second = engine.generate(
+        [request(PROMPT, (1, 2, 3, 4), 16), request(PROMPT, (4, 3), 16)], 60
+    )
     assert len({sample.token_ids for sample in first}) == 4
     assert_same(second, [first[3], first[2]])
 
@@ -116,29 +122,31 @@ def test_a_sync_changes_what_is_served(synced: tuple[Server, PreTrainedModel]) -
     server, old = synced
     new = server.model(2)
     sync(server, 2)
-    assert server.engine.version() == server.version
+    assert server.engine.get_served_version() == server.version
     (got,) = server.engine.generate([request(PROMPT, (1,), 10, 0.0)], 60)[0]
     assert got.token_ids == reference_greedy(new, PROMPT, 10) != reference_greedy(old, PROMPT, 10)
     expected = reference_log_probs(new, PROMPT, got.token_ids)
     assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
     assert got.policy_version == server.version
-    assert server.engine.weight_digests() == digests_of(weights_of(new))
+    assert server.engine.get_weight_digests() == digests_of(weights_of(new))
     assert not list(server.transfer_dir.glob("receipt*"))
 
 
-def test_a_failed_sync_makes_it_stale_until_a_full_one(synced: tuple[Server, PreTrainedModel]) -> None:
+def test_a_failed_sync_makes_it_stale_until_a_full_one(
+    synced: tuple[Server, PreTrainedModel],
+) -> None:
     server, engine = synced[0], synced[0].engine
     version = server.version + 1
     first, second = write_buckets(weights_of(server.model(3)), server.transfer_dir, version)
-    engine.begin_update(version)
+    engine.begin_weight_update(version)
     with pytest.raises(EngineError):
         engine.generate([request(PROMPT, (1,), 4)], 60)
     engine.update_weights(first)
     with pytest.raises(EngineError, match="digest"):
         engine.update_weights(with_entry(second, 0, digest="0" * 16))
     with pytest.raises(EngineError):
-        engine.commit_update(version)
-    assert engine.version() is None
+        engine.commit_weight_update(version)
+    assert engine.get_served_version() is None
     with pytest.raises(EngineError, match="STALE"):
         engine.generate([request(PROMPT, (1,), 4)], 60)
     sync(server, 3)
@@ -165,11 +173,17 @@ def test_a_sync_meets_a_response_in_its_middle(synced: tuple[Server, PreTrainedM
     for sample in midway(attempt):
         first, second = sample.version_spans
         assert (first.version, second.version) == (server.version - 1, server.version)
-        assert first.start == 0 and first.end == second.start and second.end == len(sample.token_ids) == LONG
+        assert (
+            first.start == 0
+            and first.end == second.start
+            and second.end == len(sample.token_ids) == LONG
+        )
         assert sample.policy_version == server.version - 1 and sample.finish_reason == "length"
         cut = first.end
         assert sample.token_ids[:cut] == reference_greedy(old, PROMPT, cut)
-        assert sample.token_ids[cut:] == reference_greedy(new, (*PROMPT, *sample.token_ids[:cut]), LONG - cut)
+        assert sample.token_ids[cut:] == reference_greedy(
+            new, (*PROMPT, *sample.token_ids[:cut]), LONG - cut
+        )
         got = torch.tensor(sample.log_probs)
         assert (got - reference_log_probs(old, PROMPT, sample.token_ids))[:cut].abs().max() <= 1e-4
         assert (got - reference_log_probs(new, PROMPT, sample.token_ids))[cut:].abs().max() <= 1e-4
@@ -181,7 +195,7 @@ def test_abort_keeps_a_prefix(synced: tuple[Server, PreTrainedModel]) -> None:
     def attempt(delay: float) -> tuple[int, GeneratedSample]:
         call = Call(server.engine, request(PROMPT, (9,), LONG, 0.0))
         time.sleep(delay)
-        server.engine.abort()
+        server.engine.abort_calls()
         (sample,) = call.samples()
         return (len(sample.token_ids) == LONG) - (not sample.token_ids), sample
 
@@ -194,20 +208,25 @@ def test_abort_keeps_a_prefix(synced: tuple[Server, PreTrainedModel]) -> None:
 def test_an_abort_by_name_leaves_the_others(synced: tuple[Server, PreTrainedModel]) -> None:
     """Two calls of two samples run; one of them is ended, and a name that nobody has ends nothing."""
     server, model = synced
-    assert server.engine.max_running() == {"local": 256, "sglang": 16}[server.kind]
+    assert server.engine.get_max_running_samples() == {"local": 256, "sglang": 16}[server.kind]
     whole = reference_greedy(model, PROMPT, LONG)
 
     def attempt(delay: float) -> tuple[int, tuple[Call, Call]]:
-        name = call_name(2)
-        named, other = (Call(server.engine, request(PROMPT, (1, 2), LONG, 0.0), n) for n in (name, call_name(2)))
+        name = make_call_name(2)
+        named, other = (
+            Call(server.engine, request(PROMPT, (1, 2), LONG, 0.0), n)
+            for n in (name, make_call_name(2))
+        )
         time.sleep(delay)
-        server.engine.abort([name, call_name(2)])
+        server.engine.abort_calls([name, make_call_name(2)])
         lengths = [len(sample.token_ids) for sample in named.samples()]
         return (1 if max(lengths) == LONG else -1 if min(lengths) == 0 else 0), (named, other)
 
     named, other = midway(attempt)
     for sample in named.samples():
-        assert sample.finish_reason == "abort" and sample.token_ids == whole[: len(sample.token_ids)]
+        assert (
+            sample.finish_reason == "abort" and sample.token_ids == whole[: len(sample.token_ids)]
+        )
     assert [(s.token_ids, s.finish_reason) for s in other.samples()] == [(whole, "length")] * 2
 
 
@@ -222,7 +241,10 @@ def test_given_tokens_get_their_log_probs(synced: tuple[Server, PreTrainedModel]
     for asked in ([*scored[:2], drawn, *scored[2:]], scored):
         groups = [group for group in server.engine.generate(asked, 60) if len(group) == 1]
         for (sample,), given in zip(groups, scored, strict=True):
-            before, after = given.prompt_ids[: -given.num_given], given.prompt_ids[-given.num_given :]
+            before, after = (
+                given.prompt_ids[: -given.num_given],
+                given.prompt_ids[-given.num_given :],
+            )
             assert tuple(sample.token_ids) == after and sample.finish_reason == "length"
             expected = reference_log_probs(model, before, after)
             assert (torch.tensor(sample.log_probs) - expected).abs().max() <= 1e-5
@@ -257,13 +279,19 @@ def test_a_request_that_cannot_be_is_refused(server: Server, case: str) -> None:
 def test_an_unknown_parameter_is_refused(server: Server) -> None:
     """By the server itself: no client of ours can send one."""
     bodies = {
-        "local": {"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 4, "warmth": 1.0}}]},
+        "local": {
+            "requests": [
+                {"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 4, "warmth": 1.0}}
+            ]
+        },
         "sglang": {"input_ids": [[1]], "sampling_params": [{"max_new_tokens": 4, "warmth": 1.0}]},
     }
     http = HttpClient(server.engine.address)
-    with pytest.raises(EngineError, match="warmth" if server.kind == "local" else "500"):  # SGLang does not say which
+    with pytest.raises(
+        EngineError, match="warmth" if server.kind == "local" else "500"
+    ):  # SGLang does not say which
         http.post("/generate", bodies[server.kind], 30)
-    server.engine.health(30)
+    server.engine.check_health(30)
 
 
 def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) -> None:
@@ -272,8 +300,12 @@ def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) ->
     server, trained = unseeded_server, unseeded_server.model(2)
     with trainer_of(trained) as (weights, trainers_log_probs):
         sync_weights(server, weights)
-        assert server.engine.weight_digests() == digests_of(weights_of(trained))
-        requests = [request(PROMPT, (1,), LONG, 0.0), request(PROMPT, (1, 2), 60), request(PROMPT[:2], (3,), 20)]
+        assert server.engine.get_weight_digests() == digests_of(weights_of(trained))
+        requests = [
+            request(PROMPT, (1,), LONG, 0.0),
+            request(PROMPT, (1, 2), 60),
+            request(PROMPT[:2], (3,), 20),
+        ]
         for sent, group in zip(requests, server.engine.generate(requests, 60), strict=True):
             for got in group:
                 expected = trainers_log_probs(sent.prompt_ids, got.token_ids)
@@ -285,22 +317,26 @@ def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) ->
 def trainer_of(model: PreTrainedModel) -> Iterator[tuple[dict[str, Tensor], LogProbs]]:
     """What a Megatron model with the weights of `model` exports, and its log-probs of a response to a prompt."""
     hf_config = {**model.config.to_dict(), "model_type": model.config.model_type}
-    table = table_for(hf_config)
-    chunk = build_model(hf_config, create_world(Layout(1), torch.device("cpu")), torch.float32).chunks[0]
-    load_hf([chunk], table, StateSource(weights_of(model)), 0, 1)
+    table = make_weight_table(hf_config)
+    chunk = build_megatron_model(
+        hf_config, create_world(ParallelLayout(1), torch.device("cpu")), torch.float32
+    ).chunks[0]
+    load_hf_weights([chunk], table, StateSource(weights_of(model)), 0, 1)
     weights = {
         hf.name: tensor
-        for rule, shard in local_shards([chunk], table)
-        for hf, tensor in zip(rule.hf, rule.to_hf(shard), strict=True)
+        for rule, shard in iterate_local_shards([chunk], table)
+        for hf, tensor in zip(rule.hf_tensors, rule.to_hf(shard), strict=True)
     }
 
     def log_probs(prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
         ids = torch.tensor([[*prompt, *response]])
         length = ids.shape[1]
-        document = packed_documents(torch.tensor([0, length], dtype=torch.int32), length, torch.arange(length))
+        document = make_packed_documents(
+            torch.tensor([0, length], dtype=torch.int32), length, torch.arange(length)
+        )
         with torch.no_grad():
             hidden = chunk(ids, torch.arange(length)[None], None, packed_seq_params=document)[0]
-            log_p = (hidden @ head_weight(chunk).T).log_softmax(-1)
+            log_p = (hidden @ get_head_weight(chunk).T).log_softmax(-1)
         return log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
 
     try:

@@ -17,9 +17,17 @@ from conformance_tools import (
     use_server,
     use_unseeded_server,
 )
-from rollout_tools import assert_same, kept, picked, reference_greedy, reference_log_probs, reference_rows, request
+from rollout_tools import (
+    assert_same,
+    kept,
+    picked,
+    reference_greedy,
+    reference_log_probs,
+    reference_rows,
+    request,
+)
 
-from rlhf_megatron.rollout.engine import EngineRequestError, GeneratedSample
+from rlhf_megatron.rollout.engine_interface import EngineRequestError, GeneratedSample
 
 NUM_DRAWS = 400
 CUTS: dict[str, dict[str, float]] = {
@@ -28,19 +36,26 @@ CUTS: dict[str, dict[str, float]] = {
     "top_p": {"top_p": 0.6},
     "top_k_top_p": {"top_k": 4, "top_p": 0.7},
 }
-MIN_P_CUTS: dict[str, dict[str, float]] = {"min_p": {"min_p": 0.3}, "all": {"top_k": 5, "top_p": 0.9, "min_p": 0.2}}
+MIN_P_CUTS: dict[str, dict[str, float]] = {
+    "min_p": {"min_p": 0.3},
+    "all": {"top_k": 5, "top_p": 0.9, "min_p": 0.2},
+}
 TEMPERATURES = (0.6, 1.0, 1.8)
 
 
 @pytest.fixture(scope="module", params=LONG_ENGINES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     for server in use_server(request, tmp_path_factory):
         sync(server, 1)
         yield server
 
 
 @pytest.fixture(scope="module", params=LONG_ENGINES)
-def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def unseeded_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     for server in use_unseeded_server(request, tmp_path_factory):
         sync(server, 1)
         yield server
@@ -48,7 +63,9 @@ def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 def check_draws(server: Server, cuts: dict[str, float], temperature: float) -> None:
     """Responses of 12 tokens: each token is one that may be drawn, its log-prob that of the whole distribution."""
-    (group,) = server.engine.generate([request(PROMPT, tuple(range(8)), 12, temperature, **cuts)], 60)
+    (group,) = server.engine.generate(
+        [request(PROMPT, tuple(range(8)), 12, temperature, **cuts)], 60
+    )
     model = server.model(1)
     for sample in group:
         rows = reference_rows(model, PROMPT, sample.token_ids, temperature)
@@ -59,7 +76,9 @@ def check_draws(server: Server, cuts: dict[str, float], temperature: float) -> N
 
 def check_frequencies(server: Server, cuts: dict[str, float], temperature: float) -> None:
     """Of the first token: those of the tokens that may be drawn, and of no other."""
-    (group,) = server.engine.generate([request(PROMPT, tuple(range(NUM_DRAWS)), 1, temperature, **cuts)], 60)
+    (group,) = server.engine.generate(
+        [request(PROMPT, tuple(range(NUM_DRAWS)), 1, temperature, **cuts)], 60
+    )
     (row,) = reference_rows(server.model(1), PROMPT, (0,), temperature)
     allowed = kept(row, **cuts)  # type: ignore[arg-type]
     assert 1 < len(allowed) < len(row) or not cuts
@@ -69,7 +88,9 @@ def check_frequencies(server: Server, cuts: dict[str, float], temperature: float
     for token, p in probs.items():
         p /= sum(probs.values())
         deviation = (NUM_DRAWS * p * (1 - p)) ** 0.5
-        assert abs(counts[token] - NUM_DRAWS * p) <= 5 * deviation + 1, f"token {token}, probability {p}"
+        assert abs(counts[token] - NUM_DRAWS * p) <= 5 * deviation + 1, (
+            f"token {token}, probability {p}"
+        )
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -98,11 +119,13 @@ def test_min_p_with_seeds(server: Server) -> None:
         return
     with pytest.raises(EngineRequestError, match=r"min_p is 0\.3.*enable_deterministic_inference"):
         server.engine.generate([request(PROMPT, (1,), 4, min_p=0.3)], 60)
-    server.engine.health(30)
+    server.engine.check_health(30)
 
 
 @pytest.mark.parametrize("cuts", [{"top_k": 1}, {"top_p": 1e-6}], ids=["top_k", "top_p"])
-def test_a_cut_to_one_token_is_greedy_with_log_probs_of_its_temperature(server: Server, cuts: dict[str, float]) -> None:
+def test_a_cut_to_one_token_is_greedy_with_log_probs_of_its_temperature(
+    server: Server, cuts: dict[str, float]
+) -> None:
     (sample,) = server.engine.generate([request(PROMPT, (1,), 12, 0.5, **cuts)], 60)[0]
     assert sample.token_ids == reference_greedy(server.model(1), PROMPT, 12)
     expected = reference_log_probs(server.model(1), PROMPT, sample.token_ids, 0.5)
@@ -124,10 +147,16 @@ def test_what_is_drawn_depends_on_the_seed_alone(server: Server) -> None:
 def test_greedy_beside_draws(server: Server) -> None:
     """Each sample of a mixed batch has the log-probs of its own temperature."""
     model = server.model(1)
-    sent = [request(PROMPT, (1,), 12, 0.0), request(PROMPT, (1, 2), 12, 0.6), request(PROMPT, (3,), 12, 1.7, top_k=2)]
+    sent = [
+        request(PROMPT, (1,), 12, 0.0),
+        request(PROMPT, (1, 2), 12, 0.6),
+        request(PROMPT, (3,), 12, 1.7, top_k=2),
+    ]
     for one, group in zip(sent, server.engine.generate(sent, 60), strict=True):
         for sample in group:
-            expected = reference_log_probs(model, PROMPT, sample.token_ids, one.params.temperature or 1.0)
+            expected = reference_log_probs(
+                model, PROMPT, sample.token_ids, one.params.temperature or 1.0
+            )
             assert (torch.tensor(sample.log_probs) - expected).abs().max() <= 1e-4
             assert one.params.temperature or sample.token_ids == reference_greedy(model, PROMPT, 12)
 
@@ -154,13 +183,17 @@ def check_stops(
 
 def test_stop_tokens(server: Server) -> None:
     stops = (5, 21, 27)
-    (group,) = server.engine.generate([request(PROMPT, tuple(range(16)), 8, stop_token_ids=stops)], 60)
+    (group,) = server.engine.generate(
+        [request(PROMPT, tuple(range(16)), 8, stop_token_ids=stops)], 60
+    )
     check_stops(group, set(stops), 8)
 
 
 def test_a_stop_token_as_last_token_is_a_stop(server: Server) -> None:
     greedy = reference_greedy(server.model(1), PROMPT, 1)
-    (sample,) = server.engine.generate([request(PROMPT, (1,), 1, 0.0, stop_token_ids=greedy)], 60)[0]
+    (sample,) = server.engine.generate([request(PROMPT, (1,), 1, 0.0, stop_token_ids=greedy)], 60)[
+        0
+    ]
     assert sample.token_ids == greedy and sample.finish_reason == "stop"
 
 
@@ -171,7 +204,7 @@ def test_min_new_tokens(server: Server) -> None:
     if server.kind == "sglang":  # it would end on it
         with pytest.raises(EngineRequestError, match="min_new_tokens is 4"):
             server.engine.generate([sent], 60)
-        server.engine.health(30)
+        server.engine.check_health(30)
         return
     (group,) = server.engine.generate([sent], 60)
     check_stops(group, set(stops), 8, 4)
@@ -185,7 +218,9 @@ def test_min_new_tokens(server: Server) -> None:
 def test_the_end_of_sequence_token_of_the_model(unseeded_server: Server) -> None:
     """It is a stop token like others where a request names it, as those of a run do. Where none does, `local` goes on
     and SGLang ends: it reads the model's configuration itself."""
-    (named,) = unseeded_server.engine.generate([request(PROMPT, tuple(range(64)), 16, stop_token_ids=(END,))], 60)
+    (named,) = unseeded_server.engine.generate(
+        [request(PROMPT, tuple(range(64)), 16, stop_token_ids=(END,))], 60
+    )
     check_stops(named, {END}, 16)
     (unnamed,) = unseeded_server.engine.generate([request(PROMPT, tuple(range(64)), 16)], 60)
     if unseeded_server.kind == "sglang":

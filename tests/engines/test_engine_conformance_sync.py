@@ -27,16 +27,20 @@ from rollout_tools import (
     write_buckets,
 )
 
-from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.engine_interface import EngineError
 
 
 @pytest.fixture(scope="module", params=LONG_ENGINES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     yield from use_server(request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module", params=LONG_ENGINES)
-def unseeded_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def unseeded_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     yield from use_unseeded_server(request, tmp_path_factory)
 
 
@@ -46,15 +50,17 @@ def synced(server: Server) -> Iterator[Server]:
     sync(server, 1)
     yield server
     server.engine.resume_memory()
-    server.engine.resume()
+    server.engine.resume_decoding()
 
 
 def assert_serves(server: Server, seed: int) -> None:
     model = server.model(seed)
     (got,) = server.engine.generate([request(PROMPT, (1,), 8, 0.0)], 60)[0]
     assert got.token_ids == reference_greedy(model, PROMPT, 8)
-    assert (torch.tensor(got.log_probs) - reference_log_probs(model, PROMPT, got.token_ids)).abs().max() <= 1e-4
-    assert got.policy_version == server.version == server.engine.version()
+    assert (
+        torch.tensor(got.log_probs) - reference_log_probs(model, PROMPT, got.token_ids)
+    ).abs().max() <= 1e-4
+    assert got.policy_version == server.version == server.engine.get_served_version()
 
 
 def assert_refuses(server: Server, words: str) -> None:
@@ -68,7 +74,9 @@ def send(server: Server, seed: int, version: int) -> None:
 
 
 def test_a_bucket_without_a_session_changes_nothing(synced: Server) -> None:
-    (bucket,) = write_buckets(weights_of(synced.model(3)), synced.transfer_dir, synced.version + 1, num_buckets=1)
+    (bucket,) = write_buckets(
+        weights_of(synced.model(3)), synced.transfer_dir, synced.version + 1, num_buckets=1
+    )
     with pytest.raises(EngineError, match=r"begin_weight_update|open sync"):
         synced.engine.update_weights(bucket)
     assert_serves(synced, 1)
@@ -76,25 +84,27 @@ def test_a_bucket_without_a_session_changes_nothing(synced: Server) -> None:
 
 def test_a_commit_without_a_session_changes_nothing(synced: Server) -> None:
     with pytest.raises(EngineError, match=str(synced.version + 1)):
-        synced.engine.commit_update(synced.version + 1)
+        synced.engine.commit_weight_update(synced.version + 1)
     assert_serves(synced, 1)
-    synced.engine.commit_update(synced.version)  # the answer to the first one could have been lost
+    synced.engine.commit_weight_update(
+        synced.version
+    )  # the answer to the first one could have been lost
     assert_serves(synced, 1)
 
 
 def test_a_second_begin_starts_anew(synced: Server) -> None:
     """What came in the first session does not count."""
     version = synced.version + 2
-    synced.engine.begin_update(version - 1)
+    synced.engine.begin_weight_update(version - 1)
     first, second = write_buckets(weights_of(synced.model(3)), synced.transfer_dir, version - 1)
     synced.engine.update_weights(first)
-    synced.engine.begin_update(version)
+    synced.engine.begin_weight_update(version)
     _, second = write_buckets(weights_of(synced.model(4)), synced.transfer_dir, version)
     synced.engine.update_weights(second)
     with pytest.raises(EngineError, match=str(version - 1)):
-        synced.engine.commit_update(version - 1)
+        synced.engine.commit_weight_update(version - 1)
     with pytest.raises(EngineError, match="never came"):
-        synced.engine.commit_update(version)
+        synced.engine.commit_weight_update(version)
     assert_refuses(synced, "STALE")
     synced.version = version
     sync(synced, 4)
@@ -103,29 +113,31 @@ def test_a_second_begin_starts_anew(synced: Server) -> None:
 
 def test_an_incomplete_sync_is_not_committed(synced: Server) -> None:
     version = synced.version + 1
-    synced.engine.begin_update(version)
-    synced.engine.update_weights(write_buckets(weights_of(synced.model(3)), synced.transfer_dir, version)[0])
+    synced.engine.begin_weight_update(version)
+    synced.engine.update_weights(
+        write_buckets(weights_of(synced.model(3)), synced.transfer_dir, version)[0]
+    )
     with pytest.raises(EngineError, match="never came"):
-        synced.engine.commit_update(version)
-    assert synced.engine.version() is None
+        synced.engine.commit_weight_update(version)
+    assert synced.engine.get_served_version() is None
     assert_refuses(synced, "STALE")
-    synced.engine.resume()
+    synced.engine.resume_decoding()
     assert_refuses(synced, "STALE")
 
 
 def test_an_old_version_is_refused(synced: Server) -> None:
     for version in (synced.version, synced.version - 1):
         with pytest.raises(EngineError, match=f"{version}.*above"):
-            synced.engine.begin_update(version)
+            synced.engine.begin_weight_update(version)
     assert_serves(synced, 1)
 
 
 def test_the_same_version_again_as_a_full_resync(synced: Server) -> None:
-    synced.engine.begin_update(synced.version, full_resync=True)
+    synced.engine.begin_weight_update(synced.version, is_full_resync=True)
     send(synced, 4, synced.version)
-    synced.engine.commit_update(synced.version)
+    synced.engine.commit_weight_update(synced.version)
     assert_serves(synced, 4)
-    assert synced.engine.weight_digests() == digests_of(weights_of(synced.model(4)))
+    assert synced.engine.get_weight_digests() == digests_of(weights_of(synced.model(4)))
 
 
 def test_the_prefix_cache_is_empty_after_a_sync(unseeded_server: Server) -> None:
@@ -136,7 +148,10 @@ def test_the_prefix_cache_is_empty_after_a_sync(unseeded_server: Server) -> None
         sync(server, seed)
         model = server.model(seed)
         num = server.num_caches
-        found = [server.engine.generate([request(prompt, (1,), 8, 0.0)], 60)[0][0] for _ in range(2 * num)]
+        found = [
+            server.engine.generate([request(prompt, (1,), 8, 0.0)], 60)[0][0]
+            for _ in range(2 * num)
+        ]
         assert [first.num_cached_tokens for first in found[:num]] == [0] * num
         if server.kind == "sglang":  # `local` keeps no prompts
             assert min(again.num_cached_tokens for again in found[num:]) >= len(prompt) - 1
@@ -162,7 +177,7 @@ def test_the_key_value_cache_is_released_and_comes_back(synced: Server) -> None:
     for _ in range(2):
         engine.release_memory(["kv_cache"])
         assert_refuses(synced, "cache")
-    engine.health(30)
+    engine.check_health(30)
     for _ in range(2):
         engine.resume_memory(["kv_cache"])
         assert_serves(synced, 1)
@@ -172,10 +187,10 @@ def test_weights_are_released_and_come_back(synced: Server) -> None:
     engine = synced.engine
     for _ in range(2):
         engine.release_memory(["weights"])
-        assert engine.version() is None
+        assert engine.get_served_version() is None
         assert_refuses(synced, "STALE")
     with pytest.raises(EngineError, match="released"):
-        engine.begin_update(synced.version + 1)
+        engine.begin_weight_update(synced.version + 1)
     for _ in range(2):
         engine.resume_memory(["weights"])
     assert_refuses(synced, "STALE")
@@ -190,16 +205,16 @@ def test_a_sync_needs_no_key_value_cache(synced: Server) -> None:
         engine.release_memory()
         engine.resume_memory(["weights"])
         synced.version += 1
-        engine.begin_update(synced.version)
+        engine.begin_weight_update(synced.version)
         send(synced, seed, synced.version)
         if is_before_commit:
             engine.resume_memory(["kv_cache"])
-        engine.commit_update(synced.version)
+        engine.commit_weight_update(synced.version)
         if not is_before_commit:
             assert_refuses(synced, "cache")
             engine.resume_memory(["kv_cache"])
         assert_serves(synced, seed)
-        assert engine.weight_digests() == digests_of(weights_of(synced.model(seed)))
+        assert engine.get_weight_digests() == digests_of(weights_of(synced.model(seed)))
 
 
 def test_what_runs_waits_for_the_key_value_cache(synced: Server) -> None:
@@ -210,7 +225,10 @@ def test_what_runs_waits_for_the_key_value_cache(synced: Server) -> None:
     synced.engine.resume_memory(["kv_cache"])
     (sample,) = call.samples()
     assert is_held or sample.num_retractions == 0
-    assert sample.token_ids == reference_greedy(synced.model(1), PROMPT, LONG) and sample.finish_reason == "length"
+    assert (
+        sample.token_ids == reference_greedy(synced.model(1), PROMPT, LONG)
+        and sample.finish_reason == "length"
+    )
 
 
 def test_what_runs_when_weights_are_released(synced: Server) -> None:
@@ -224,5 +242,8 @@ def test_what_runs_when_weights_are_released(synced: Server) -> None:
     (sample,) = call.samples()
     cut = sample.version_spans[0].end if sample.policy_version < synced.version else 0
     assert cut < LONG or not is_held
-    rows = [reference_rows(model, PROMPT, sample.token_ids) for model in (synced.model(1), synced.model(5))]
+    rows = [
+        reference_rows(model, PROMPT, sample.token_ids)
+        for model in (synced.model(1), synced.model(5))
+    ]
     assert sample.token_ids == tuple(torch.cat([rows[0][:cut], rows[1][cut:]]).argmax(-1).tolist())

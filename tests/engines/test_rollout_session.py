@@ -13,11 +13,11 @@ import pytest
 from rollout_tools import request, tiny_qwen3
 from session_tools import FITS, Poller, Rig, Work, prove
 
-from rlhf_megatron.rollout.engine import GenerateRequest
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.local.process import start_local_engines
+from rlhf_megatron.rollout.engine_interface import GenerateRequest
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.local.local_client import LocalEngine
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
 
 MAX_NUM_SEQS = 16
 
@@ -29,7 +29,9 @@ def work_of(num_keys: int, num_samples: int = 4, longest: int = 200, first: int 
     for key in range(first, first + num_keys):
         prompt, length = (1 + key % 30, 2, 3 + key % 7), longest // 2 + (37 * key) % (longest // 2)
         temperature = 0.7 if key % 3 == 1 else 1.0
-        work[key] = [request(prompt, tuple(range(100 * key, 100 * key + num_samples)), length, temperature)]
+        work[key] = [
+            request(prompt, tuple(range(100 * key, 100 * key + num_samples)), length, temperature)
+        ]
         if key % 3 == 0:
             work[key].append(request(prompt, (0,), length // 2, 0.0))
     return work
@@ -40,16 +42,26 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineSe
     folder = tmp_path_factory.mktemp("session")
     (folder / "transfer").mkdir()
     tiny_qwen3(0).save_pretrained(folder / "model")
-    settings = {"load_weights": False, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 1 << 16}
-    with start_local_engines(folder / "model", 2, folder, transfer_dir=folder / "transfer", **settings) as started:  # type: ignore[arg-type]
+    settings = {
+        "load_weights": False,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": 1 << 16,
+    }
+    with start_local_engines(
+        folder / "model", 2, folder, transfer_dir=folder / "transfer", **settings
+    ) as started:  # type: ignore[arg-type]
         yield started, folder / "transfer"
 
 
-def rig_of(servers: tuple[EngineServers, Path], connect: type[LocalEngine] = LocalEngine, **settings: object) -> Rig:
+def rig_of(
+    servers: tuple[EngineServers, Path],
+    connect: type[LocalEngine] = LocalEngine,
+    **settings: object,
+) -> Rig:
     """With all engines at one version."""
     rig = Rig(*servers, connect, **settings)  # type: ignore[arg-type]
     rig.sync()
-    assert len(rig.fleet.live) == len(rig.fleet.engines)
+    assert len(rig.fleet.live_engines) == len(rig.fleet.engines)
     return rig
 
 
@@ -87,7 +99,7 @@ def test_every_token_is_of_the_version_that_it_says(servers: tuple[EngineServers
         poller.wait(lambda: session.num_running == 12)
         poller.end()
     await_ends(rig.fleet)
-    assert rig.reasons["abort"] > 0 and session.num_running == 0 and session.poll() == []
+    assert rig.reasons["abort"] > 0 and session.num_running == 0 and session.poll_finished() == []
     assert len(rig.fleet.generate(work[1])[0]) == 4 and poller.error is None
     rig.fleet.close()
 
@@ -95,6 +107,6 @@ def test_every_token_is_of_the_version_that_it_says(servers: tuple[EngineServers
 def await_ends(fleet: EngineFleet, within_s: float = 10.0) -> None:
     """No call to an engine runs any more."""
     deadline = time.monotonic() + within_s
-    while running := [str(call) for call in fleet.calls() if call.seconds is None]:
+    while running := [str(call) for call in fleet.list_recent_calls() if call.seconds is None]:
         assert time.monotonic() < deadline, running
         time.sleep(0.05)

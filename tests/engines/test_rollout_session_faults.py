@@ -15,11 +15,16 @@ from rollout_tools import request, tiny_qwen3
 from session_tools import FITS, Groups, Poller, Rig, Work, prove
 from test_rollout_session import MAX_NUM_SEQS, await_ends, rig_of, work_of
 
-from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GenerateRequest, VersionSpan
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.fleet.supervisor import State
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.local.process import start_local_engines
+from rlhf_megatron.rollout.engine_interface import (
+    EngineError,
+    EngineRequestError,
+    GenerateRequest,
+    VersionSpan,
+)
+from rlhf_megatron.rollout.fleet.engine_supervisor import MemberState
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.local.local_client import LocalEngine
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
 
@@ -41,12 +46,14 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineSe
         yield started, folder / "transfer"
 
 
-def finish(rig: Rig, work: Work, first: int, poller: Poller, is_mending: bool = True) -> dict[int, Groups]:
+def finish(
+    rig: Rig, work: Work, first: int, poller: Poller, is_mending: bool = True
+) -> dict[int, Groups]:
     """Wait as a controller does, proving all; both engines serve then."""
     session = poller.session
-    found = poller.wait_for(work, session.mend if is_mending else lambda: None)
+    found = poller.wait_for(work, session.mend_engines if is_mending else lambda: None)
     if is_mending:
-        poller.wait(lambda: len(rig.fleet.live) == 2, session.mend)
+        poller.wait(lambda: len(rig.fleet.live_engines) == 2, session.mend_engines)
     poller.end()
     proof = prove(work, found, range(first - 1, rig.version + 1))
     assert proof.right <= FITS and proof.num_wrong_fits < 0.05 * proof.num_pairs
@@ -59,7 +66,9 @@ def kill(rig: Rig, index: int, number: int = signal.SIGKILL) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_dies_or_hangs_and_comes_back_by_mend(servers: tuple[EngineServers, Path], number: int) -> None:
+def test_an_engine_dies_or_hangs_and_comes_back_by_mend(
+    servers: tuple[EngineServers, Path], number: int
+) -> None:
     """What hangs is found by the health watch, and killed."""
     rig = rig_of(servers)
     first, work = rig.version, work_of(24)
@@ -76,7 +85,9 @@ def test_an_engine_dies_or_hangs_and_comes_back_by_mend(servers: tuple[EngineSer
     rig.fleet.close()
 
 
-def test_all_engines_are_killed_and_a_sync_brings_them_back(servers: tuple[EngineServers, Path]) -> None:
+def test_all_engines_are_killed_and_a_sync_brings_them_back(
+    servers: tuple[EngineServers, Path],
+) -> None:
     """Nobody mends: work waits for the weights of the next sync. That both died is found by their processes."""
     rig = rig_of(servers)
     first, work = rig.version, work_of(12)
@@ -85,12 +96,12 @@ def test_all_engines_are_killed_and_a_sync_brings_them_back(servers: tuple[Engin
         poller.wait(lambda: len(poller.results) >= 2)
         kill(rig, 0)
         kill(rig, 1)
-        poller.wait(lambda: len(rig.fleet._supervisor.of(State.STALE)) == 2)
+        poller.wait(lambda: len(rig.fleet._supervisor.of(MemberState.STALE)) == 2)
         num_came = len(poller.results)
         time.sleep(0.5)
-        assert len(poller.results) == num_came and rig.fleet.live == ()
+        assert len(poller.results) == num_came and rig.fleet.live_engines == ()
         rig.sync()
-        assert len(rig.fleet.live) == 2 and rig.resynced == []
+        assert len(rig.fleet.live_engines) == 2 and rig.resynced == []
         finish(rig, work, first, poller, is_mending=False)
     rig.fleet.close()
 
@@ -102,7 +113,7 @@ def test_an_engine_dies_in_a_sync_and_work_goes_on(servers: tuple[EngineServers,
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
         rig.sync(meanwhile=lambda: kill(rig, 1))
-        assert [engine.address.name for engine in rig.fleet.live] == ["engine0"]
+        assert [engine.address.name for engine in rig.fleet.live_engines] == ["engine0"]
         finish(rig, work, first, poller)
     assert rig.resynced == ["engine1"]
     rig.fleet.close()
@@ -116,9 +127,11 @@ def test_a_sync_fails_on_one_engine(servers: tuple[EngineServers, Path]) -> None
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
         rig.sync(spoil="engine0")
-        assert [engine.address.name for engine in rig.fleet.live] == ["engine1"]
+        assert [engine.address.name for engine in rig.fleet.live_engines] == ["engine1"]
         poller.wait(lambda: len(poller.results) >= 8)
-        assert [engine.address.name for engine in rig.fleet.live] == ["engine1"], "it waits for a sync or for mend"
+        assert [engine.address.name for engine in rig.fleet.live_engines] == ["engine1"], (
+            "it waits for a sync or for mend"
+        )
         finish(rig, work, first, poller)
     assert rig.resynced == ["engine0"]
     assert rig.fleet.take_counters()["rollout/engine_restarts"] == 0
@@ -130,13 +143,20 @@ class Liar(LocalEngine):
 
     lies: ClassVar[list[str]] = []
 
-    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+    async def generate_async(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> Groups:
         groups = await super().generate_async(requests, timeout_s, name)
         if self.address.name == "engine0" and Liar.lies:
             shift = {"old": -1, "new": 1}[Liar.lies.pop()]
             last = groups[-1][-1]
-            spans = tuple(VersionSpan(span.version + shift, span.start, span.end) for span in last.version_spans)
-            groups[-1][-1] = replace(last, policy_version=last.policy_version + shift, version_spans=spans)
+            spans = tuple(
+                VersionSpan(span.version + shift, span.start, span.end)
+                for span in last.version_spans
+            )
+            groups[-1][-1] = replace(
+                last, policy_version=last.policy_version + shift, version_spans=spans
+            )
         return groups
 
 
@@ -150,12 +170,17 @@ def test_an_engine_of_another_version_is_stale(
     with rig.fleet.open_session() as session:
         finish(rig, work, first, Poller(session, work))
     assert rig.resynced == ["engine0"] and not Liar.lies
-    assert "engine0 has not got the current weights: engine0 returned samples of version" in caplog.text
+    assert (
+        "engine0 has not got the current weights: engine0 returned samples of version"
+        in caplog.text
+    )
     assert rig.fleet.take_counters()["rollout/engine_failures"] == 1
     rig.fleet.close()
 
 
-def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(servers: tuple[EngineServers, Path]) -> None:
+def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(
+    servers: tuple[EngineServers, Path],
+) -> None:
     """request_timeout_s is of the time in which engines can work. Without a health watch that would find it first."""
     rig = rig_of(servers, request_timeout_s=6.0, health_interval_s=600.0)
     first, work = rig.version, work_of(8)
@@ -165,7 +190,12 @@ def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(servers: tupl
         rig.sync(hold_s=8.0)
         found = poller.wait_for(work)
         assert set(rig.fleet.take_counters().values()) == {0.0}
-        assert any(len(s.version_spans) == 2 for groups in found.values() for group in groups for s in group)
+        assert any(
+            len(s.version_spans) == 2
+            for groups in found.values()
+            for group in groups
+            for s in group
+        )
         prove(work, found, range(first, rig.version + 1))
         kill(rig, 0, signal.SIGSTOP)
         start, more = time.monotonic(), work_of(4, first=50)
@@ -173,14 +203,16 @@ def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(servers: tupl
         poller.wait(lambda: len(poller.results) == len(work) + len(more))
         assert 6 <= time.monotonic() - start < 100
         kill(rig, 0, signal.SIGCONT)
-        poller.wait(lambda: len(rig.fleet.live) == 2, session.mend)
+        poller.wait(lambda: len(rig.fleet.live_engines) == 2, session.mend)
         poller.end()
     counters = rig.fleet.take_counters()
     assert counters["rollout/engine_failures"] == 1 and counters["rollout/requests_reissued"] >= 1
     rig.fleet.close()
 
 
-def test_an_evaluation_beside_a_session_holds_up_neither(servers: tuple[EngineServers, Path]) -> None:
+def test_an_evaluation_beside_a_session_holds_up_neither(
+    servers: tuple[EngineServers, Path],
+) -> None:
     """Also where the session has far more work than engines have room for; and a sync afterwards."""
     rig = rig_of(servers)
     first, work = rig.version, work_of(80, 8)
@@ -191,12 +223,16 @@ def test_an_evaluation_beside_a_session_holds_up_neither(servers: tuple[EngineSe
         before = len(poller.results)
         groups = rig.fleet.generate(requests)
         during = len(poller.results) - before
-        assert during > 0 and session.num_running > 8, "the evaluation did not wait for the end of all"
+        assert during > 0 and session.num_running > 8, (
+            "the evaluation did not wait for the end of all"
+        )
         assert [len(group) for group in groups] == [2] * 12
         proof = prove({0: requests}, {0: groups}, [rig.version, rig.version - 1])
         assert proof.right <= FITS < proof.wrong and proof.num_spans == {1: 24}
         rig.sync()
-        assert {s.policy_version for group in rig.fleet.generate(requests) for s in group} == {rig.version}
+        assert {s.policy_version for group in rig.fleet.generate(requests) for s in group} == {
+            rig.version
+        }
         finish(rig, work, first, poller)
     assert set(rig.fleet.take_counters().values()) == {0.0}
     rig.fleet.close()
@@ -235,10 +271,12 @@ def test_what_is_aborted_frees_its_engines(servers: tuple[EngineServers, Path]) 
     rig.fleet.close()
 
 
-def test_a_wrong_request_and_engines_that_are_gone_raise(servers: tuple[EngineServers, Path]) -> None:
+def test_a_wrong_request_and_engines_that_are_gone_raise(
+    servers: tuple[EngineServers, Path],
+) -> None:
     """The last test of the module: no engine lives after it."""
     rig = rig_of(servers, is_killing=False)
-    rig.fleet.resync = None
+    rig.fleet.resync_engines = None
     work = work_of(8)
     with rig.fleet.open_session() as session:
         session.submit(1, [request((77,), (1,), 2)])

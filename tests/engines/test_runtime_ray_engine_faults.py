@@ -39,14 +39,29 @@ SETTINGS = {
 class Running:
     """A run that goes on while a test looks at it."""
 
-    def __init__(self, config: Path, settings: dict[str, Any], faults: str, temporary: Path) -> None:
+    def __init__(
+        self, config: Path, settings: dict[str, Any], faults: str, temporary: Path
+    ) -> None:
         self.temporary = temporary
         self.config = config
         self.marker = f"{MARKER}={uuid.uuid4().hex}"
         self.fired = config.parent / "faults"
-        given = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TORCHELASTIC_"))}
-        plan = {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(self.fired)} if faults else {}
-        own = {MARKER: self.marker.partition("=")[2], "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **plan}
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RAY_", "TORCHELASTIC_"))
+        }
+        plan = (
+            {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(self.fired)}
+            if faults
+            else {}
+        )
+        own = {
+            MARKER: self.marker.partition("=")[2],
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            **plan,
+        }
         own["TMPDIR"] = str(temporary)
         with (config.parent / "console").open("wb") as out:
             self.process = subprocess.Popen(
@@ -62,7 +77,9 @@ class Running:
     def wait(self) -> Finished:
         code = self.process.wait(TIMEOUT_S)
         console = (self.config.parent / "console").read_text()
-        return Finished(self.config.parent, self.config.parent / "runs" / "tiny", code, console, self.marker)
+        return Finished(
+            self.config.parent, self.config.parent / "runs" / "tiny", code, console, self.marker
+        )
 
     def wait_for_fault(self, number: int) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -75,12 +92,16 @@ class Running:
         for pid in processes_with(self.marker):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if "rlhf_megatron.rollout.local.server" in line and any(f"/{engine}.token" in word for word in line):
+                if "rlhf_megatron.rollout.local.local_server" in line and any(
+                    f"/{engine}.token" in word for word in line
+                ):
                     return pid
         raise AssertionError(f"{engine} has no process")
 
     def actor_of(self, engine: str) -> int:
-        pid = int(Path(f"/proc/{self.server_of(engine)}/stat").read_text().rpartition(")")[2].split()[1])
+        pid = int(
+            Path(f"/proc/{self.server_of(engine)}/stat").read_text().rpartition(")")[2].split()[1]
+        )
         assert Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::")
         return pid
 
@@ -124,7 +145,9 @@ def test_an_engine_whose_actor_is_killed_while_it_generates_is_replaced(start) -
     assert differences(undisturbed.run_dir, run.run_dir, is_bitwise=True) == []
     restarts = [row.get("rollout/engine_restarts", 0) for row in run.rows("step")]
     assert sum(restarts) == 1, restarts
-    assert (run.run_dir / "engines" / "engine0.1.log").exists(), "the log of the engine that was lost is kept"
+    assert (run.run_dir / "engines" / "engine0.1.log").exists(), (
+        "the log of the engine that was lost is kept"
+    )
     assert alone.left_over(30) == [] and running.left_over(30) == []
 
 

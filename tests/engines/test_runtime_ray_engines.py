@@ -125,7 +125,9 @@ def test_no_server_outlives_a_driver_that_is_killed(start) -> None:
     server = driver.hear()["pids"]["engine0"]
     actor = parent_of(server)
     assert "rollout.local.server" in name_of(server)
-    assert name_of(actor).startswith("ray::"), "the server is a child of an actor, not of the driver"
+    assert name_of(actor).startswith("ray::"), (
+        "the server is a child of an actor, not of the driver"
+    )
     os.kill(driver.process.pid, signal.SIGKILL)
     assert is_gone(server) and is_gone(actor)
 
@@ -145,21 +147,34 @@ def test_an_engine_is_killed_ended_and_replaced_with_its_actor(start, tmp_path: 
     os.kill(actors["engine0"], signal.SIGKILL)
     assert is_gone(servers["engine0"])
     ending = driver.ending("engine0")
-    assert ending.startswith("it exited with code -9; the end of ") and "its keeper has ended: engine0: " in ending
+    assert (
+        ending.startswith("it exited with code -9; the end of ")
+        and "its keeper has ended: engine0: " in ending
+    )
 
     # A new actor, another port, the former log under a number; the other engine is what it was.
     second = driver.ask("restart engine0")
-    assert second["pids"]["engine1"] == servers["engine1"] and second["urls"]["engine1"] == first["urls"]["engine1"]
+    assert (
+        second["pids"]["engine1"] == servers["engine1"]
+        and second["urls"]["engine1"] == first["urls"]["engine1"]
+    )
     assert second["urls"]["engine0"] != first["urls"]["engine0"]
     assert parent_of(second["pids"]["engine0"]) not in actors.values()
-    assert f"listening on {first['urls']['engine0'].removeprefix('http://')}" in log.with_suffix(".1.log").read_text()
+    assert (
+        f"listening on {first['urls']['engine0'].removeprefix('http://')}"
+        in log.with_suffix(".1.log").read_text()
+    )
     assert f"listening on {second['urls']['engine0'].removeprefix('http://')}" in log.read_text()
 
     # The server is killed under a living actor.
     os.kill(second["pids"]["engine0"], signal.SIGKILL)
     assert is_gone(second["pids"]["engine0"])
     ending = driver.ending("engine0")
-    assert ending.startswith("it exited with code -9") and "listening on" in ending and "actor" not in ending
+    assert (
+        ending.startswith("it exited with code -9")
+        and "listening on" in ending
+        and "actor" not in ending
+    )
 
     # It is killed by name; its actor goes too.
     killed = driver.ask("kill engine1")["ending"]
@@ -191,6 +206,8 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing(start, tmp_path:
     driver = start(1, tmp_path / "nothing")
     error = driver.hear()["error"]
     assert error.startswith("engine0 exited with code 2 before it was ready; the end of ")
-    assert error.endswith("/nothing has no config.json; model.path must be a directory in Hugging Face layout.")
+    assert error.endswith(
+        "/nothing has no config.json; model.path must be a directory in Hugging Face layout."
+    )
     assert driver.process.wait(ANSWER_S) == 0
     assert driver.left_over(30) == []

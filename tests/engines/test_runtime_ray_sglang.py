@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.long, pytest.mark.sglang, needs_sgla
     [("tensor", {}), ("process_group", {}), ("process_group", {"nnodes": 2, "tp_size": 2})],
     ids=["tensor", "process_group", "two_parts"],
 )
-def test_weights_reach_it_and_it_ends_with_the_run(transport: str, arguments: dict[str, int], tmp_path: Path) -> None:
+def test_weights_reach_it_and_it_ends_with_the_run(
+    transport: str, arguments: dict[str, int], tmp_path: Path
+) -> None:
     settings = {
         "trainer.runtime": "ray",
         "trainer.n_gpus_per_node": 1,

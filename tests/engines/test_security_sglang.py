@@ -14,12 +14,18 @@ from listening import is_loopback, listening
 from rollout_tools import tiny_qwen3
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 pytestmark = [pytest.mark.sglang, needs_sglang]
 
-OPEN = {"/health", "/health_generate", "/ready", "/metrics", "/ping"}  # SGLang lets probes of clusters in
+OPEN = {
+    "/health",
+    "/health_generate",
+    "/ready",
+    "/metrics",
+    "/ping",
+}  # SGLang lets probes of clusters in
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServers]
 def call(url: str, method: str, path: str, token: str | None) -> int:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     body = b"{}" if method == "POST" else None
-    answer = urllib3.request(method, url + path, headers=headers, body=body, timeout=60, retries=False)
+    answer = urllib3.request(
+        method, url + path, headers=headers, body=body, timeout=60, retries=False
+    )
     return answer.status
 
 
@@ -64,15 +72,24 @@ def family(pid: int) -> list[int]:
 def test_every_verb_but_health_needs_the_key(servers: EngineServers) -> None:
     address = servers.addresses[0]
     headers = {"Authorization": f"Bearer {address.token}"}
-    paths = json.loads(urllib3.request("GET", address.url + "/openapi.json", headers=headers, timeout=60).data)["paths"]
+    paths = json.loads(
+        urllib3.request("GET", address.url + "/openapi.json", headers=headers, timeout=60).data
+    )["paths"]
     assert len(paths) > 40
-    admin = {"/update_weights_from_tensor", "/update_weights_from_disk", "/begin_weight_update", "/abort_request"}
+    admin = {
+        "/update_weights_from_tensor",
+        "/update_weights_from_disk",
+        "/begin_weight_update",
+        "/abort_request",
+    }
     assert admin <= paths.keys()
     let_in = set()
     for path, methods in paths.items():
         for method in methods:
             for wrong in (None, address.token[:-1], "x"):
-                if call(address.url, method.upper(), path.replace("{", "").replace("}", ""), wrong) not in (401, 403):
+                if call(
+                    address.url, method.upper(), path.replace("{", "").replace("}", ""), wrong
+                ) not in (401, 403):
                     let_in.add(path)
     assert let_in <= OPEN, let_in - OPEN
     assert call(address.url, "GET", "/health", None) == 200
@@ -81,7 +98,11 @@ def test_every_verb_but_health_needs_the_key(servers: EngineServers) -> None:
 
 def test_the_key_is_in_private_files_only(servers: EngineServers) -> None:
     token, process = servers.addresses[0].token, servers.processes[0]
-    holders = {path.name for path in process.log.parent.iterdir() if path.is_file() and token in path.read_text()}
+    holders = {
+        path.name
+        for path in process.log.parent.iterdir()
+        if path.is_file() and token in path.read_text()
+    }
     assert holders == {"engine0.token", "engine0.yaml"}
     for name in holders:
         assert stat.S_IMODE((process.log.parent / name).stat().st_mode) == 0o600

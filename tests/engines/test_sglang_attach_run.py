@@ -21,9 +21,14 @@ from places import ROOT
 from rollout_tools import tiny_qwen3
 from sglang_tools import STARTUP_S, needs_sglang, sglang_python
 
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.attach import AttachedEngines, Expected, addresses_of, look_at_all
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.http_client import HttpClient
+from rlhf_megatron.rollout.sglang.attached_engines import (
+    AttachedEngines,
+    ServerRequirements,
+    inspect_all_servers,
+    make_endpoint_addresses,
+)
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
@@ -58,7 +63,9 @@ class Served:
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"}
-        answer = urllib3.request("POST", self.url + path, json=body, headers=headers, timeout=timeout_s, retries=False)
+        answer = urllib3.request(
+            "POST", self.url + path, json=body, headers=headers, timeout=timeout_s, retries=False
+        )
         return answer.status, answer.data
 
     def command(self, folder: Path, name: str, *overrides: str) -> list[str]:
@@ -69,7 +76,9 @@ class Served:
 
     def is_free(self) -> bool:
         """It decodes, and no weight update is open."""
-        status, data = self.post("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}})
+        status, data = self.post(
+            "/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}
+        )
         is_open = self.post("/end_weight_update", {})[0] == 200
         return status == 200 and len(json.loads(data)["output_ids"]) == 2 and not is_open
 
@@ -79,7 +88,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Of a copy of the model that is gone once the server is up: what it serves must be asked of itself."""
     folder = tmp_path_factory.mktemp("served")
     shutil.copytree(MODEL, folder / "model")
-    command = [sys.executable, "-m", "rlhf_megatron", "engine", "configs/quickstart_sglang.yaml", "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_megatron",
+        "engine",
+        "configs/quickstart_sglang.yaml",
+        "--out",
+        str(folder),
+    ]
     command += [f"model.path={folder}/model", f"rollout.sglang.python={sglang_python()}"]
     command += ["rollout.sglang.args.sleep_on_idle=true", f"rollout.startup_timeout_s={STARTUP_S}"]
     with (folder / "out").open("w") as out:
@@ -87,13 +104,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         deadline = time.monotonic() + STARTUP_S + 60
         while not (folder / "endpoints.yaml").exists():
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "out").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, (
+                folder / "out"
+            ).read_text()[-3000:]
             time.sleep(0.5)
         shutil.rmtree(folder / "model")
         settings = yaml.safe_load((folder / "endpoints.yaml").read_text())["rollout"]
         key = Path(settings["sglang"]["api_key_file"]).read_text()
         yield Served(folder, folder / "endpoints.yaml", settings["endpoints"][0], key)
-        assert key not in (folder / "out").read_text() + (folder / "engines" / "engine0.log").read_text()
+        assert (
+            key
+            not in (folder / "out").read_text() + (folder / "engines" / "engine0.log").read_text()
+        )
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -103,19 +125,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def finish(command: list[str], log: Path) -> tuple[int, str]:
     with log.open("w") as out:
-        code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=900).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=900
+        ).returncode
     return code, log.read_text()
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if row["kind"] == "step"]
+    return [
+        row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if row["kind"] == "step"
+    ]
 
 
 def test_a_run_attaches_and_gives_back(served: Served, tmp_path: Path) -> None:
-    code, said = finish(served.command(tmp_path, "first", "trainer.total_training_steps=3"), tmp_path / "log")
+    code, said = finish(
+        served.command(tmp_path, "first", "trainer.total_training_steps=3"), tmp_path / "log"
+    )
     assert code == 0, said[-3000:]
     assert [row["policy/version"] for row in steps_of(tmp_path / "first")] == [2, 3, 4]
-    assert all(0 < row["training/rollout_log_probs_diff_max"] <= 1e-4 for row in steps_of(tmp_path / "first"))
+    assert all(
+        0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
+        for row in steps_of(tmp_path / "first")
+    )
     assert not (tmp_path / "first" / "engines").exists()
     assert served.key not in (tmp_path / "first" / "config.yaml").read_text() + said
     assert served.is_free()
@@ -138,7 +169,9 @@ def test_a_run_takes_a_server_after_one_that_was_killed(served: Served, tmp_path
     process.kill()
     process.wait()
     assert served.post("/begin_weight_update", {})[0] == 400, "the update of the killed run is open"
-    code, said = finish(served.command(tmp_path, "heir", "trainer.total_training_steps=2"), tmp_path / "log")
+    code, said = finish(
+        served.command(tmp_path, "heir", "trainer.total_training_steps=2"), tmp_path / "log"
+    )
     assert code == 0, said[-3000:]
     assert "a weight update is open in it; waiting 90 s for its end" in said
     assert [row["policy/version"] for row in steps_of(tmp_path / "heir")] == [2, 3]
@@ -151,7 +184,9 @@ def test_a_run_without_a_common_transfer_directory(served: Served, tmp_path: Pat
     code, said = finish(served.command(tmp_path, "apart", *overrides), tmp_path / "log")
     assert code == 0, said[-3000:]
     assert "its weight loader does not answer, since it cannot reach the transfer directory" in said
-    assert all(row["training/rollout_log_probs_diff_max"] <= 1e-4 for row in steps_of(tmp_path / "apart"))
+    assert all(
+        row["training/rollout_log_probs_diff_max"] <= 1e-4 for row in steps_of(tmp_path / "apart")
+    )
 
 
 def test_a_server_with_another_model_or_weight_type(served: Served, tmp_path: Path) -> None:
@@ -159,32 +194,45 @@ def test_a_server_with_another_model_or_weight_type(served: Served, tmp_path: Pa
     tiny_qwen3(1).save_pretrained(tmp_path / "other")
     transfer = Path("/dev/shm") / f"rlhf-megatron-test-{os.getpid()}"
     transfer.mkdir(mode=0o700)
-    addresses = addresses_of([served.url], served.key, "")
+    addresses = make_endpoint_addresses([served.url], served.key, "")
     try:
         with pytest.raises(
-            EngineError, match=r"serves another model than model.path \(.*other\): .*hidden_size \d+ inst"
+            EngineError,
+            match=r"serves another model than model.path \(.*other\): .*hidden_size \d+ inst",
         ):
-            AttachedEngines(addresses, Expected(tmp_path / "other", MODEL, "float32"), transfer)
+            AttachedEngines(
+                addresses, ServerRequirements(tmp_path / "other", MODEL, "float32"), transfer
+            )
         (tmp_path / "other" / "config.json").write_text(json.dumps({"vocab_size": 77}))
-        with pytest.raises(EngineError, match=r"serves another model .*: vocab_size \d+ instead of 77"):
-            AttachedEngines(addresses, Expected(tmp_path / "other", MODEL, "float32"), tmp_path)
         with pytest.raises(
-            EngineError, match=r"its weights are float32, but .* is bfloat16; start it with --dtype bfl"
+            EngineError, match=r"serves another model .*: vocab_size \d+ instead of 77"
         ):
-            look_at_all(addresses, Expected(MODEL, MODEL, "bfloat16"))
+            AttachedEngines(
+                addresses, ServerRequirements(tmp_path / "other", MODEL, "float32"), tmp_path
+            )
+        with pytest.raises(
+            EngineError,
+            match=r"its weights are float32, but .* is bfloat16; start it with --dtype bfl",
+        ):
+            inspect_all_servers(addresses, ServerRequirements(MODEL, MODEL, "bfloat16"))
     finally:
         shutil.rmtree(transfer)
     assert served.is_free()
 
 
 def test_wrong_keys(served: Served, tmp_path: Path) -> None:
-    expected = Expected(MODEL, MODEL, "float32")
+    expected = ServerRequirements(MODEL, MODEL, "float32")
     with pytest.raises(
-        EngineError, match=r"refuses the key; put its --api-key into the file rollout.sglang.api_key_file"
+        EngineError,
+        match=r"refuses the key; put its --api-key into the file rollout.sglang.api_key_file",
     ):
-        look_at_all(addresses_of([served.url], "wrong", "other"), expected)
-    with pytest.raises(EngineError, match=r"refuses the admin key; .*rollout.sglang.admin_api_key_file"):
-        AttachedEngines(addresses_of([served.url], served.key, "wrong"), expected, tmp_path)
+        inspect_all_servers(make_endpoint_addresses([served.url], "wrong", "other"), expected)
+    with pytest.raises(
+        EngineError, match=r"refuses the admin key; .*rollout.sglang.admin_api_key_file"
+    ):
+        AttachedEngines(
+            make_endpoint_addresses([served.url], served.key, "wrong"), expected, tmp_path
+        )
     assert served.is_free()
 
 
@@ -211,22 +259,33 @@ def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> Non
     printed = printed.replace(of_both, '"$(cat engine.key)" other-key')
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            ["bash", "-c", printed], cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            ["bash", "-c", printed],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP_S
         while not is_healthy(url):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()[-3000:]
             time.sleep(0.5)
         assert (tmp_path / "engine.key").stat().st_mode & 0o777 == 0o600
         key = (tmp_path / "engine.key").read_text().strip()
-        (found,) = look_at_all(addresses_of([url], key, "other-key"), Expected(MODEL, MODEL, "float32"))
+        (found,) = inspect_all_servers(
+            make_endpoint_addresses([url], key, "other-key"),
+            ServerRequirements(MODEL, MODEL, "float32"),
+        )
         assert found.lists_loader and found.tp_size == 1
         transfer = Path("/dev/shm") / f"rlhf-megatron-test-{os.getpid()}"
         transfer.mkdir(mode=0o700)
         try:
             with AttachedEngines(
-                addresses_of([url], key, "other-key"), Expected(MODEL, MODEL, "float32"), transfer
+                make_endpoint_addresses([url], key, "other-key"),
+                ServerRequirements(MODEL, MODEL, "float32"),
+                transfer,
             ) as attached:
                 assert attached.addresses[0].has_loader
         finally:
@@ -238,7 +297,7 @@ def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> Non
 
 def is_healthy(url: str) -> bool:
     try:
-        HttpClient(addresses_of([url], "", "")[0]).get("/health", 5.0)
+        HttpClient(make_endpoint_addresses([url], "", "")[0]).get("/health", 5.0)
     except EngineError:
         return False
     return True
@@ -251,6 +310,8 @@ def begin(served: Served, folder: Path, name: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 600
     while not (folder / name / "metrics.jsonl").exists() or len(steps_of(folder / name)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, (folder / f"{name}.log").read_text()[-3000:]
+        assert process.poll() is None and time.monotonic() < deadline, (
+            folder / f"{name}.log"
+        ).read_text()[-3000:]
         time.sleep(0.2)
     return process

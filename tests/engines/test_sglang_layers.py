@@ -30,7 +30,14 @@ ARCHITECTURES = {
 
 
 def case(
-    family: str, tp: int, kv: int, *, ep: int = 1, tied: bool = False, dtype: str = "float32", **fault: Any
+    family: str,
+    tp: int,
+    kv: int,
+    *,
+    ep: int = 1,
+    tied: bool = False,
+    dtype: str = "float32",
+    **fault: Any,
 ) -> Any:
     config = {
         "model_type": family,
@@ -103,8 +110,19 @@ def case(
 def in_blocks(family: str, tp: int, ep: int, trainer: dict[str, int]) -> Any:
     """FP8, with sizes that blocks of 128 divide."""
     found = case(family, tp, 8 if family == "deepseek_v3" else 4, ep=ep, dtype="bfloat16")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64}
-    latent = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "head_dim": 64,
+    }
+    latent = {
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+    }
     for name, value in {**sizes, **latent}.items():
         if name in found["config"]:
             found["config"][name] = value
@@ -140,14 +158,27 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
         3,
         OF_EXPERT,
     ),
-    "q and k swapped": (case("qwen3", 2, 8, rank=0, kind="swap", swap=Q_AND_K, names=Q_AND_K), 0, Q_AND_K),
+    "q and k swapped": (
+        case("qwen3", 2, 8, rank=0, kind="swap", swap=Q_AND_K, names=Q_AND_K),
+        0,
+        Q_AND_K,
+    ),
     "a flipped bit in rows": (
         case("qwen3", 4, 2, rank=2, kind="flip", parameter=f"{MLP}.gate_up_proj.weight", byte=1),
         2,
         [f"{MLP}.gate_proj.weight"],
     ),
     "a flipped bit in columns": (
-        case("qwen2", 4, 4, rank=3, kind="flip", parameter=f"{MLP}.down_proj.weight", byte=-3, dtype="bfloat16"),
+        case(
+            "qwen2",
+            4,
+            4,
+            rank=3,
+            kind="flip",
+            parameter=f"{MLP}.down_proj.weight",
+            byte=-3,
+            dtype="bfloat16",
+        ),
         3,
         [f"{MLP}.down_proj.weight"],
     ),
@@ -157,7 +188,9 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
         [f"{ATTENTION}.v_proj.weight"],
     ),
     "a flipped bit in the shared expert": (
-        case("deepseek_v3", 2, 8, rank=1, kind="flip", parameter=f"{MLP}.experts.w2_weight", byte=-1),
+        case(
+            "deepseek_v3", 2, 8, rank=1, kind="flip", parameter=f"{MLP}.experts.w2_weight", byte=-1
+        ),
         1,
         [f"{MLP}.shared_experts.down_proj.weight"],
     ),
@@ -168,7 +201,13 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
     ),
     "a flipped bit in the second of two matrices that are joined": (
         case(
-            "deepseek_v3", 1, 8, rank=0, kind="flip", parameter=f"{ATTENTION}.fused_qkv_a_proj_with_mqa.weight", byte=-1
+            "deepseek_v3",
+            1,
+            8,
+            rank=0,
+            kind="flip",
+            parameter=f"{ATTENTION}.fused_qkv_a_proj_with_mqa.weight",
+            byte=-1,
         ),
         0,
         [f"{ATTENTION}.kv_a_proj_with_mqa.weight"],
@@ -182,7 +221,10 @@ WRONG: dict[str, tuple[Any, int, list[str]]] = {
 STALE = case("qwen3_moe", 4, 2, rank=2, kind="stale")
 TP2_EP2 = {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}
 SHARDS = {  # from trainers of other layouts: (case, senders)
-    "to the attention of two groups": ({**case("qwen3_moe", 4, 4, ep=2), "dp": 2, "others": {}, "trainer": TP2_EP2}, 2),
+    "to the attention of two groups": (
+        {**case("qwen3_moe", 4, 4, ep=2), "dp": 2, "others": {}, "trainer": TP2_EP2},
+        2,
+    ),
     "to the attention of two groups, tied head": (
         {
             **case("qwen3_moe", 4, 4, ep=2, tied=True),
@@ -196,7 +238,11 @@ SHARDS = {  # from trainers of other layouts: (case, senders)
         {
             **case("deepseek_v3", 4, 8, ep=4),
             "dp": 4,
-            "others": {"moe_dense_tp_size": 1, "enable_dp_lm_head": True, "enforce_shared_experts_fusion": True},
+            "others": {
+                "moe_dense_tp_size": 1,
+                "enable_dp_lm_head": True,
+                "enforce_shared_experts_fusion": True,
+            },
             "trainer": TP2_EP2,
         },
         2,
@@ -206,14 +252,26 @@ SHARDS = {  # from trainers of other layouts: (case, senders)
         2,
     ),
     "tp2 to tp2": ({**case("qwen3", 2, 4), "trainer": {"world_size": 2, "tp": 2}}, 2),
-    "tp4 to tp2, biases": ({**case("qwen2", 2, 4, tied=True), "trainer": {"world_size": 4, "tp": 4}}, 4),
-    "tp2 to tp8 of two key-value heads": ({**case("qwen3", 8, 2), "trainer": {"world_size": 2, "tp": 2}}, 2),
+    "tp4 to tp2, biases": (
+        {**case("qwen2", 2, 4, tied=True), "trainer": {"world_size": 4, "tp": 4}},
+        4,
+    ),
+    "tp2 to tp8 of two key-value heads": (
+        {**case("qwen3", 8, 2), "trainer": {"world_size": 2, "tp": 2}},
+        2,
+    ),
     "tp2 ep2 to tp2 ep2, tied head": (
-        {**case("qwen3_moe", 2, 2, ep=2, tied=True), "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1}},
+        {
+            **case("qwen3_moe", 2, 2, ep=2, tied=True),
+            "trainer": {"world_size": 2, "tp": 2, "ep": 2, "etp": 1},
+        },
         2,
     ),
     "ep4 to tp2, tied head, bfloat16": (
-        {**case("qwen3_moe", 2, 4, tied=True, dtype="bfloat16"), "trainer": {"world_size": 4, "ep": 4}},
+        {
+            **case("qwen3_moe", 2, 4, tied=True, dtype="bfloat16"),
+            "trainer": {"world_size": 4, "ep": 4},
+        },
         4,
     ),
     "tp2 ep2 to tp4, latent attention": (
@@ -229,7 +287,10 @@ SHARDS = {  # from trainers of other layouts: (case, senders)
         in_blocks("deepseek_v3", 2, 1, trainer={"world_size": 2, "tp": 2, "ep": 2, "etp": 1}),
         2,
     ),
-    "FP8, tp2 ep2 to tp2 ep2": (in_blocks("qwen3_moe", 2, 2, trainer={"world_size": 2, "tp": 2, "ep": 2, "etp": 1}), 2),
+    "FP8, tp2 ep2 to tp2 ep2": (
+        in_blocks("qwen3_moe", 2, 2, trainer={"world_size": 2, "tp": 2, "ep": 2, "etp": 1}),
+        2,
+    ),
     "GPT-OSS, tp2 ep2 to tp2": (
         {
             **case("gpt_oss", 2, 4, dtype="bfloat16"),
@@ -258,10 +319,19 @@ SHARDS = {  # from trainers of other layouts: (case, senders)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    cases = {**RIGHT, **{name: found for name, (found, _, _) in WRONG.items()}, "a stale rank": STALE}
+    cases = {
+        **RIGHT,
+        **{name: found for name, (found, _, _) in WRONG.items()},
+        "a stale rank": STALE,
+    }
     cases |= {name: found for name, (found, _) in SHARDS.items()}
     done = subprocess.run(
-        [sglang_python(), SUPPORT / "sglang_ranks.py", tmp_path_factory.mktemp("ranks"), "--as-on-a-gpu"],
+        [
+            sglang_python(),
+            SUPPORT / "sglang_ranks.py",
+            tmp_path_factory.mktemp("ranks"),
+            "--as-on-a-gpu",
+        ],
         input=json.dumps(list(cases.values())),
         capture_output=True,
         text=True,
@@ -292,29 +362,47 @@ def test_a_fault_in_one_rank_is_named(name: str, results: dict[str, dict[str, An
     words = "; ".join(errors)
     for tensor in tensors:
         assert words.count(f"tensor '{tensor}': ") == 1
-    assert words.count("tensor '") == words.count(f"tp rank {rank} holds other values than the bucket") == len(tensors)
-    assert all(error.startswith("engine0, bucket ") and error.endswith("The engine is STALE.") for error in errors)
+    assert (
+        words.count("tensor '")
+        == words.count(f"tp rank {rank} holds other values than the bucket")
+        == len(tensors)
+    )
+    assert all(
+        error.startswith("engine0, bucket ") and error.endswith("The engine is STALE.")
+        for error in errors
+    )
 
 
 def test_a_stale_rank_is_named(results: dict[str, dict[str, Any]]) -> None:
     errors = results["a stale rank"]["errors"]
     assert len(errors) == 5  # every bucket
     for error in errors:
-        assert error.count("tp rank 2 holds other values than the bucket") == error.count("tensor '") == 3
+        assert (
+            error.count("tp rank 2 holds other values than the bucket")
+            == error.count("tensor '")
+            == 3
+        )
         assert re.search(r"(\d+) of \1 tensors do not stand in it", error)
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_shards_of_a_trainer_come_to_the_ranks_that_have_them(name: str, results: dict[str, dict[str, Any]]) -> None:
+def test_shards_of_a_trainer_come_to_the_ranks_that_have_them(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
     """Bit for bit by receipt; each rank takes what stands in it, and that is what the plan says."""
     found = results[name]
     print(f"{name}: {found['seconds']} s of CPU time, moved {found['moved']}")
     trainer, num_senders = SHARDS[name][0]["trainer"], SHARDS[name][1]
     assert found["equal"] and all(found["as_stock"]) and found["num_senders"] == num_senders
-    assert (found["num_parts"] > 0) == (trainer.get("tp", 1) > 1)  # else experts are shared out, each whole
+    assert (found["num_parts"] > 0) == (
+        trainer.get("tp", 1) > 1
+    )  # else experts are shared out, each whole
     assert found["planned"] == found["moved"] == found["needed"]
 
 
 def test_a_bias_that_a_second_rank_adds_is_named(results: dict[str, dict[str, Any]]) -> None:
     """Ranks that share an expert of GPT-OSS add up what they compute, so only one of them may have its last bias."""
-    assert results["GPT-OSS, tp2 ep2 to tp2"]["added_twice"] == [[], [f"{LAYER}.mlp.experts.0.down_proj_bias"]]
+    assert results["GPT-OSS, tp2 ep2 to tp2"]["added_twice"] == [
+        [],
+        [f"{LAYER}.mlp.experts.0.down_proj_bias"],
+    ]

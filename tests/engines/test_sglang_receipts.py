@@ -23,12 +23,12 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhf_megatron.data.routes import read_routes
-from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
+from rlhf_megatron.data.expert_route_files import map_route_file
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
+from rlhf_megatron.rollout.sglang.sglang_weight_verbs import SGLangWeightVerbs
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
 COMMON: dict[str, Any] = {
@@ -109,7 +109,7 @@ class Server:
     model: Path
     transfer: Path
     engine: SGLangEngine
-    verbs: SGLangVerbs
+    verbs: SGLangWeightVerbs
     version: int = 0
 
     def weights(self, seed: int) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class Server:
 
     def begin(self) -> None:
         self.version += 1
-        self.engine.begin_update(self.version, full_resync=True)
+        self.engine.begin_weight_update(self.version, is_full_resync=True)
 
     def buckets(self, weights: dict[str, Tensor]) -> list[BucketManifest]:
         return write_buckets(weights, self.transfer, self.version, num_buckets=4)
@@ -128,23 +128,29 @@ class Server:
         self.begin()
         for manifest in self.buckets(weights):
             self.engine.update_weights(manifest)
-        return self.engine.weight_digests()
+        return self.engine.get_weight_digests()
 
     def give(self, of_rank: list[dict[str, Tensor]]) -> None:
         """By SGLang's own call: each rank its own tensors, by value."""
-        payloads = [base64.b64encode(pickle.dumps(list(tensors.items()))).decode() for tensors in of_rank]
-        answer = self.engine._http.post(
-            "/update_weights_from_tensor", {"serialized_named_tensors": payloads, "flush_cache": False}, 300.0
+        payloads = [
+            base64.b64encode(pickle.dumps(list(tensors.items()))).decode() for tensors in of_rank
+        ]
+        answer = self.engine._admin_http.post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": payloads, "flush_cache": False},
+            300.0,
         )
         assert answer["success"], answer
 
     def checksums(self) -> Any:
         """SGLang's own, of all that stands in every rank."""
-        return self.engine._http.post("/weights_checker", {"action": "checksum"}, 300.0)
+        return self.engine._admin_http.post("/weights_checker", {"action": "checksum"}, 300.0)
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp(request.param)
     model, transfer = folder / "model", folder / "transfer"
     for path in (model, transfer):
@@ -157,12 +163,17 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         python=str(sglang_python()),
         transfer_dir=transfer,
         dtype="float32",
-        arguments={**CPU_ARGUMENTS, **TELLS_ROUTES.get(request.param, {}), "context_length": 256, "tp_size": 2},
+        arguments={
+            **CPU_ARGUMENTS,
+            **TELLS_ROUTES.get(request.param, {}),
+            "context_length": 256,
+            "tp_size": 2,
+        },
         env={**CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         startup_timeout_s=STARTUP_S,
     ) as servers:
         engine = SGLangEngine(servers.addresses[0], transfer)
-        verbs = SGLangVerbs(servers.addresses[0], transfer, 300.0)
+        verbs = SGLangWeightVerbs(servers.addresses[0], transfer, 300.0)
         yield Server(request.param, model, transfer, engine, verbs)
         engine.close()
 
@@ -171,8 +182,8 @@ def test_what_stands_is_what_was_sent_and_what_is_sampled_from(server: Server) -
     """transformers finds the log-probs of the tokens with the same weights."""
     weights = server.weights(1)
     assert server.sync(weights) == digests_of(weights)
-    server.engine.commit_update(server.version)
-    assert server.engine.weight_digests() == digests_of(weights)
+    server.engine.commit_weight_update(server.version)
+    assert server.engine.get_weight_digests() == digests_of(weights)
     save_file(weights, server.model / "model.safetensors")
     reference = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
     asked = [request((1 + i, 2, 130), (7 + i,), 12) for i in range(3)]
@@ -183,21 +194,29 @@ def test_what_stands_is_what_was_sent_and_what_is_sampled_from(server: Server) -
 
 
 @pytest.mark.parametrize("server", TELLS_ROUTES, indirect=True)
-def test_the_experts_that_it_tells_are_those_of_transformers(server: Server, tmp_path: Path) -> None:
+def test_the_experts_that_it_tells_are_those_of_transformers(
+    server: Server, tmp_path: Path
+) -> None:
     weights = server.weights(1)
     server.sync(weights)
-    server.engine.commit_update(server.version)
+    server.engine.commit_weight_update(server.version)
     save_file(weights, server.model / "model.safetensors")
     reference = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32).eval()
     picked: list[Tensor] = []
-    numbers = [number for number, layer in enumerate(reference.model.layers) if hasattr(layer.mlp, "experts")]
+    numbers = [
+        number
+        for number, layer in enumerate(reference.model.layers)
+        if hasattr(layer.mlp, "experts")
+    ]
     for layer in (reference.model.layers[number] for number in numbers):
         layer.mlp.experts.register_forward_pre_hook(lambda module, given: picked.append(given[1]))
-    asked = [replace(request((1 + i, 2, 130), (7 + i,), 12), routes_dir=str(tmp_path)) for i in range(3)]
+    asked = [
+        replace(request((1 + i, 2, 130), (7 + i,), 12), routes_dir=str(tmp_path)) for i in range(3)
+    ]
     for one, (sample,) in zip(asked, server.engine.generate(asked, 300.0), strict=True):
         picked.clear()
         reference(torch.tensor([[*one.prompt_ids, *sample.token_ids[:-1]]]))
-        ids = torch.from_numpy(read_routes(sample.routes, (2,), 2).astype("int64"))[:, numbers]
+        ids = torch.from_numpy(map_route_file(sample.routes, (2,), 2).astype("int64"))[:, numbers]
         assert torch.equal(ids.sort(-1).values, torch.stack(picked, 1).sort(-1).values)
 
 
@@ -205,13 +224,13 @@ def test_the_end_of_the_session_changes_nothing(server: Server) -> None:
     weights = server.weights(2)
     server.sync(weights)
     within = server.checksums()
-    server.engine.commit_update(server.version)
+    server.engine.commit_weight_update(server.version)
     after = server.checksums()
     assert within == after and len(json.dumps(within)) > 100
     server.begin()
     assert server.checksums() == within
     for manifest in server.buckets(weights):  # nothing is loaded: only looked at
-        server.verbs.digest(manifest)
+        server.verbs.digest_bucket(manifest)
 
 
 PLANTED: dict[str, tuple[str, int, list[str]]] = {
@@ -223,9 +242,21 @@ PLANTED: dict[str, tuple[str, int, list[str]]] = {
     "a flipped bit in the head": ("qwen3_moe", 1, ["lm_head.weight"]),
     "a stale rank": ("qwen3_moe", 1, []),
     "one of two matrices that are joined": ("deepseek_v3", 1, JOINED),
-    "a flipped bit in what keys and values are made of": ("deepseek_v3", 1, [f"{LAYER}.self_attn.kv_b_proj.weight"]),
-    "a flipped bit in the shared expert": ("deepseek_v3", 1, [f"{LAYER}.mlp.shared_experts.down_proj.weight"]),
-    "a flipped bit in a bias of the router": ("deepseek_v3", 0, [f"{LAYER}.mlp.gate.e_score_correction_bias"]),
+    "a flipped bit in what keys and values are made of": (
+        "deepseek_v3",
+        1,
+        [f"{LAYER}.self_attn.kv_b_proj.weight"],
+    ),
+    "a flipped bit in the shared expert": (
+        "deepseek_v3",
+        1,
+        [f"{LAYER}.mlp.shared_experts.down_proj.weight"],
+    ),
+    "a flipped bit in a bias of the router": (
+        "deepseek_v3",
+        0,
+        [f"{LAYER}.mlp.gate.e_score_correction_bias"],
+    ),
 }
 
 
@@ -239,7 +270,9 @@ def test_one_wrong_rank_is_refused(server: Server, name: str) -> None:
     given = dict(weights)
     if name == "an expert left out":
         given = {key: tensor for key, tensor in weights.items() if key not in wrong}
-    elif name == "one of two matrices that are joined":  # SGLang waits for the second, and loads neither
+    elif (
+        name == "one of two matrices that are joined"
+    ):  # SGLang waits for the second, and loads neither
         del given[wrong[0]]
     elif name == "q and k swapped":
         given |= {Q_AND_K[0]: weights[Q_AND_K[1]], Q_AND_K[1]: weights[Q_AND_K[0]]}
@@ -251,7 +284,7 @@ def test_one_wrong_rank_is_refused(server: Server, name: str) -> None:
     errors = []
     for manifest in server.buckets(weights):
         try:
-            server.verbs.digest(manifest)
+            server.verbs.digest_bucket(manifest)
         except EngineError as error:
             errors.append(str(error))
     words = "; ".join(errors)
@@ -259,11 +292,13 @@ def test_one_wrong_rank_is_refused(server: Server, name: str) -> None:
         assert len(errors) == 4
         assert words.count("tp ranks 0 and 1 hold different values for all of it") > 0
     else:
-        assert all(f"tensor '{tensor}': " in words for tensor in wrong) and words.count("tensor '") == len(wrong), words
+        assert all(f"tensor '{tensor}': " in words for tensor in wrong) and words.count(
+            "tensor '"
+        ) == len(wrong), words
     if name in ("a flipped bit in a norm", "a flipped bit in a bias of the router"):
         assert "tp ranks 0 and 1 hold different values for all of it (bucket" in words
     assert server.sync(weights) == digests_of(weights)
-    server.engine.commit_update(server.version)
+    server.engine.commit_weight_update(server.version)
 
 
 def flipped(tensor: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from session_tools import FITS, Poller, Rig, Work, prove
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from test_rollout_session import await_ends
 
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.router.balancer import SGLangRouter
-from rlhf_megatron.rollout.router.process import prepare_router
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.router.router_balancer import SGLangRouterBalancer
+from rlhf_megatron.rollout.router.router_process import prepare_router
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 MAX_RUNNING = 12
@@ -33,7 +33,12 @@ def work_of(num_keys: int, first: int = 0, longest: int = 120, num_samples: int 
     for key in range(first, first + num_keys):
         prompt, length = (1 + key % 30, 2, 3 + key % 7), longest // 2 + (37 * key) % (longest // 2)
         work[key] = [
-            request(prompt, tuple(range(10 * key, 10 * key + num_samples)), length, 0.7 if key % 3 == 1 else 1.0)
+            request(
+                prompt,
+                tuple(range(10 * key, 10 * key + num_samples)),
+                length,
+                0.7 if key % 3 == 1 else 1.0,
+            )
         ]
         if key % 2 == 0:
             work[key].append(request(prompt, (0,), length // 2, 0.0))
@@ -65,30 +70,48 @@ def test_every_token_is_of_the_version_that_it_says(
 ) -> None:
     """Three syncs while groups are generated, the second one fails on engine0; an evaluation; then all that runs is
     given up, which frees the engines."""
-    balancer = SGLangRouter(prepare_router(str(sglang_python()), {}, tmp_path, 60.0), 0) if router else None
+    balancer = (
+        SGLangRouterBalancer(prepare_router(str(sglang_python()), {}, tmp_path, 60.0), 0)
+        if router
+        else None
+    )
     transfer = servers[1]
-    rig = Rig(*servers, partial(connect, transfer_dir=transfer), health_interval_s=5.0, balancer=balancer)
+    rig = Rig(
+        *servers,
+        partial(connect_engine, transfer_dir=transfer),
+        health_interval_s=5.0,
+        balancer=balancer,
+    )
     rig.sync()
     first, work = rig.version, work_of(16)
     with rig.fleet.open_session() as session:
-        assert [member.max_running for member in rig.fleet._supervisor.members] == [MAX_RUNNING] * 2
+        assert [member.max_running_samples for member in rig.fleet._supervisor.members] == [
+            MAX_RUNNING
+        ] * 2
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
         rig.sync()
         poller.wait(lambda: len(poller.results) >= 4)
         rig.sync(spoil="engine0")
-        assert [engine.address.name for engine in rig.fleet.live] == ["engine1"]
-        poller.wait(lambda: len(rig.fleet.live) == 2, session.mend)
+        assert [engine.address.name for engine in rig.fleet.live_engines] == ["engine1"]
+        poller.wait(lambda: len(rig.fleet.live_engines) == 2, session.mend_engines)
         poller.wait(lambda: len(poller.results) >= 6)
         rig.sync()
         requests = [request((5, 6), (1, 2), 12)]
         evaluated = rig.fleet.generate(requests)
         assert {sample.policy_version for group in evaluated for sample in group} == {rig.version}
-        found = poller.wait_for(work, session.mend)
+        found = poller.wait_for(work, session.mend_engines)
         proof = prove(work, found, range(first, rig.version + 1))
-        assert proof.right <= FITS and proof.num_wrong_fits < 0.05 * proof.num_pairs and proof.wrong > 0.1
+        assert (
+            proof.right <= FITS
+            and proof.num_wrong_fits < 0.05 * proof.num_pairs
+            and proof.wrong > 0.1
+        )
         assert sum(count for number, count in proof.num_spans.items() if number > 1) >= 4
-        assert rig.resynced == ["engine0"] and rig.fleet.take_counters()["rollout/engine_restarts"] == 0
+        assert (
+            rig.resynced == ["engine0"]
+            and rig.fleet.take_counters()["rollout/engine_restarts"] == 0
+        )
 
         poller.submit(work_of(20, 100, 240, 8))  # minutes of work
         poller.wait(lambda: session.num_running == 20)

@@ -17,19 +17,31 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rollout_tools import digests_of, reference_log_probs, request, tiny_qwen3, weights_of, write_buckets
+from rollout_tools import (
+    digests_of,
+    reference_log_probs,
+    request,
+    tiny_qwen3,
+    weights_of,
+    write_buckets,
+)
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
 from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
-from rlhf_megatron.rollout.engine import Engine, EngineAddress, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.fleet.balancer import Balancer
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.fleet.supervisor import Supervision
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.router.balancer import SGLangRouter
-from rlhf_megatron.rollout.router.process import prepare_router
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    GeneratedSample,
+    GenerateRequest,
+    InferenceEngine,
+)
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.engine_supervisor import SupervisionSettings
+from rlhf_megatron.rollout.fleet.request_balancer import RequestBalancer
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.router.router_balancer import SGLangRouterBalancer
+from rlhf_megatron.rollout.router.router_process import prepare_router
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 TEXT = tuple(range(2, 30))
@@ -57,7 +69,9 @@ class Rig:
         self.transfer = folder / "transfer"
         self.transfer.mkdir()
         tiny_qwen3(0).save_pretrained(folder / "model")
-        env = {**CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "tp_size" in arguments else CPU_ENV
+        env = (
+            {**CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "tp_size" in arguments else CPU_ENV
+        )
         self.servers: EngineServers = stack.enter_context(
             start_sglang_engines(
                 folder / "model",
@@ -76,34 +90,36 @@ class Rig:
         self.version = 0
         self.resynced: list[str] = []
 
-    def connect(self, address: EngineAddress) -> Engine:
+    def connect(self, address: EngineAddress) -> InferenceEngine:
         proxy = FaultProxy(address, self.transfer, timeout_s=1.2 * self.request_s)
         self.proxies[address.name] = self.stack.enter_context(proxy)
-        return connect(proxy.address, self.transfer)
+        return connect_engine(proxy.address, self.transfer)
 
-    def fleet(self, balancer: Balancer | None = None, max_restarts: int = 9) -> EngineFleet:
+    def fleet(self, balancer: RequestBalancer | None = None, max_restarts: int = 9) -> EngineFleet:
         """Of the servers, with the weights of a new version."""
-        supervision = Supervision(self.servers, self.connect, 1.0, 15.0, max_restarts)
+        supervision = SupervisionSettings(self.servers, self.connect, 1.0, 15.0, max_restarts)
         engines = [self.connect(address) for address in self.servers.addresses]
         fleet = EngineFleet(engines, self.request_s, 4, supervision=supervision, balancer=balancer)
-        fleet.resync = self.resync
+        fleet.resync_engines = self.resync
         self.version += 1
         self.resynced.clear()
-        fleet.begin_update(self.version)
-        for engine in fleet.live:
+        fleet.begin_weight_update(self.version)
+        for engine in fleet.live_engines:
             self.send(engine)
-        fleet.commit_update(self.version)
+        fleet.commit_weight_update(self.version)
         return fleet
 
-    def send(self, engine: Engine) -> None:
-        for manifest in write_buckets(weights_of(tiny_qwen3(self.version)), self.transfer, self.version):
+    def send(self, engine: InferenceEngine) -> None:
+        for manifest in write_buckets(
+            weights_of(tiny_qwen3(self.version)), self.transfer, self.version
+        ):
             engine.update_weights(manifest)
 
-    def resync(self, engines: Sequence[Engine]) -> None:
+    def resync(self, engines: Sequence[InferenceEngine]) -> None:
         for engine in engines:
-            engine.begin_update(self.version, full_resync=True)
+            engine.begin_weight_update(self.version, is_full_resync=True)
             self.send(engine)
-            engine.commit_update(self.version)
+            engine.commit_weight_update(self.version)
             self.resynced.append(engine.address.name)
 
     def plan(self, name: str, kind: str, path: str = "/generate") -> None:
@@ -150,7 +166,7 @@ class Rig:
         """A server that is started again can come too late to be needed in the call that lost it, and one that had
         given all its samples is missed by the next call. `num_resynced`: engines that must have got weights anew."""
         for _ in range(200):
-            if len(fleet.live) == len(fleet.engines) and len(self.resynced) >= num_resynced:
+            if len(fleet.live_engines) == len(fleet.engines) and len(self.resynced) >= num_resynced:
                 return
             check(self.generate(fleet), expected)
         raise AssertionError("an engine has not come back")
@@ -166,7 +182,11 @@ def check(groups: Groups, expected: Groups) -> None:
 
 def schedulers(pid: int) -> list[int]:
     """The processes of a server that hold the model; the one that speaks HTTP is another."""
-    found = [child for child in psutil.Process(pid).children(recursive=True) if "scheduler" in "".join(child.cmdline())]
+    found = [
+        child
+        for child in psutil.Process(pid).children(recursive=True)
+        if "scheduler" in "".join(child.cmdline())
+    ]
     assert found, "SGLang names its processes"
     return [child.pid for child in found]
 
@@ -208,9 +228,12 @@ def test_a_killed_server_and_a_stopped_scheduler_are_replaced(two: Rig) -> None:
     for number, (process, act) in enumerate(zip((first, second), acts, strict=True), 1):
         check(two.generate(fleet, act), expected)
         two.until_all_serve(fleet, expected, number)
-        assert process.exit_code is not None and fleet.version() == two.version
+        assert process.exit_code is not None and fleet.get_served_version() == two.version
         counters = fleet.take_counters()
-        assert (counters["rollout/engine_failures"], counters["rollout/engine_restarts"]) == (1.0, 1.0)
+        assert (counters["rollout/engine_failures"], counters["rollout/engine_restarts"]) == (
+            1.0,
+            1.0,
+        )
     assert two.resynced == ["engine0", "engine1"]
     assert {process.exit_code for process in two.servers.processes} == {None}
     fleet.close()
@@ -220,7 +243,9 @@ def test_the_same_through_sglang_router(two: Rig) -> None:
     """Groups stay together, faults of one engine come back to the fleet, and one that is killed and started again has
     another address, which the router is told before anything is sent to it."""
     process = prepare_router(str(sglang_python()), {}, two.folder, 60.0)
-    router = SGLangRouter(process, max_restarts=1, health_interval_s=1.0, health_timeout_s=15.0)
+    router = SGLangRouterBalancer(
+        process, max_restarts=1, health_interval_s=1.0, health_timeout_s=15.0
+    )
     fleet = two.fleet(balancer=router)
     expected = two.undisturbed(fleet)
     passed = {name: proxy.passed["/generate"] for name, proxy in two.proxies.items()}
@@ -230,14 +255,16 @@ def test_the_same_through_sglang_router(two: Rig) -> None:
         check(two.generate(fleet), expected)
         assert two.fired() == [kind]
         two.until_all_serve(fleet, expected)
-        assert (fleet.take_counters()["rollout/requests_reissued"] > 0) == (kind != "duplicate"), kind
-    before = set(router._workers)
+        assert (fleet.take_counters()["rollout/requests_reissued"] > 0) == (kind != "duplicate"), (
+            kind
+        )
+    before = set(router._confirmed_workers)
     lost = two.servers.processes[0]
     two.resynced.clear()
     check(two.generate(fleet, lambda: os.killpg(lost.pid, signal.SIGKILL)), expected)
     two.until_all_serve(fleet, expected, 1)
     check(two.generate(fleet), expected)
-    after = set(router._workers)
+    after = set(router._confirmed_workers)
     assert len(after) == 2 and len(after & before) == 1 and two.resynced == ["engine0"]
     assert after == {engine.address.url for engine in fleet.engines}
     counters = fleet.take_counters()
@@ -256,7 +283,9 @@ def test_replicas_with_tensor_parallelism(tmp_path: Path) -> None:
         rig = Rig(tmp_path, stack, SHORT, request_s=240.0, tp_size=2, **settings)
         assert [address.tp_size for address in rig.servers.addresses] == [2, 2]
         process = prepare_router(str(sglang_python()), {}, tmp_path, 60.0)
-        router = SGLangRouter(process, max_restarts=0, health_interval_s=1.0, health_timeout_s=15.0)
+        router = SGLangRouterBalancer(
+            process, max_restarts=0, health_interval_s=1.0, health_timeout_s=15.0
+        )
         for balancer in (router, None):
             fleet = rig.fleet(balancer)
             for asked, group in zip(rig.requests, rig.undisturbed(fleet), strict=True):
@@ -270,12 +299,20 @@ def test_replicas_with_tensor_parallelism(tmp_path: Path) -> None:
         assert len(ranks) == 2
         rig.prove(rig.generate(fleet, lambda: os.kill(ranks[1], signal.SIGSTOP)))
         for _ in range(200):
-            if rig.resynced and len(fleet.live) == 2:
+            if rig.resynced and len(fleet.live_engines) == 2:
                 break
             rig.prove(rig.generate(fleet))
-        assert rig.resynced == ["engine0"] and len(fleet.live) == 2 and fleet.version() == rig.version
+        assert (
+            rig.resynced == ["engine0"]
+            and len(fleet.live_engines) == 2
+            and fleet.get_served_version() == rig.version
+        )
         assert lost.exit_code is not None and not any(psutil.pid_exists(pid) for pid in ranks)
         assert rig.servers.addresses[0].tp_size == 2
-        digests = fleet.weight_digests()
-        assert digests["engine0"] == digests["engine1"] == digests_of(weights_of(tiny_qwen3(rig.version)))
+        digests = fleet.get_weight_digests()
+        assert (
+            digests["engine0"]
+            == digests["engine1"]
+            == digests_of(weights_of(tiny_qwen3(rig.version)))
+        )
         fleet.close()

@@ -15,19 +15,28 @@ from typing import Any
 import pytest
 from rollout_tools import assert_same, tiny_qwen3_moe
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from sync_tools import BUCKET_BYTES, DENSE, REQUESTS, Rig, change_weights, rig_of, trainer, write_model
+from sync_tools import (
+    BUCKET_BYTES,
+    DENSE,
+    REQUESTS,
+    Rig,
+    change_weights,
+    rig_of,
+    trainer,
+    write_model,
+)
 
 from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.local.process import start_local_engines
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.local.local_client import LocalEngine
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 pytestmark = pytest.mark.dist
 OF_SGLANG = [pytest.mark.sglang, needs_sglang]
@@ -57,15 +66,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def group(model: Path) -> Iterator[InlineGroup]:
+def group(model: Path) -> Iterator[InlineWorkerGroup]:
     with trainer(model) as started:
         yield started
 
 
-def start(kind: str, model: Path, folder: Path, num_engines: int, **arguments: Any) -> EngineServers:
+def start(
+    kind: str, model: Path, folder: Path, num_engines: int, **arguments: Any
+) -> EngineServers:
     (folder / "transfer").mkdir()
     if kind == "local":
-        return start_local_engines(model, num_engines, folder, transfer_dir=folder / "transfer", load_weights=False)
+        return start_local_engines(
+            model, num_engines, folder, transfer_dir=folder / "transfer", load_weights=False
+        )
     return start_sglang_engines(
         model,
         1,
@@ -81,19 +94,25 @@ def start(kind: str, model: Path, folder: Path, num_engines: int, **arguments: A
 
 @pytest.fixture(scope="module")
 def rig(
-    request: pytest.FixtureRequest, model: Path, group: InlineGroup, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    model: Path,
+    group: InlineWorkerGroup,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Rig]:
     """With the trainer's weights in the engine, as version 1."""
     kind, arguments = request.param
     folder = tmp_path_factory.mktemp(kind)
     transfer = folder / "transfer"
-    with start(kind, model, folder, 1, **arguments) as servers, FaultProxy(servers.addresses[0], transfer) as proxy:
+    with (
+        start(kind, model, folder, 1, **arguments) as servers,
+        FaultProxy(servers.addresses[0], transfer) as proxy,
+    ):
         found = rig_of(
             kind,
             group,
             proxy,
-            lambda: connect(proxy.address, transfer),
-            lambda: connect(servers.addresses[0], transfer),
+            lambda: connect_engine(proxy.address, transfer),
+            lambda: connect_engine(servers.addresses[0], transfer),
             transfer,
             model,
         )
@@ -119,31 +138,39 @@ PLANTED = {
 
 @each_kind
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_refused_until_a_full_sync(rig: Rig, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine, version = rig.fleet.engines[0], rig.sync.version
+def test_a_planted_fault_is_refused_until_a_full_sync(
+    rig: Rig, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, version = rig.fleet.engines[0], rig.sync.policy_version
     change_weights(rig.group, seed=version)
     fault = PLANTED[name]
     rig.plan(replace(fault, nth=rig.proxy.num_buckets + fault.nth, times=ALWAYS))
     with caplog.at_level(logging.WARNING):
         rig.sync()
-    assert rig.fleet.live == () and rig.proxy.damaged
-    refusals = [r.getMessage() for r in caplog.records if "not got the current weights" in r.getMessage()]
-    assert len(refusals) == 1 and any(tensor in refusals[0] for tensor in rig.proxy.damaged), refusals
+    assert rig.fleet.live_engines == () and rig.proxy.damaged
+    refusals = [
+        r.getMessage() for r in caplog.records if "not got the current weights" in r.getMessage()
+    ]
+    assert len(refusals) == 1 and any(tensor in refusals[0] for tensor in rig.proxy.damaged), (
+        refusals
+    )
 
-    assert engine.version() is None  # not one token, by whatever way
+    assert engine.get_served_version() is None  # not one token, by whatever way
     with pytest.raises(EngineError, match=TENSOR):
         rig.fleet.generate(REQUESTS)  # tries to mend it, with the same fault in its way
     with pytest.raises(EngineError, match="STALE"):
         engine.generate(REQUESTS, 10.0)
     stranger = rig.straight()
-    with pytest.raises(EngineError, match="STALE" if rig.kind == "local" else "no answer"):  # SGLang is paused
+    with pytest.raises(
+        EngineError, match="STALE" if rig.kind == "local" else "no answer"
+    ):  # SGLang is paused
         stranger.generate(REQUESTS[:1], 3.0)
     stranger.close()
 
     rig.plan()
     rig.sync()
     samples = [sample for group in rig.fleet.generate(REQUESTS) for sample in group]
-    assert {sample.policy_version for sample in samples} == {rig.sync.version}
+    assert {sample.policy_version for sample in samples} == {rig.sync.policy_version}
     rig.probe(engine)  # the trainer finds its own log-probs in what is sampled
 
 
@@ -153,9 +180,9 @@ def test_an_engine_is_mended_before_it_serves(rig: Rig) -> None:
     change_weights(rig.group, seed=200)
     rig.plan(ProxyFault("swap_names", nth=rig.proxy.num_buckets + 2))
     rig.sync()
-    assert rig.fleet.live == () and len(rig.proxy.damaged) == 2
+    assert rig.fleet.live_engines == () and len(rig.proxy.damaged) == 2
     samples = [sample for group in rig.fleet.generate(REQUESTS) for sample in group]
-    assert {sample.policy_version for sample in samples} == {rig.sync.version}
+    assert {sample.policy_version for sample in samples} == {rig.sync.policy_version}
     rig.probe(rig.fleet.engines[0])
 
 
@@ -166,23 +193,30 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
 ) -> None:
     engine = rig.fleet.engines[0]
     if rig.kind == "sglang":
-        monkeypatch.setattr(engine, "weight_digests", lambda: None)  # as if nothing in it could be compared
-        monkeypatch.setattr("rlhf_megatron.rollout.sglang.weights.check", lambda *arguments: None)
+        monkeypatch.setattr(
+            engine, "get_weight_digests", lambda: None
+        )  # as if nothing in it could be compared
+        monkeypatch.setattr(
+            "rlhf_megatron.rollout.sglang.sglang_weight_verbs.check_loaded_bucket",
+            lambda *arguments: None,
+        )
     hidden = ProxyFault("no_digests", "/weight_digests", times=ALWAYS)
     wrong = ProxyFault("swap_names", nth=rig.proxy.num_buckets + 1, times=ALWAYS)
     rig.plan(hidden, *([wrong] if is_wrong else []))
     change_weights(rig.group, seed=100)
     if is_wrong:
-        with pytest.raises(EngineError, match=r"the worst is token \d+ at place \d+ after prompt \d: log-prob -\d"):
+        with pytest.raises(
+            EngineError, match=r"the worst is token \d+ at place \d+ after prompt \d: log-prob -\d"
+        ):
             rig.sync()
-        assert engine.version() is None
+        assert engine.get_served_version() is None
         with pytest.raises(EngineError, match="STALE"):
             engine.generate(REQUESTS, 10.0)
         with pytest.raises(EngineError):
             rig.fleet.generate(REQUESTS)
         rig.plan()
     rig.sync()
-    assert engine.version() == rig.sync.version
+    assert engine.get_served_version() == rig.sync.policy_version
     rig.plan()
 
 
@@ -190,18 +224,18 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
 def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
     engine = rig.fleet.engines[0]
     before = rig.fleet.generate(REQUESTS)
-    version = rig.sync.version
-    rig.sync.resync([engine])
-    assert engine.version() == rig.sync.version == version
+    version = rig.sync.policy_version
+    rig.sync.resync_engines([engine])
+    assert engine.get_served_version() == rig.sync.policy_version == version
     for one, other in zip(rig.fleet.generate(REQUESTS), before, strict=True):
         assert_same(one, other)
     rig.plan(ProxyFault("flip_byte", nth=rig.proxy.num_buckets + 1))
     with pytest.raises(EngineError, match=TENSOR):
-        rig.sync.resync([engine])
-    assert engine.version() is None
+        rig.sync.resync_engines([engine])
+    assert engine.get_served_version() is None
     rig.plan()
-    rig.sync.resync([engine])
-    assert engine.version() == version
+    rig.sync.resync_engines([engine])
+    assert engine.get_served_version() == version
 
 
 @each_kind
@@ -220,40 +254,51 @@ def test_faults_of_requests_lose_double_and_age_no_sample(rig: Rig) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineServers, Path]]:
+def two(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineServers, Path]]:
     folder = tmp_path_factory.mktemp("two")
     with start("local", model, folder, 2) as servers:
         yield servers, folder / "transfer"
 
 
 def test_an_engine_that_never_answers_a_commit_is_set_aside(
-    two: tuple[EngineServers, Path], group: InlineGroup
+    two: tuple[EngineServers, Path], group: InlineWorkerGroup
 ) -> None:
     servers, transfer = two
     drop = ProxyFault("drop", "/commit_weight_update")
     with FaultProxy(servers.addresses[0], transfer, [drop], timeout_s=30.0) as proxy:
-        fleet = EngineFleet([LocalEngine(proxy.address, 2.0), LocalEngine(servers.addresses[1])], 60.0, 1)
-        sync = WeightSync(Workers(group).host, fleet, transfer, BUCKET_BYTES, "float32")
+        fleet = EngineFleet(
+            [LocalEngine(proxy.address, 2.0), LocalEngine(servers.addresses[1])], 60.0, 1
+        )
+        sync = WeightSync(RoleProxies(group).host, fleet, transfer, BUCKET_BYTES, "float32")
         sync()
-        assert [engine.address.name for engine in fleet.live] == ["engine1"]
-        assert {s.policy_version for samples in fleet.generate(REQUESTS) for s in samples} == {sync.version}
+        assert [engine.address.name for engine in fleet.live_engines] == ["engine1"]
+        assert {s.policy_version for samples in fleet.generate(REQUESTS) for s in samples} == {
+            sync.policy_version
+        }
         fleet.close()
 
 
 def test_one_engine_that_fails_leaves_the_others_to_commit(
-    two: tuple[EngineServers, Path], group: InlineGroup, caplog: pytest.LogCaptureFixture
+    two: tuple[EngineServers, Path], group: InlineWorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     """engine0 gets a damaged bucket, then it is killed in one, for good; engine1 goes on, and so does the trainer."""
     servers, transfer = two
     with FaultProxy(servers.addresses[0], transfer, kill_engine=servers.processes[0].stop) as proxy:
         engines = [LocalEngine(proxy.address, 20.0), LocalEngine(servers.addresses[1])]
         fleet = EngineFleet(engines, 60.0, 2)
-        sync = WeightSync(Workers(group).host, fleet, transfer, BUCKET_BYTES, "float32", version=10)
+        sync = WeightSync(
+            RoleProxies(group).host, fleet, transfer, BUCKET_BYTES, "float32", policy_version=10
+        )
         sync()
-        assert len(fleet.live) == 2
+        assert len(fleet.live_engines) == 2
         expected = fleet.generate(REQUESTS)
 
-        proxy.faults = (ProxyFault("reset", "/generate", nth=2), ProxyFault("old_version", "/generate", nth=3))
+        proxy.faults = (
+            ProxyFault("reset", "/generate", nth=2),
+            ProxyFault("old_version", "/generate", nth=3),
+        )
         for one, other in zip(fleet.generate(REQUESTS), expected, strict=True):
             assert_same(one, other)
 
@@ -263,25 +308,30 @@ def test_one_engine_that_fails_leaves_the_others_to_commit(
             ProxyFault("delay", "/begin_weight_update", times=99, seconds=0.2),
         )
         sync()
-        assert len(fleet.live) == 2, "a request that comes twice, or late, does no harm"
+        assert len(fleet.live_engines) == 2, "a request that comes twice, or late, does no harm"
 
         with caplog.at_level(logging.WARNING):
             proxy.faults = (ProxyFault("swap_rows", nth=proxy.num_buckets + 2),)
             sync()
-            assert [engine.address.name for engine in fleet.live] == ["engine1"]
-            assert engines[0].version() is None and engines[1].version() == sync.version
+            assert [engine.address.name for engine in fleet.live_engines] == ["engine1"]
+            assert (
+                engines[0].get_served_version() is None
+                and engines[1].get_served_version() == sync.policy_version
+            )
             nth = proxy.passed["/update_weights"] + 2
             proxy.faults = (ProxyFault("kill_engine", "/update_weights", nth=nth),)
             sync()
-        assert [engine.address.name for engine in fleet.live] == ["engine1"]
+        assert [engine.address.name for engine in fleet.live_engines] == ["engine1"]
         assert "engine0" in caplog.text and "while it was given bucket 1 of" in caplog.text
         for one, other in zip(fleet.generate(REQUESTS), expected, strict=True):
-            assert_same(one, [replace(sample, policy_version=sync.version) for sample in other])
+            assert_same(
+                one, [replace(sample, policy_version=sync.policy_version) for sample in other]
+            )
         fleet.close()
 
 
 def test_the_proxy_stays_on_loopback(tmp_path: Path) -> None:
-    from rlhf_megatron.rollout.engine import EngineAddress
+    from rlhf_megatron.rollout.engine_interface import EngineAddress
 
     with pytest.raises(ValueError, match=r"loopback; engine0 is at http://10\.0\.0\.1:1"):
         FaultProxy(EngineAddress("engine0", "local", "http://10.0.0.1:1", "t" * 32), tmp_path)

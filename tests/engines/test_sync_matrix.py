@@ -25,15 +25,15 @@ from safetensors.torch import save_file
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_megatron.checkpoint.source import random_hf_tensors
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.rollout.engine import GeneratedSample, WeightTransport
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.rollout.engine_interface import GeneratedSample, WeightTransport
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
+from rlhf_megatron.weights.weight_source import generate_random_hf_tensors
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.dist, needs_sglang]
 RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"  # environment variable: file that gets a line for each sync
@@ -56,7 +56,12 @@ CONFIG = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-OF_EXPERTS = {**CONFIG, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "norm_topk_prob": True}
+OF_EXPERTS = {
+    **CONFIG,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": CONFIG,
     "qwen3_moe": {
@@ -107,7 +112,11 @@ SIZES = {  # tp, ep, dp of its attention: of an engine
     (2, 2, 2): ("tp2 ep2",),
 }
 CELLS = [
-    *((("qwen3", tp, 1, 1), layout) for tp in (1, 2) for layout in (*list(LAYOUTS)[:4], "fsdp dp2")),
+    *(
+        (("qwen3", tp, 1, 1), layout)
+        for tp in (1, 2)
+        for layout in (*list(LAYOUTS)[:4], "fsdp dp2")
+    ),
     *(
         ((model, *sizes), layout)
         for model in ("qwen3_moe", "deepseek_v3")
@@ -125,24 +134,31 @@ def send(world: Any, name: str, seed: int, arguments: dict[str, Any], is_fsdp: b
     """On every rank: the verb of a run, for a model of these weights."""
     from types import SimpleNamespace
 
-    from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
-    from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.runtime.roles import HostRole
+    from rlhf_megatron.ranks.checkpoint.model_weights import (
+        iterate_local_shards,
+        load_weights_on_rank,
+    )
+    from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.runtime.rank_roles import HostRole
+    from rlhf_megatron.weights.weight_source import make_random_source
 
     config = MODELS[name]
     if is_fsdp:
         from rlhf_megatron.config.schema import FSDPConfig
-        from rlhf_megatron.workers.fsdp import FSDPBackend
+        from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
 
-        backend = FSDPBackend(config, random_source(config, seed), world, torch.float32, FSDPConfig())
-        actor = SimpleNamespace(backend=backend, export=backend.export)
+        backend = FSDPBackend(
+            config, make_random_source(config, seed), world, torch.float32, FSDPConfig()
+        )
+        actor = SimpleNamespace(backend=backend, export=backend.export_shards)
     else:
-        table = table_for(config, world.layout.tp)
-        model = build_model(config, world, torch.float32)
-        load_on_rank(model.chunks, table, random_source(config, seed), world)
+        table = make_weight_table(config, world.layout.tp)
+        model = build_megatron_model(config, world, torch.float32)
+        load_weights_on_rank(model.chunks, table, make_random_source(config, seed), world)
         place = SimpleNamespace(exporting=world, hf_config=config)
-        actor = SimpleNamespace(backend=place, export=lambda: local_shards(model.chunks, table))
+        actor = SimpleNamespace(
+            backend=place, export=lambda: iterate_local_shards(model.chunks, table)
+        )
     role = HostRole(world, actor, None, Path())  # type: ignore[arg-type]
     try:
         return role.send_weights(**arguments)
@@ -164,7 +180,9 @@ class Ranks:
         assert method == "host.send_weights"
         future: Future[list[Any]] = Future()
         of_model = {"name": self.model, "seed": self.seed, "is_fsdp": self.is_fsdp}
-        found = self.pool.run(send, timeout_s=TIMEOUT_S, arguments=arguments, **of_model, **self.axes)
+        found = self.pool.run(
+            send, timeout_s=TIMEOUT_S, arguments=arguments, **of_model, **self.axes
+        )
         future.set_result(found)
         return future
 
@@ -182,7 +200,13 @@ class Server:
 
 @contextmanager
 def started(
-    folder: Path, transfer: Path, name: str, tp_size: int, ep_size: int, dp_size: int, engine_name: str = "engine0"
+    folder: Path,
+    transfer: Path,
+    name: str,
+    tp_size: int,
+    ep_size: int,
+    dp_size: int,
+    engine_name: str = "engine0",
 ) -> Iterator[Server]:
     model = folder / "model"
     model.mkdir()
@@ -214,7 +238,9 @@ def started(
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """Started once for all its syncs."""
     folder = tmp_path_factory.mktemp("matrix")
     (folder / "transfer").mkdir()
@@ -237,7 +263,7 @@ def test_what_stands_in_sglang_is_what_was_exported(
     ranks = Ranks(dist_pool, LAYOUTS[layout], server.name, seed, layout.startswith("fsdp"))
     fleet = EngineFleet([server.engine], 300.0, 1)
     sync = WeightSync(
-        Workers(ranks).host,  # type: ignore[arg-type]
+        RoleProxies(ranks).host,  # type: ignore[arg-type]
         fleet,
         server.transfer,
         BUCKET_BYTES,
@@ -247,25 +273,42 @@ def test_what_stands_in_sglang_is_what_was_exported(
         model_path=server.model,
     )
     metrics = sync()
-    server.version = sync.version
-    assert [engine.address.name for engine in fleet.live] == ["engine0"]
+    server.version = sync.policy_version
+    assert [engine.address.name for engine in fleet.live_engines] == ["engine0"]
 
-    exported = dict(random_hf_tensors(config, seed))  # what the ranks were given, made here anew
-    assert server.engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in exported.items()}
+    exported = dict(
+        generate_random_hf_tensors(config, seed)
+    )  # what the ranks were given, made here anew
+    assert server.engine.get_weight_digests() == {
+        name: format_digest(digest_tensor(tensor)) for name, tensor in exported.items()
+    }
     samples = fleet.generate(REQUESTS)
     sent = server.transfer / f"version-{server.version}" if transport == "disk" else None
     if sent is not None:
         assert list(server.transfer.glob("version-*")) == [sent]
-    difference = largest_difference(samples, reference(sent or saved(config, exported, tmp_path / "sent")))
-    others = reference(saved(config, dict(random_hf_tensors(config, seed + 1)), tmp_path / "others"))
-    assert 0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1  # it would show other weights
+    difference = largest_difference(
+        samples, reference(sent or saved(config, exported, tmp_path / "sent"))
+    )
+    others = reference(
+        saved(config, dict(generate_random_hf_tensors(config, seed + 1)), tmp_path / "others")
+    )
+    assert (
+        0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1
+    )  # it would show other weights
 
     axes, tp_size = LAYOUTS[layout], server.engine.address.tp_size
-    table = table_for(config, axes.get("tp", 1))
-    whole = sum(4 * prod(hf.shape) for rule in table for hf in rule.hf)
-    same = sum(4 * prod(hf.shape) for rule in table if rule.split == "replicated" for hf in rule.hf)
+    table = make_weight_table(config, axes.get("tp", 1))
+    whole = sum(4 * prod(hf.shape) for rule in table for hf in rule.hf_tensors)
+    same = sum(
+        4 * prod(hf.shape) for rule in table if rule.split == "replicated" for hf in rule.hf_tensors
+    )
     if server.is_dp:  # attention and the embedding stand in every rank
-        of_dp = (hf for rule in table for hf in rule.hf if rule.split != "replicated" and is_of_dp(hf.name))
+        of_dp = (
+            hf
+            for rule in table
+            for hf in rule.hf_tensors
+            if rule.split != "replicated" and is_of_dp(hf.name)
+        )
         same += sum(4 * prod(hf.shape) for hf in of_dp)
     needed = whole + (tp_size - 1) * same  # what is split stands once, the rest in every rank
     assert metrics["sync/num_bytes"] == sum(tensor.nbytes for tensor in exported.values())
@@ -303,7 +346,7 @@ def test_one_sync_serves_engines_with_and_without_dp_attention(
         fleet = EngineFleet([plain.engine, dp.engine], 300.0, 1)
         ranks = Ranks(dist_pool, LAYOUTS["tp2 ep2"], name, seed=7)
         sync = WeightSync(
-            Workers(ranks).host,  # type: ignore[arg-type]
+            RoleProxies(ranks).host,  # type: ignore[arg-type]
             fleet,
             transfer,
             BUCKET_BYTES,
@@ -312,10 +355,10 @@ def test_one_sync_serves_engines_with_and_without_dp_attention(
             model_path=plain.model,
         )
         sync()
-        assert [engine.address.name for engine in fleet.live] == ["engine0", "engine1"]
-        exported = dict(random_hf_tensors(MODELS[name], 7))
-        expected = {key: as_hex(digest(tensor)) for key, tensor in exported.items()}
-        assert plain.engine.weight_digests() == dp.engine.weight_digests() == expected
+        assert [engine.address.name for engine in fleet.live_engines] == ["engine0", "engine1"]
+        exported = dict(generate_random_hf_tensors(MODELS[name], 7))
+        expected = {key: format_digest(digest_tensor(tensor)) for key, tensor in exported.items()}
+        assert plain.engine.get_weight_digests() == dp.engine.get_weight_digests() == expected
         model = reference(saved(MODELS[name], exported, tmp_path / "sent"))
         for engine in fleet.engines:
             assert 0 < largest_difference(engine.generate(REQUESTS, 120.0), model) <= 1e-4
@@ -334,7 +377,9 @@ def saved(config: dict[str, Any], tensors: dict[str, torch.Tensor], directory: P
 
 
 def reference(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def largest_difference(samples: list[list[GeneratedSample]], model: PreTrainedModel) -> float:

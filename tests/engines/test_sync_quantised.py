@@ -1,4 +1,4 @@
-"""FP8 rollouts on real engines: what stands in them is what `to_fp8` makes of the trainer's weights, and they compute
+"""FP8 rollouts on real engines: what stands in them is what `quantise_to_fp8` makes of the trainer's weights, and they compute
 with the numbers that this stands for."""
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ from rollout_tools import reference_log_probs
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from sync_tools import REQUESTS, change_weights, trainer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from rlhf_megatron.checkpoint.quantised import FP8_BLOCK, from_fp8, is_in_fp8, to_fp8
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.rollout.engine import WeightTransport
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.local.process import start_local_engines
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.rollout.engine_interface import WeightTransport
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.quantised_weights import (
+    FP8_BLOCK,
+    dequantise_fp8,
+    is_stored_in_fp8,
+    quantise_to_fp8,
+)
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 pytestmark = pytest.mark.dist
 SHAPE = {
@@ -38,13 +49,20 @@ SHAPE = {
     "vocab_size": 320,
     "max_position_embeddings": 256,
 }
-OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 100, "decoder_sparse_step": 1}
+OF_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 100,
+    "decoder_sparse_step": 1,
+}
 
 
 def write_model(directory: Path, has_experts: bool) -> Path:
     torch.manual_seed(1)
     model = (
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **OF_EXPERTS, mlp_only_layers=[], norm_topk_prob=True))
+        Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SHAPE, **OF_EXPERTS, mlp_only_layers=[], norm_topk_prob=True)
+        )
         if has_experts
         else Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
     )
@@ -54,32 +72,46 @@ def write_model(directory: Path, has_experts: bool) -> Path:
 
 @contextmanager
 def syncing(
-    group: InlineGroup, servers: EngineServers, transfer: Path, dtype: str, transport: WeightTransport
+    group: InlineWorkerGroup,
+    servers: EngineServers,
+    transfer: Path,
+    dtype: str,
+    transport: WeightTransport,
 ) -> Iterator[WeightSync]:
-    fleet = EngineFleet([connect(servers.addresses[0], transfer)], 120.0, 0)
-    yield WeightSync(Workers(group).host, fleet, transfer, 400_000, dtype, transport=transport)
+    fleet = EngineFleet([connect_engine(servers.addresses[0], transfer)], 120.0, 0)
+    yield WeightSync(RoleProxies(group).host, fleet, transfer, 400_000, dtype, transport=transport)
 
 
-def weights_of(group: InlineGroup) -> dict[str, Tensor]:
+def weights_of(group: InlineWorkerGroup) -> dict[str, Tensor]:
     """The trainer's, by Hugging Face names: one rank holds all."""
     assert group._host is not None
     export = group._host._roles["actor"].export()  # type: ignore[attr-defined]
-    return {hf.name: t.clone() for rule, whole in export for hf, t in zip(rule.hf, rule.to_hf(whole), strict=True)}
+    return {
+        hf.name: t.clone()
+        for rule, whole in export
+        for hf, t in zip(rule.hf, rule.to_hf(whole), strict=True)
+    }
 
 
-def check(sync: WeightSync, weights: dict[str, Tensor], model: Path, dtype: torch.dtype, bar: float) -> None:
+def check(
+    sync: WeightSync, weights: dict[str, Tensor], model: Path, dtype: torch.dtype, bar: float
+) -> None:
     """By digests of blocks and scales, and by the log-probs of what is sampled, which plain weights do not have."""
-    (engine,) = sync.fleet.live
+    (engine,) = sync.fleet.live_engines
     expected, numbers = dict[str, Tensor](), dict[str, Tensor]()
     for name, plain in weights.items():
         own = plain.to(dtype)
         expected[name] = numbers[name] = own
-        if is_in_fp8(name):
-            expected[name], expected[f"{name}_scale_inv"] = to_fp8(own)
-            numbers[name] = from_fp8(*to_fp8(own), FP8_BLOCK, dtype)
-    assert engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in expected.items()}
+        if is_stored_in_fp8(name):
+            expected[name], expected[f"{name}_scale_inv"] = quantise_to_fp8(own)
+            numbers[name] = dequantise_fp8(*quantise_to_fp8(own), FP8_BLOCK, dtype)
+    assert engine.get_weight_digests() == {
+        name: format_digest(digest_tensor(tensor)) for name, tensor in expected.items()
+    }
     apart, plain_apart = (largest_difference(sync, model, given) for given in (numbers, weights))
-    print(f"log-probs: {apart:.3g} from those of the numbers that stand, {plain_apart:.3g} from those of plain weights")
+    print(
+        f"log-probs: {apart:.3g} from those of the numbers that stand, {plain_apart:.3g} from those of plain weights"
+    )
     assert apart <= bar < 0.5 * plain_apart, (apart, plain_apart)
 
 
@@ -116,11 +148,17 @@ def test_the_bundled_engine(tmp_path: Path, has_experts: bool) -> None:
         weights = weights_of(group)
         for transport in ("tensor", "process_group") if not has_experts else ("tensor",):
             with syncing(group, servers, transfer, "float32", transport) as sync:  # type: ignore[arg-type]
-                sync.version = int(transport == "process_group")  # of the engine
+                sync.policy_version = int(transport == "process_group")  # of the engine
                 metrics = sync()
-                assert metrics["sync/bytes_moved"] == metrics["sync/bytes_needed"] == metrics["sync/num_bytes"]
+                assert (
+                    metrics["sync/bytes_moved"]
+                    == metrics["sync/bytes_needed"]
+                    == metrics["sync/num_bytes"]
+                )
                 check(sync, weights, model, torch.float32, bar=1e-4)
-        assert metrics["sync/num_bytes"] < 0.4 * sum(4 * tensor.numel() for tensor in weights.values())
+        assert metrics["sync/num_bytes"] < 0.4 * sum(
+            4 * tensor.numel() for tensor in weights.values()
+        )
 
 
 @pytest.mark.sglang

@@ -20,24 +20,37 @@ import pytest
 import torch
 from rollout_tools import reference_log_probs
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from sync_tools import BUCKET_BYTES, REQUESTS, change_weights, config_of, probe_of, trainer, write_model
+from sync_tools import (
+    BUCKET_BYTES,
+    REQUESTS,
+    change_weights,
+    config_of,
+    probe_of,
+    trainer,
+    write_model,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import EngineError, WeightTransport
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.kinds import EngineKind, LocalKind, SGLangKind, connect
-from rlhf_megatron.rollout.local.process import start_local_engines
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.rollout.transports import process_group
-from rlhf_megatron.rollout.transports.base import Traffic, Transport
-from rlhf_megatron.rollout.transports.links import LinkTransport
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.rollout.engine_interface import EngineError, WeightTransport
+from rlhf_megatron.rollout.engine_kinds import (
+    EngineKind,
+    LocalEngineKind,
+    SGLangEngineKind,
+    connect_engine,
+)
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
+from rlhf_megatron.rollout.transports import process_group_transport
+from rlhf_megatron.rollout.transports.bucket_transport import BucketTransport, DeliveryTraffic
+from rlhf_megatron.rollout.transports.link_transport import LinkTransport
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 pytestmark = pytest.mark.dist
 on_sglang = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
@@ -50,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(model: Path) -> Iterator[InlineGroup]:
+def group(model: Path) -> Iterator[InlineWorkerGroup]:
     with trainer(model) as started:
         yield started
 
@@ -72,39 +85,39 @@ class Damage:
 class DamagedTransport:
     """The transport of a run but for one bucket."""
 
-    def __init__(self, transport: Transport, damage: Damage, directory: Path) -> None:
+    def __init__(self, transport: BucketTransport, damage: Damage, directory: Path) -> None:
         self.transport = transport
         self.damage = damage
         self.directory = directory
-        self.name = transport.name
-        self.num_readers = transport.num_readers
-        self.open = transport.open
+        self.name = transport.engine_name
+        self.num_readers = transport.num_reading_ranks
+        self.open = transport.prepare_sync
 
     @property
     def memory(self) -> Any:
-        return self.transport.memory
+        return self.transport.bucket_memory
 
-    def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+    def deliver(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
         self.damage.seen.append(manifest)
         if len(self.damage.seen) != self.damage.nth:
-            return self.transport.deliver(manifest, bucket)
+            return self.transport.deliver_bucket(manifest, bucket)
         if self.damage.kind == "lost":
-            return Traffic()
+            return DeliveryTraffic()
         if self.damage.kind == "doubled":
-            self.transport.deliver(manifest, bucket)
+            self.transport.deliver_bucket(manifest, bucket)
         if self.damage.kind == "killed":
             self.damage.kill()
         if self.damage.kind == "flipped":
             return self._deliver_flipped(manifest, bucket)
-        return self.transport.deliver(manifest, bucket)
+        return self.transport.deliver_bucket(manifest, bucket)
 
-    def _deliver_flipped(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+    def _deliver_flipped(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
         """One bit, where the engine takes the bytes from."""
         place = manifest.tensors[0].offset + 5
         if self.memory == "device_memory":
             bucket = bucket.clone()
             bucket[place] ^= 8
-            return self.transport.deliver(manifest, bucket)
+            return self.transport.deliver_bucket(manifest, bucket)
         with (self.directory / manifest.file).open("r+b") as file:
             file.seek(manifest.file_offset + place)
             value = file.read(1)[0]
@@ -112,7 +125,7 @@ class DamagedTransport:
             file.write(bytes([value ^ 8]))
             file.flush()
             try:
-                return self.transport.deliver(manifest, bucket)
+                return self.transport.deliver_bucket(manifest, bucket)
             finally:
                 file.seek(manifest.file_offset + place)
                 file.write(bytes([value]))
@@ -120,7 +133,7 @@ class DamagedTransport:
 
 @dataclass
 class Rig:
-    group: InlineGroup
+    group: InlineWorkerGroup
     servers: EngineServers
     transfer: Path
     model: Path
@@ -131,23 +144,23 @@ class Rig:
         """A sync of a fresh fleet, with other weights than the engine has. Without its loader it is probed."""
         change_weights(self.group, seed=self.version)
         address = replace(self.servers.addresses[0], has_loader=has_loader)
-        fleet = EngineFleet([connect(address, self.transfer)], 60.0, 0)
+        fleet = EngineFleet([connect_engine(address, self.transfer)], 60.0, 0)
         probe = probe_of(config_of(self.model), self.group)
         return WeightSync(
-            Workers(self.group).host,
+            RoleProxies(self.group).host,
             fleet,
             self.transfer,
             BUCKET_BYTES,
             "float32",
             self.version,
-            probe=probe,
+            probe_engine=probe,
             transport=transport,
             model_path=self.model,
         )
 
     def sync(self, sync: WeightSync) -> dict[str, float]:
         metrics = sync()
-        self.version = sync.version
+        self.version = sync.policy_version
         return metrics
 
     def weights(self) -> dict[str, Tensor]:
@@ -162,11 +175,11 @@ class Rig:
 
     def check(self, sync: WeightSync) -> None:
         """It serves what the trainer has: by digests, and by the log-probs of what it samples."""
-        (engine,) = sync.fleet.live
+        (engine,) = sync.fleet.live_engines
         weights = self.weights()
-        assert engine.version() == self.version
-        digests = {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
-        assert engine.weight_digests() == (digests if engine.address.has_loader else None)
+        assert engine.get_served_version() == self.version
+        digests = {name: format_digest(digest_tensor(tensor)) for name, tensor in weights.items()}
+        assert engine.get_weight_digests() == (digests if engine.address.has_loader else None)
         reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         reference.load_state_dict(weights)
         for asked, samples in zip(REQUESTS, sync.fleet.generate(REQUESTS), strict=True):
@@ -174,19 +187,28 @@ class Rig:
             assert (torch.tensor(samples[0].log_probs) - expected).abs().max() <= 1e-4
 
 
-def rig_with(servers: EngineServers, group: InlineGroup, model: Path, transfer: Path, patch: pytest.MonkeyPatch) -> Rig:
+def rig_with(
+    servers: EngineServers,
+    group: InlineWorkerGroup,
+    model: Path,
+    transfer: Path,
+    patch: pytest.MonkeyPatch,
+) -> Rig:
     damage = Damage(kill=lambda: os.killpg(servers.processes[0].pid, signal.SIGKILL))
-    for kind in (LocalKind, SGLangKind):
+    for kind in (LocalEngineKind, SGLangEngineKind):
 
-        def damaged(self: EngineKind, *arguments: Any, real: Any = kind.transport) -> Any:
+        def damaged(self: EngineKind, *arguments: Any, real: Any = kind.make_transport) -> Any:
             return DamagedTransport(real(self, *arguments), damage, transfer)
 
         patch.setattr(kind, "transport", damaged)
-    real_link = LinkTransport.deliver
+    real_link = LinkTransport.deliver_bucket
 
-    def deliver(self: LinkTransport, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+    def deliver(self: LinkTransport, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
         whole: Any = SimpleNamespace(
-            name=self.name, memory=self.memory, open=self.open, deliver=partial(real_link, self)
+            name=self.engine_name,
+            memory=self.bucket_memory,
+            open=self.prepare_sync,
+            deliver=partial(real_link, self),
         )
         return DamagedTransport(whole, damage, transfer).deliver(manifest, bucket)
 
@@ -204,7 +226,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def rig(
     request: pytest.FixtureRequest,
     model: Path,
-    group: InlineGroup,
+    group: InlineWorkerGroup,
     patch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Rig]:
@@ -237,12 +259,19 @@ def test_syncs_one_after_the_other(rig: Rig, transport: WeightTransport) -> None
         metrics = rig.sync(sync)
         used.append(groups.get("engine0"))
         rig.check(sync)
-        assert metrics["sync/bytes_moved"] == metrics["sync/bytes_needed"] == metrics["sync/num_bytes"] > 0
+        assert (
+            metrics["sync/bytes_moved"]
+            == metrics["sync/bytes_needed"]
+            == metrics["sync/num_bytes"]
+            > 0
+        )
         change_weights(rig.group, seed=50 + rig.version)
     rig.sync(sync)
-    sync.resync(sync.fleet.engines)
+    sync.resync_engines(sync.fleet.engines)
     rig.check(sync)
-    assert (used[0] is not None or transport != "process_group") and groups.get("engine0") is used[0] is used[1]
+    assert (used[0] is not None or transport != "process_group") and groups.get("engine0") is used[
+        0
+    ] is used[1]
     versions = [path.name for path in rig.transfer.glob("version-*")]
     assert versions == ([f"version-{rig.version}"] if transport == "disk" else [])
 
@@ -263,7 +292,7 @@ def test_a_server_without_the_loader_of_the_run(
     rig.damage.plan("lost")
     with caplog.at_level(logging.WARNING), pytest.raises(EngineError):
         sync()
-    assert sync.fleet.live == () and "log-prob" in caplog.text
+    assert sync.fleet.live_engines == () and "log-prob" in caplog.text
     rig.version += 1  # it was committed, and set aside by the probe
     rig.damage.plan()
     rig.sync(sync)
@@ -279,10 +308,12 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_mends(
     rig.damage.plan(kind)
     with caplog.at_level(logging.WARNING):
         rig.sync(sync)
-    assert sync.fleet.live == () and sync.fleet.engines[0].version() is None
+    assert sync.fleet.live_engines == () and sync.fleet.engines[0].get_served_version() is None
     named = rig.damage.seen[1].tensors[0].name
     words = named if kind == "flipped" else "never came whole"
-    assert any(words in record.getMessage() or named in record.getMessage() for record in caplog.records)
+    assert any(
+        words in record.getMessage() or named in record.getMessage() for record in caplog.records
+    )
     with pytest.raises(EngineError, match="STALE"):
         sync.fleet.engines[0].generate(REQUESTS, 10.0)
     rig.damage.plan()
@@ -300,15 +331,18 @@ def test_a_bucket_that_comes_twice_changes_nothing(rig: Rig, transport: WeightTr
 
 @pytest.mark.parametrize("transport", [pytest.param("process_group", marks=on_sglang)])
 def test_a_port_that_is_refused(
-    rig: Rig, transport: WeightTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rig: Rig,
+    transport: WeightTransport,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig.damage.plan()
     sync = rig.syncing(transport)
     rig.group._host._roles["host"]._groups.close()  # type: ignore[union-attr, attr-defined]
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(process_group, "own_address", lambda url: "192.0.2.1")
+        patched.setattr(process_group_transport, "own_address", lambda url: "192.0.2.1")
         rig.sync(sync)
-    assert sync.fleet.live == () and "cannot listen on 192.0.2.1" in caplog.text
+    assert sync.fleet.live_engines == () and "cannot listen on 192.0.2.1" in caplog.text
     rig.sync(sync)
     rig.check(sync)
 
@@ -325,7 +359,9 @@ def test_a_disk_that_is_full(rig: Rig, transport: WeightTransport) -> None:
 def refuse_a_full_disk(sync: WeightSync) -> None:
     """The sender says so, and the engine is STALE."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # the kernel refuses what would be larger
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, before[1])
+    )  # the kernel refuses what would be larger
     try:
         with pytest.raises(ValueError, match=r"no room for weights at .*rollout\.transfer_dir"):
             sync()
@@ -344,8 +380,8 @@ def test_an_engine_that_is_killed_in_a_bucket(rig: Rig, transport: WeightTranspo
         rig.sync(sync)
     except EngineError as error:  # nobody is left
         assert "engine0" in str(error)
-    assert sync.fleet.live == ()
-    rig.servers.restart("engine0")
+    assert sync.fleet.live_engines == ()
+    rig.servers.restart_server("engine0")
     rig.damage.plan()
     sync = rig.syncing(transport)
     rig.sync(sync)
@@ -353,22 +389,26 @@ def test_an_engine_that_is_killed_in_a_bucket(rig: Rig, transport: WeightTranspo
 
 
 def test_files_to_the_bundled_engine(
-    model: Path, group: InlineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, group: InlineWorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a full disk in between, and a flipped bit."""
     transfer = tmp_path / "transfer"
     transfer.mkdir()
-    with start_local_engines(model, 1, tmp_path, transfer_dir=transfer, load_weights=False) as servers:
+    with start_local_engines(
+        model, 1, tmp_path, transfer_dir=transfer, load_weights=False
+    ) as servers:
         rig = rig_with(servers, group, model, transfer, monkeypatch)
         sync = rig.syncing("disk")
         metrics = rig.sync(sync)
         rig.check(sync)
-        assert metrics["sync/bytes_moved"] == metrics["sync/bytes_needed"] == metrics["sync/num_bytes"]
+        assert (
+            metrics["sync/bytes_moved"] == metrics["sync/bytes_needed"] == metrics["sync/num_bytes"]
+        )
         change_weights(group, seed=77)
         refuse_a_full_disk(sync)
         rig.damage.plan("flipped")
         rig.sync(sync)
-        assert sync.fleet.live == ()
+        assert sync.fleet.live_engines == ()
         rig.damage.plan()
         rig.sync(sync)
         rig.check(sync)

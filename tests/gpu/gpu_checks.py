@@ -74,12 +74,14 @@ def need(*packages: str) -> None:
         raise MissingPackageError(f"needs {', '.join(missing)}")
 
 
-def check_training_step(device: torch.device, dtype: torch.dtype, num_samples: int = 8, **megatron: bool) -> Figures:
+def check_training_step(
+    device: torch.device, dtype: torch.dtype, num_samples: int = 8, **megatron: bool
+) -> Figures:
     """Log-probs, loss and gradient norm of an actor against the plain model; then supervised steps that learn."""
     need("megatron")
-    from rlhf_megatron.data.batch import select
+    from rlhf_megatron.data.batch import select_samples
 
-    bounds, batch = BOUNDS[dtype], select(make_batch(), range(num_samples))
+    bounds, batch = BOUNDS[dtype], select_samples(make_batch(), range(num_samples))
     weights = {name: tensor.requires_grad_() for name, tensor in rounded_weights(dtype).items()}
     expected = reference_log_probs(weights, batch)
     batch = replace(batch, old_log_probs=with_noise(expected.detach(), batch.response_mask))
@@ -96,7 +98,10 @@ def check_training_step(device: torch.device, dtype: torch.dtype, num_samples: i
         supervised = [actor.update(shard, plan, 1.0, "sft").sums["actor/loss"] for _ in range(5)]
     figures["loss_error"] = abs(update.sums["actor/loss"] - loss.item())
     figures["grad_norm_error"] = abs(update.grad_norm - grad_norm) / grad_norm
-    figures["supervised_loss_first"], figures["supervised_loss_last"] = supervised[0], supervised[-1]
+    figures["supervised_loss_first"], figures["supervised_loss_last"] = (
+        supervised[0],
+        supervised[-1],
+    )
     assert math.isfinite(update.sums["actor/loss"]) and not update.is_skipped
     assert figures["loss_error"] <= bounds.log_prob_p50, figures
     assert figures["grad_norm_error"] <= bounds.grad_norm, figures
@@ -104,16 +109,26 @@ def check_training_step(device: torch.device, dtype: torch.dtype, num_samples: i
     return figures
 
 
-def check_experts(device: torch.device, dtype: torch.dtype, impl: str = "local", **megatron: bool) -> Figures:
+def check_experts(
+    device: torch.device, dtype: torch.dtype, impl: str = "local", **megatron: bool
+) -> Figures:
     """Log-probs and gradient norm of a model with experts under these settings, against its experts one by one."""
     is_te = impl != "local" or "moe_permute_fusion" in megatron
     need("megatron", *(["transformer_engine"] if is_te and device.type == "cuda" else []))
     if "moe_permute_fusion" in megatron and device.type != "cuda":
         raise MissingPackageError("needs CUDA")
-    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
     hf_config, batch, found = {**CONFIG, **experts, "norm_topk_prob": True}, make_batch(), []
     for settings in ({}, megatron):
-        with one_rank_actor(device, dtype, hf_config, transformer_impl=impl, **settings) as (actor, _):
+        with one_rank_actor(device, dtype, hf_config, transformer_impl=impl, **settings) as (
+            actor,
+            _,
+        ):
             shard, plan = share(batch)
             log_probs = restored(actor.log_probs(shard, plan, 1.0), plan, batch).log_probs
             found.append((log_probs, actor.update(shard, plan, 1.0, "sft").grad_norm))
@@ -132,7 +147,11 @@ def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
     expected = reference_values(leaves, make_batch())
     batch = make_value_batch(expected.detach())
     loss = value_loss(expected, batch)
-    grad_norm = float(torch.stack([grad.norm() for grad in torch.autograd.grad(loss, list(leaves.values()))]).norm())
+    grad_norm = float(
+        torch.stack(
+            [grad.norm() for grad in torch.autograd.grad(loss, list(leaves.values()))]
+        ).norm()
+    )
     with one_rank_critic(device, dtype) as critic:
         shard, plan = share(batch)
         values = restored(critic.values(shard, plan), plan, batch).values
@@ -160,8 +179,8 @@ def check_attention(
     """PackedAttention against scaled_dot_product_attention in float64, document by document, forward and backward; with
     sinks, against their formula."""
     need("megatron")
-    from rlhf_megatron.models import attention
-    from rlhf_megatron.models.flash import flash_kernel
+    from rlhf_megatron.ranks.models import packed_attention
+    from rlhf_megatron.ranks.models.flash_attention import choose_flash_kernel
 
     lengths = [1, 2, 3, 3, 17, 64, 128, 200]
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +189,7 @@ def check_attention(
     leaves = [tensor.to(device).requires_grad_() for tensor in (q, k, v)]
     borders = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    documents = attention.packed_documents(borders, max(lengths), positions)
+    documents = packed_attention.make_packed_documents(borders, max(lengths), positions)
     config = SimpleNamespace(
         context_parallel_size=1,
         attention_dropout=0.0,
@@ -182,48 +201,64 @@ def check_attention(
         window_size=window and (window - 1, 0),
         window_attn_skip_freq=None,
     )
-    core = attention.PackedAttention(config).to(device)
-    exact, names = [tensor.double().requires_grad_() for tensor in (q, k, v)], ["output", "grad_q", "grad_k", "grad_v"]
+    core = packed_attention.PackedAttention(config).to(device)
+    exact, names = (
+        [tensor.double().requires_grad_() for tensor in (q, k, v)],
+        ["output", "grad_q", "grad_k", "grad_v"],
+    )
     sinks = None
     if core.softmax_offset is not None:
         core.softmax_offset.data = torch.randn(4, generator=generator).to(device, dtype)
         sinks = core.softmax_offset.detach().cpu().double().requires_grad_()
-        leaves, exact, names = [*leaves, core.softmax_offset], [*exact, sinks], [*names, "grad_sinks"]
+        leaves, exact, names = (
+            [*leaves, core.softmax_offset],
+            [*exact, sinks],
+            [*names, "grad_sinks"],
+        )
     out = core(*leaves[:3], packed_seq_params=documents)
     grads = torch.autograd.grad((out * weight.to(device)).sum(), leaves)
     expected = attention_by_document(*exact[:3], lengths, sinks, window)
     expected_grads = torch.autograd.grad((expected * weight.double()).sum(), exact)
     figures = {
         f"{name}_error": relative_error(value, truth)
-        for name, value, truth in zip(names, (out, *grads), (expected, *expected_grads), strict=True)
+        for name, value, truth in zip(
+            names, (out, *grads), (expected, *expected_grads), strict=True
+        )
     }
     assert max(figures.values()) <= BOUNDS[dtype].attention, figures
     if device.type == "cuda" and dtype != torch.float32:
-        kernel = flash_kernel(leaves[0].device, dtype, 64, has_sinks)
-        assert (kernel.with_sinks if has_sinks else kernel.call) is not None, (
+        kernel = choose_flash_kernel(leaves[0].device, dtype, 64, has_sinks)
+        assert (kernel.sink_attention_call if has_sinks else kernel.attention_call) is not None, (
             f"torch {torch.__version__}: {kernel.choice.why_not}"
         )
     return figures
 
 
-def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_optimizer: bool = False) -> Figures:
+def check_offload(
+    device: torch.device, dtype: torch.dtype, use_distributed_optimizer: bool = False
+) -> Figures:
     """Weights and moments go to host memory and come back bit for bit; the device's memory falls meanwhile."""
     need("megatron")
-    from rlhf_megatron.parallel.device import memory
+    from rlhf_megatron.device import measure_device_memory
 
     batch = make_batch()
-    with one_rank_actor(device, dtype, use_distributed_optimizer=use_distributed_optimizer) as (actor, _):
+    with one_rank_actor(device, dtype, use_distributed_optimizer=use_distributed_optimizer) as (
+        actor,
+        _,
+    ):
         shard, plan = share(batch)
         actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
         log_probs = actor.log_probs(shard, plan, 1.0).log_probs
-        tensors = [tensor for _, tensor in actor.export()] + actor.backend.optimizer.state_tensors()
+        tensors = [
+            tensor for _, tensor in actor.export()
+        ] + actor.backend.optimizer.list_state_tensors()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        before = memory(device).allocated
+        before = measure_device_memory(device).allocated_bytes
         actor.offload(("gradients", "optimizer"))
-        assert memory(device).allocated <= before
+        assert measure_device_memory(device).allocated_bytes <= before
         actor.offload()
-        away = memory(device).allocated
+        away = measure_device_memory(device).allocated_bytes
         assert all(tensor.untyped_storage().size() == 0 for tensor in tensors)
         actor.onload()
         assert torch.equal(actor.log_probs(shard, plan, 1.0).log_probs, log_probs)
@@ -240,58 +275,68 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
     """The actor's weights to a local engine on the same device, which opens their memory (on a CPU it reads files):
     digests are equal, log-probs of what it samples too."""
     need("megatron", "transformers", "aiohttp")
-    from rlhf_megatron.parallel.device import shareable_id
-    from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
-    from rlhf_megatron.rollout.transports.delivery import deliver_weights
-    from rlhf_megatron.rollout.transports.process_group import Groups
-    from rlhf_megatron.rollout.transports.tensor import LocalTensorTransport
+    from rlhf_megatron.device import get_shareable_device_id
+    from rlhf_megatron.rollout.engine_interface import GenerateRequest, SamplingParams
+    from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
+    from rlhf_megatron.rollout.transports.tensor_transport import LocalTensorTransport
+    from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
 
     generator = torch.Generator().manual_seed(3)
-    prompts = [tuple(torch.randint(0, CONFIG["vocab_size"], (n,), generator=generator).tolist()) for n in (1, 5, 9, 30)]
+    prompts = [
+        tuple(torch.randint(0, CONFIG["vocab_size"], (n,), generator=generator).tolist())
+        for n in (1, 5, 9, 30)
+    ]
     requests = [GenerateRequest(prompt, (1, 2, 3, 4), SamplingParams(24)) for prompt in prompts]
     with (
         one_rank_actor(device, dtype) as (actor, world),
         tempfile.TemporaryDirectory() as folder,
         local_engine(Path(folder), device, dtype) as engine,
     ):
-        engine.begin_update(1)
+        engine.begin_weight_update(1)
         report = deliver_weights(
             actor.export(),
             world,
-            Groups(),
+            EngineProcessGroups(),
             version=1,
             engines=[engine.address],
             transfer_dir=Path(folder),
             bucket_bytes=1 << 20,
-            dtype=str(dtype).removeprefix("torch."),
-            transport="tensor",
+            engine_dtype=str(dtype).removeprefix("torch."),
+            transport_kind="tensor",
         )
         transport = LocalTensorTransport(engine)
-        transport.open([shareable_id(device)])
-        standing = engine.weight_digests()
-        engine.commit_update(1)
+        transport.prepare_sync([get_shareable_device_id(device)])
+        standing = engine.get_weight_digests()
+        engine.commit_weight_update(1)
         groups = engine.generate(requests, 120.0)
         batch, reported = sampled_batch(prompts, groups)
         shard, plan = share(batch)
         found = restored(actor.log_probs(shard, plan, 1.0), plan, batch).log_probs
     assert not report.failures, report.failures
-    assert transport.memory == ("shared_memory" if device.type == "cpu" else "device_memory")
-    assert report.digests and standing == report.digests, "what stands in the engine is not what was exported"
-    assert report.num_bytes == sum(tensor.nbytes for tensor in rounded_weights(dtype, dtype).values())
-    return {"num_bytes": report.num_bytes, **compare_log_probs(reported, found, batch.response_mask, BOUNDS[dtype])}
+    assert transport.bucket_memory == ("shared_memory" if device.type == "cpu" else "device_memory")
+    assert report.digests and standing == report.digests, (
+        "what stands in the engine is not what was exported"
+    )
+    assert report.num_bytes == sum(
+        tensor.nbytes for tensor in rounded_weights(dtype, dtype).values()
+    )
+    return {
+        "num_bytes": report.num_bytes,
+        **compare_log_probs(reported, found, batch.response_mask, BOUNDS[dtype]),
+    }
 
 
 def check_groups_of_one(device: torch.device, dtype: torch.dtype) -> Figures:
     """Sums in groups of one rank take next to no memory of a GPU: NCCL's buffers would be half a gigabyte each."""
     need("megatron")
-    from rlhf_megatron.parallel.device import memory
+    from rlhf_megatron.device import measure_device_memory
 
     with one_rank_actor(device, dtype) as (_, world):
         groups = [world.tp_group, world.pp_group, world.dp_cp_group, world.model_parallel_group]
-        before = memory(device).used
+        before = measure_device_memory(device).used_bytes
         for group in groups:
             torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
-        taken = memory(device).used - before
+        taken = measure_device_memory(device).used_bytes - before
     assert taken <= len(groups) * 64 << 20, f"{taken >> 20} MiB for {len(groups)} groups"
     return {"num_bytes": taken}
 
@@ -301,7 +346,9 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step_optimizer_cpu_offload": partial(check_training_step, optimizer_cpu_offload=True),
     "training_step_in_few_bits": partial(check_training_step, use_precision_aware_optimizer=True),
     "experts_grouped": partial(check_experts, moe_grouped_gemm=True),
-    "experts_grouped_by_transformer_engine": partial(check_experts, impl="transformer_engine", moe_grouped_gemm=True),
+    "experts_grouped_by_transformer_engine": partial(
+        check_experts, impl="transformer_engine", moe_grouped_gemm=True
+    ),
     "experts_sorted_by_transformer_engine": partial(check_experts, moe_permute_fusion=True),
     "critic_step": check_critic_step,
     "attention": check_attention,
@@ -319,21 +366,23 @@ def one_rank_actor(
     device: torch.device, dtype: torch.dtype, hf_config: dict[str, Any] = CONFIG, **megatron: Any
 ) -> Iterator[tuple[Any, Any]]:
     """(actor, world) with seeded weights; the world ends with the block. `megatron`: of its MegatronConfig."""
-    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig
-    from rlhf_megatron.parallel.layout import Layout
-    from rlhf_megatron.parallel.world import create_world, destroy_world
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+    from rlhf_megatron.weights.parallel_layout import ParallelLayout
+    from rlhf_megatron.weights.weight_source import make_random_source
 
-    world = create_world(Layout(1), device)
+    world = create_world(ParallelLayout(1), device)
     try:
         optim = OptimConfig(lr=LR)
-        config = ActorConfig(megatron=MegatronConfig(**megatron), optim=optim, log_prob_chunk_size=256)
-        source, phases = random_source(hf_config, 1), {"rl": Phase(optim, 100)}
+        config = ActorConfig(
+            megatron=MegatronConfig(**megatron), optim=optim, log_prob_chunk_size=256
+        )
+        source, phases = make_random_source(hf_config, 1), {"rl": TrainingPhase(optim, 100)}
         backend = MegatronBackend(hf_config, source, world, dtype, config.megatron)
-        yield Actor(backend, config, phases), world
+        yield ActorModel(backend, config, phases), world
     finally:
         destroy_world()
 
@@ -341,23 +390,23 @@ def one_rank_actor(
 @contextmanager
 def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """A critic with seeded weights; its world ends with the block."""
-    from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.checkpoint.value_model import with_value_head
     from rlhf_megatron.config.schema import CriticConfig, MegatronConfig, OptimConfig
-    from rlhf_megatron.parallel.layout import Layout
-    from rlhf_megatron.parallel.world import create_world, destroy_world
-    from rlhf_megatron.workers.critic import Critic
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
+    from rlhf_megatron.ranks.workers.critic import CriticModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+    from rlhf_megatron.weights.parallel_layout import ParallelLayout
+    from rlhf_megatron.weights.value_model import add_value_head
+    from rlhf_megatron.weights.weight_source import make_random_source
 
-    world = create_world(Layout(1), device)
+    world = create_world(ParallelLayout(1), device)
     try:
         optim, std = OptimConfig(lr=LR), CONFIG["initializer_range"]
         config = CriticConfig(optim=optim, cliprange_value=VALUE_CLIP, value_head_init_std=std)
-        source, phases = random_source(CONFIG, 1), {"rl": Phase(optim, 100)}
-        first = with_value_head(source, std, 1)
+        source, phases = make_random_source(CONFIG, 1), {"rl": TrainingPhase(optim, 100)}
+        first = add_value_head(source, std, 1)
         backend = MegatronBackend(CONFIG, first, world, dtype, MegatronConfig(), "value")
-        yield Critic(backend, config, phases, seed=1)
+        yield CriticModel(backend, config, phases, seed=1)
     finally:
         destroy_world()
 
@@ -365,8 +414,8 @@ def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
 @contextmanager
 def local_engine(folder: Path, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """The client of an engine without weights that takes buckets from `folder`."""
-    from rlhf_megatron.rollout.local.client import LocalEngine
-    from rlhf_megatron.rollout.local.process import start_local_engines
+    from rlhf_megatron.rollout.local.local_client import LocalEngine
+    from rlhf_megatron.rollout.local.local_launch import start_local_engines
 
     (folder / "config.json").write_text(json.dumps(CONFIG))
     servers = start_local_engines(
@@ -399,5 +448,7 @@ def compare_log_probs(found: Tensor, expected: Tensor, mask: Tensor, bounds: Bou
         "mean_kl": float((difference.exp() - 1 - difference).mean()),
     }
     for name, value in figures.items():
-        assert value <= getattr(bounds, name), f"{name} {value:.3g} is over {getattr(bounds, name):g}: {figures}"
+        assert value <= getattr(bounds, name), (
+            f"{name} {value:.3g} is over {getattr(bounds, name):g}: {figures}"
+        )
     return figures

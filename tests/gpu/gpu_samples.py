@@ -15,14 +15,14 @@ VALUE_CLIP = 0.5
 
 def make_batch() -> Any:
     """A MiniBatch of ragged samples with random tokens and advantages, token-mean weights."""
-    from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
+    from rlhf_megatron.data.batch import MiniBatch, compute_offsets
 
     generator = torch.Generator().manual_seed(7)
     lengths = torch.tensor([2, 5, 5, 12, 40, 41, 64, 90])
     mask = torch.cat([torch.arange(length) >= max(1, length // 4) for length in lengths.tolist()])
     weights = mask / mask.sum()
     return MiniBatch(
-        offsets=offsets_from_lengths(lengths),
+        offsets=compute_offsets(lengths),
         token_ids=torch.randint(0, CONFIG["vocab_size"], (mask.numel(),), generator=generator),
         response_mask=mask,
         loss_weights=weights,
@@ -34,7 +34,7 @@ def make_batch() -> Any:
 
 def sampled_batch(prompts: list[tuple[int, ...]], groups: list[list[Any]]) -> tuple[Any, Tensor]:
     """What an engine sampled as a TokenBatch, and the log-probs that it reported, [T]."""
-    from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
+    from rlhf_megatron.data.batch import TokenBatch, compute_offsets
 
     token_ids, mask, log_probs, lengths = [], [], [], []
     for prompt, group in zip(prompts, groups, strict=True):
@@ -43,31 +43,36 @@ def sampled_batch(prompts: list[tuple[int, ...]], groups: list[list[Any]]) -> tu
             mask += [False] * len(prompt) + [True] * len(sample.token_ids)
             log_probs += [0.0] * len(prompt) + list(sample.log_probs)
             lengths.append(len(prompt) + len(sample.token_ids))
-    batch = TokenBatch(offsets_from_lengths(torch.tensor(lengths)), torch.tensor(token_ids), torch.tensor(mask))
+    batch = TokenBatch(
+        compute_offsets(torch.tensor(lengths)), torch.tensor(token_ids), torch.tensor(mask)
+    )
     return batch, torch.tensor(log_probs)
 
 
 def share(batch: Any, token_budget: int = 160) -> tuple[Any, Any]:
     """The only replica's shard and plan, of several micro-batches."""
-    from rlhf_megatron.data.plan import plan_replicas, take
+    from rlhf_megatron.data.replica_plan import plan_replicas, take_replica_shard
 
     plan = plan_replicas(batch.lengths.tolist(), 1, token_budget)[0]
-    return take(batch, plan), plan
+    return take_replica_shard(batch, plan), plan
 
 
 def restored(result: Any, plan: Any, batch: Any) -> Any:
-    from rlhf_megatron.data.plan import restore
+    from rlhf_megatron.data.replica_plan import restore_sample_order
 
-    return restore([result], [plan], batch.offsets)
+    return restore_sample_order([result], [plan], batch.offsets)
 
 
 def rounded_weights(
     dtype: torch.dtype, kept_as: torch.dtype = torch.float32, hf_config: dict[str, Any] = CONFIG
 ) -> dict[str, Tensor]:
     """HF name -> the weights that an actor in `dtype` starts from, as `kept_as`."""
-    from rlhf_megatron.checkpoint.source import random_hf_tensors
+    from rlhf_megatron.weights.weight_source import generate_random_hf_tensors
 
-    return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(hf_config, 1)}
+    return {
+        name: tensor.to(dtype).to(kept_as)
+        for name, tensor in generate_random_hf_tensors(hf_config, 1)
+    }
 
 
 def reference_log_probs(weights: dict[str, Tensor], batch: Any) -> Tensor:
@@ -84,7 +89,10 @@ def make_value_batch(values: Tensor) -> Any:
     from rlhf_megatron.data.batch import ValueMiniBatch
 
     batch = make_batch()
-    noise, returns = torch.randn(2, values.numel(), generator=torch.Generator().manual_seed(6)) * batch.response_mask
+    noise, returns = (
+        torch.randn(2, values.numel(), generator=torch.Generator().manual_seed(6))
+        * batch.response_mask
+    )
     return ValueMiniBatch(
         batch.offsets,
         batch.token_ids,
@@ -98,11 +106,11 @@ def make_value_batch(values: Tensor) -> Any:
 
 def rounded_critic_weights(dtype: torch.dtype) -> dict[str, Tensor]:
     """HF name -> the weights that a critic in `dtype` starts from, as float32."""
-    from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.models.table import HFTensor
+    from rlhf_megatron.weights.weight_source import make_random_source
+    from rlhf_megatron.weights.weight_table import HFTensor
 
     head = HFTensor("score.weight", (1, CONFIG["hidden_size"]))
-    weight = random_source(CONFIG, 1).tensor(head).to(dtype).float()
+    weight = make_random_source(CONFIG, 1).make_random_tensor(head).to(dtype).float()
     return {**rounded_weights(dtype), "score.weight": weight, "score.bias": torch.zeros(1)}
 
 
@@ -125,19 +133,28 @@ def value_loss(values: Tensor, batch: Any) -> Tensor:
 
 def with_noise(log_probs: Tensor, mask: Tensor) -> Tensor:
     """An old policy from which some ratios are clipped."""
-    return (log_probs + 0.3 * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(5))) * mask
+    return (
+        log_probs + 0.3 * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(5))
+    ) * mask
 
 
 def policy_loss(log_probs: Tensor, batch: Any) -> Tensor:
     """PPO clip 0.2 with dual clip 3, written out."""
     ratio = (log_probs - batch.old_log_probs).exp()
     worse = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
-    bounded = torch.where(batch.advantages < 0, torch.minimum(worse, -3.0 * batch.advantages), worse)
+    bounded = torch.where(
+        batch.advantages < 0, torch.minimum(worse, -3.0 * batch.advantages), worse
+    )
     return (bounded * batch.loss_weights).sum()
 
 
 def attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], sinks: Tensor | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    sinks: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """[T, heads, d] each -> [T, heads, d]. `sinks` [heads]: logits in the softmax for no key; `window`: tokens that
     each sees, itself with them."""
@@ -149,12 +166,18 @@ def attention_by_document(
             places = torch.arange(queries.shape[1])
             before = places[:, None] - places
             scores = queries @ keys.transpose(1, 2) / queries.shape[-1] ** 0.5
-            scores = scores.masked_fill((before < 0) | (before >= (window or len(places))), -torch.inf)
+            scores = scores.masked_fill(
+                (before < 0) | (before >= (window or len(places))), -torch.inf
+            )
             both = torch.cat([scores, sinks[:, None, None].expand(-1, len(places), 1)], -1)
             parts.append((both.softmax(-1)[..., :-1] @ values).transpose(0, 1))
             continue
         heads_first = (piece.transpose(0, 1)[None] for piece in pieces)
-        parts.append(scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        parts.append(
+            scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(parts)
 
 

@@ -36,7 +36,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def token_log_probs(weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG) -> Tensor:
+def token_log_probs(
+    weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG
+) -> Tensor:
     """[T] token ids of one document -> [T - 1]: log p(token t + 1 | tokens 0 .. t)."""
     hidden = hidden_states(weights, token_ids, config)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
@@ -44,7 +46,9 @@ def token_log_probs(weights: Mapping[str, Tensor], token_ids: Tensor, config: Ma
     return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
 
 
-def hidden_states(weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG) -> Tensor:
+def hidden_states(
+    weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG
+) -> Tensor:
     """[T] token ids of one document -> [T, hidden], behind the final norm."""
     hidden = embedding(token_ids, weights["model.embed_tokens.weight"])
     for index in range(config["num_hidden_layers"]):
@@ -52,7 +56,9 @@ def hidden_states(weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapp
     return _norm(hidden, weights["model.norm.weight"], config)
 
 
-def _layer(weights: Mapping[str, Tensor], name: str, hidden: Tensor, config: Mapping[str, Any]) -> Tensor:
+def _layer(
+    weights: Mapping[str, Tensor], name: str, hidden: Tensor, config: Mapping[str, Any]
+) -> Tensor:
     def project(part: str, x: Tensor) -> Tensor:
         return linear(x, weights[f"{name}.{part}.weight"])
 
@@ -60,13 +66,23 @@ def _layer(weights: Mapping[str, Tensor], name: str, hidden: Tensor, config: Map
         return project(part, x).unflatten(-1, (-1, config["head_dim"])).transpose(0, 1)
 
     x = _norm(hidden, weights[f"{name}.input_layernorm.weight"], config)
-    q = _turn(_norm(heads("self_attn.q_proj", x), weights[f"{name}.self_attn.q_norm.weight"], config), config)
-    k = _turn(_norm(heads("self_attn.k_proj", x), weights[f"{name}.self_attn.k_norm.weight"], config), config)
+    q = _turn(
+        _norm(heads("self_attn.q_proj", x), weights[f"{name}.self_attn.q_norm.weight"], config),
+        config,
+    )
+    k = _turn(
+        _norm(heads("self_attn.k_proj", x), weights[f"{name}.self_attn.k_norm.weight"], config),
+        config,
+    )
     v = heads("self_attn.v_proj", x)
-    out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+    out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[
+        0
+    ]
     hidden = hidden + project("self_attn.o_proj", out.transpose(0, 1).flatten(1))
     x = _norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], config)
-    return hidden + project("mlp.down_proj", silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x))
+    return hidden + project(
+        "mlp.down_proj", silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
+    )
 
 
 def _norm(x: Tensor, weight: Tensor, config: Mapping[str, Any]) -> Tensor:

@@ -26,15 +26,21 @@ def test_on_cuda(name: str, record_property: Callable[[str, object], None]) -> N
     run(name, "cuda", torch.bfloat16, record_property)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
+)
 @pytest.mark.parametrize("name", WITHOUT_SERVER)
-def test_on_the_cpu(name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
+def test_on_the_cpu(
+    name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
     run(name, "cpu", dtype, record_property)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sync_on_the_cpu(dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
+def test_sync_on_the_cpu(
+    dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
     run("sync", "cpu", dtype, record_property)
 
 
@@ -44,7 +50,12 @@ def test_the_comparison_can_fail() -> None:
     shifted = expected + torch.tensor([0.0, 2e-4, 0.0])
     with pytest.raises(AssertionError, match=r"log_prob_max 0\.0002 is over 0\.0001"):
         gpu_checks.compare_log_probs(shifted, expected, torch.tensor([True, True, True]), bounds)
-    assert gpu_checks.compare_log_probs(shifted, expected, torch.tensor([True, False, True]), bounds)["mean_kl"] == 0
+    assert (
+        gpu_checks.compare_log_probs(shifted, expected, torch.tensor([True, False, True]), bounds)[
+            "mean_kl"
+        ]
+        == 0
+    )
 
 
 def test_a_missing_package_is_named() -> None:

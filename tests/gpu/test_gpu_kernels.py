@@ -25,13 +25,17 @@ def run(name: str, device: str, dtype: torch.dtype, record: Callable[[str, objec
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_on_cuda(name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
+def test_on_cuda(
+    name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
     run(name, "cuda", dtype, record_property)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ON_A_CPU)
-def test_on_the_cpu(name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
+def test_on_the_cpu(
+    name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
     run(name, "cpu", dtype, record_property)
 
 

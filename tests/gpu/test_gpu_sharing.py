@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from benchmarks.gpu.children import environment
-from rlhf_megatron.parallel import device as device_sharing
-from rlhf_megatron.parallel.links import Link
-from rlhf_megatron.resharding.buffers import in_memory
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron import device as device_sharing
+from rlhf_megatron.weights.bucket_buffers import make_memory_buffers
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.weights.engine_links import EngineLink
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 READER = """
 import msgspec, sys
-from rlhf_megatron.parallel.device import SharedMemory, open_shared
-from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.device import SharedMemory, open_shared
+from rlhf_megatron.weights.tensor_digest import as_hex, digest
 for line in sys.stdin:
     print(as_hex(digest(open_shared(msgspec.json.decode(line, type=SharedMemory)))), flush=True)
 """
@@ -42,41 +42,47 @@ print(int(found.long().sum()), flush=True)
 
 def child(code: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    )
 
 
 @pytest.mark.gpu
 def test_memory_that_cannot_be_page_locked_ends_no_later_kernel() -> None:
     device, memory = torch.device("cuda", 0), torch.zeros(1 << 20)
-    assert device_sharing.page_lock(memory, device)
-    assert not device_sharing.page_lock(memory, device), "it is locked already"
+    assert device_sharing.page_lock_memory(memory, device)
+    assert not device_sharing.page_lock_memory(memory, device), "it is locked already"
     assert torch.ones(4, device=device).sum().item() == 4
-    device_sharing.page_unlock(memory)
+    device_sharing.page_unlock_memory(memory)
 
 
 @pytest.mark.gpu
 def test_another_process_reads_each_bucket_where_it_lies() -> None:
     """Five buckets through two buffers: each is read as it is when it is sent."""
     device = torch.device("cuda", 0)
-    if not device_sharing.can_share(device):
+    if not device_sharing.can_share_device_memory(device):
         pytest.skip("memory of this device cannot be shared")
-    assert device_sharing.device_id(device) in device_sharing.device_ids()
+    assert device_sharing.get_device_id(device) in device_sharing.list_device_ids()
     reader, answers, expected = child(READER), [], []
 
     def deliver(manifest: BucketManifest, bucket: torch.Tensor) -> None:
         assert reader.stdin is not None and reader.stdout is not None
-        reader.stdin.write(msgspec.json.encode(device_sharing.share(bucket)).decode() + "\n")
+        reader.stdin.write(
+            msgspec.json.encode(device_sharing.share_device_memory(bucket)).decode() + "\n"
+        )
         reader.stdin.flush()
         answers.append(reader.stdout.readline().strip())
 
     try:
-        transport = in_memory(device, 1 << 20, 5, deliver)
+        transport = make_memory_buffers(device, 1 << 20, 5, deliver)
         for number in range(5):
             filled = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
-            transport.buffer(number).copy_(filled)
-            transport.send(BucketManifest(1, "s", number, transport.file(number), 1 << 20, ()))
-            expected.append(as_hex(digest(filled)))
-        transport.drain()
+            transport.wait_for_buffer(number).copy_(filled)
+            transport.start_delivery(
+                BucketManifest(1, "s", number, transport.get_file_name(number), 1 << 20, ())
+            )
+            expected.append(format_digest(digest_tensor(filled)))
+        transport.wait_for_deliveries()
         transport.close()
     finally:
         reader.kill()
@@ -88,15 +94,17 @@ def test_another_process_reads_each_bucket_where_it_lies() -> None:
 def test_a_broadcast_by_nccl() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a GPU for each rank")
-    group = Link.inviting("weights-test", "127.0.0.1", 2, "nccl", 120.0)
+    group = EngineLink.make_inviting_link("weights-test", "127.0.0.1", 2, "nccl", 120.0)
     bucket = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
     member = child(MEMBER, "127.0.0.1", str(group.invitation.port), group.name, str(bucket.numel()))
     timer = threading.Timer(200.0, member.kill)
     timer.start()
     try:
-        group.join()
-        group.broadcast(bucket, 120.0)
-        assert member.stdout is not None and int(member.stdout.readline()) == int(bucket.long().sum())
+        group.join_group()
+        group.broadcast_bucket(bucket, 120.0)
+        assert member.stdout is not None and int(member.stdout.readline()) == int(
+            bucket.long().sum()
+        )
     finally:
         timer.cancel()
         member.kill()

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 HANG_S = 8.0
 
@@ -43,7 +43,9 @@ class Engine:
     def init_weights_update_group(self, request: dict[str, Any]) -> str:
         rank, world, name = request["rank_offset"], request["world_size"], request["group_name"]
         init_method = f"tcp://{request['master_address']}:{request['master_port']}"
-        store, rank, world = next(c10d.rendezvous(init_method, rank, world, timeout=c10d.default_pg_timeout))
+        store, rank, world = next(
+            c10d.rendezvous(init_method, rank, world, timeout=c10d.default_pg_timeout)
+        )
         store.set_timeout(c10d.default_pg_timeout)
         store = c10d.PrefixStore(name, store)
         group, _ = c10d._new_process_group_helper(
@@ -93,7 +95,7 @@ class Engine:
     def update_weights_from_tensor(self, request: dict[str, Any]) -> str:
         pairs = pickle.loads(base64.b64decode(request["serialized_named_tensors"][0]))
         order = json.loads(bytes(pairs[0][1].tolist()))
-        entries = BucketManifest.from_json(order["digest"]).tensors
+        entries = BucketManifest.parse_json(order["digest"]).tensors
         standing = {entry.name: self.standing[entry.name] for entry in entries}
         receipt = {
             "rank": 0,
@@ -101,8 +103,13 @@ class Engine:
             "error": None,
             "bucket": "a bucket",
             "names": list(standing),
-            "tensors": {entry.name: (entry.shape, astuple(entry.span), entry.dtype) for entry in entries},
-            "parts": {name: [(0, 0, t.shape[0], as_hex(digest(t)))] for name, t in standing.items()},
+            "tensors": {
+                entry.name: (entry.shape, astuple(entry.span), entry.dtype) for entry in entries
+            },
+            "parts": {
+                name: [(0, 0, t.shape[0], format_digest(digest_tensor(t)))]
+                for name, t in standing.items()
+            },
             "unlike": {},
             "misfits": {},
             "stands_as": {},
@@ -132,7 +139,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except Exception as error:
             message, is_done = f"{type(error).__name__}: {error}", False
         group = request.get("group_name", "")
-        self.engine.log.append({"verb": verb, "group": group, "start": start, "end": time.time(), "good": is_done})
+        self.engine.log.append(
+            {"verb": verb, "group": group, "start": start, "end": time.time(), "good": is_done}
+        )
         self._answer(200 if is_done else 400, {"success": is_done, "message": message})
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:

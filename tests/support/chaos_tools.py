@@ -12,12 +12,21 @@ def write_run(run_dir: Path, seconds: float) -> Path:
     """What `compare` reads, of two steps with two samples each and an evaluation before them."""
     (run_dir / "hf").mkdir(parents=True)
     (run_dir / "hf" / "model.safetensors").write_bytes(b"weights")
-    rows: list[dict[str, Any]] = [{"kind": "evaluation", "step": 0, "seconds": seconds, "val/accuracy": 0.25}]
+    rows: list[dict[str, Any]] = [
+        {"kind": "evaluation", "step": 0, "seconds": seconds, "val/accuracy": 0.25}
+    ]
     for step in (1, 2):
-        numbers = {"policy/version": step + 1.0, "policy/lag": 0.0, "actor/loss": 0.3, "actor/lr": 1e-3}
+        numbers = {
+            "policy/version": step + 1.0,
+            "policy/lag": 0.0,
+            "actor/loss": 0.3,
+            "actor/lr": 1e-3,
+        }
         counts = {"rollout/num_samples": 2.0, "actor/num_optimizer_steps": 1.0}
         times = {"timing_s/step": seconds, "perf/tokens_per_s": seconds, "sync/seconds": seconds}
-        rows.append({"kind": "step", "step": step, "seconds": seconds, **numbers, **counts, **times})
+        rows.append(
+            {"kind": "step", "step": step, "seconds": seconds, **numbers, **counts, **times}
+        )
     samples = [
         {"step": step, "prompt": prompt, "response": "12", "policy_version": step}
         for step in (1, 2)
@@ -28,7 +37,9 @@ def write_run(run_dir: Path, seconds: float) -> Path:
     return run_dir
 
 
-SOAK_PROMPTS_BY_STEP = [Counter([f"{step}{i:02d}" for i in range(15)] + [f"{step}00"]) for step in (1, 2, 3)]
+SOAK_PROMPTS_BY_STEP = [
+    Counter([f"{step}{i:02d}" for i in range(15)] + [f"{step}00"]) for step in (1, 2, 3)
+]
 """The prompts of three steps; the first one of a step stands in it twice."""
 
 

@@ -65,10 +65,19 @@ LLAMA = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-SPECIALS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+SPECIALS = (
+    "<|bos|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 
 
-def write_chat_tokenizer(directory: Path, specials: tuple[str, ...] = SPECIALS, **settings: Any) -> Path:
+def write_chat_tokenizer(
+    directory: Path, specials: tuple[str, ...] = SPECIALS, **settings: Any
+) -> Path:
     """A byte-level tokenizer with the control tokens of both families, that puts <|bos|> in front when asked to."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,8 +88,12 @@ def write_chat_tokenizer(directory: Path, specials: tuple[str, ...] = SPECIALS, 
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(["system user assistant You are a helpful assistant. What is the answer?"], trainer)
-    backend.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    backend.train_from_iterator(
+        ["system user assistant You are a helpful assistant. What is the answer?"], trainer
+    )
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     written = {

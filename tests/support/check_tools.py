@@ -38,14 +38,22 @@ class Checked:
         return (self.out / "certificate.md").read_text()
 
 
-def start(out: Path, words: Sequence[str], script: Path | None = None) -> tuple[subprocess.Popen[str], str]:
+def start(
+    out: Path, words: Sequence[str], script: Path | None = None
+) -> tuple[subprocess.Popen[str], str]:
     """The program in the root of the repository, and the marker of its processes."""
     marker = uuid.uuid4().hex
     program = ["-m", "rlhf_megatron"] if script is None else [str(script)]
     command = [sys.executable, *program, "check", *words, "--out", str(out)]
     environment = {**os.environ, MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes
+    )
     return process, f"{MARKER}={marker}"
 
 
@@ -65,16 +73,18 @@ def check(out: Path, *words: str, script: Path | None = None) -> Checked:
 
 def _plant() -> None:
     """The unsharded run trains with another weight decay than the layout."""
-    from rlhf_megatron.proof.check import proof as programs
-    from rlhf_megatron.proof.check.proof import ONE_RANK
+    from rlhf_megatron.planning.check import layout_proof as programs
+    from rlhf_megatron.planning.check.layout_proof import ONE_RANK
 
-    run_train = programs.run_train
+    run_train = programs.run_train_command
 
-    def planted(config: Path, words: Sequence[str], run_dir: Path, timeout_s: float) -> programs.Finished:
+    def planted(
+        config: Path, words: Sequence[str], run_dir: Path, timeout_s: float
+    ) -> programs.FinishedRun:
         is_one_rank = run_dir.name.startswith(ONE_RANK)
         return run_train(config, [*words, PLANTED] if is_one_rank else words, run_dir, timeout_s)
 
-    programs.run_train = planted
+    programs.run_train_command = planted
 
 
 if __name__ == "__main__":

@@ -15,15 +15,20 @@ from torch import Tensor
 from workers_jobs import make_actor, shards, share
 
 from rlhf_megatron import faults
-from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.weights.checkpoint_manifest import SaveResult
 
 LONG_S = 60.0
 
 
 def overtaken_save(
-    world: World, name: str, state: dict[str, Tensor], batch: MiniBatch, directory: Path, **settings: Any
+    world: World,
+    name: str,
+    state: dict[str, Tensor],
+    batch: MiniBatch,
+    directory: Path,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Two steps, a save by a slow writer, two more steps meanwhile; then a second actor loads."""
     actor = make_actor(world, name, state, **settings)
@@ -35,21 +40,25 @@ def overtaken_save(
     for _ in range(2):
         update(actor)
     (directory / f"faults{world.rank}").mkdir()
-    faults.install("delay@ckpt.mid_data:seconds=2", f"rank{world.rank}", directory / f"faults{world.rank}")
+    faults.install_fault_plan(
+        "delay@ckpt.mid_data:seconds=2", f"rank{world.rank}", directory / f"faults{world.rank}"
+    )
     try:
         actor.begin_save(directory / "actor")
         _, at_save = shards(actor)
-        moments_at_save = [tensor.clone() for tensor in actor.backend.optimizer.state_tensors()]
+        moments_at_save = [
+            tensor.clone() for tensor in actor.backend.optimizer.list_state_tensors()
+        ]
         for _ in range(2):
             update(actor)
         was_done = actor.is_save_done()
         result: SaveResult = actor.finish_save(LONG_S)
     finally:
-        faults.install("", "", directory)
+        faults.install_fault_plan("", "", directory)
     other = make_actor(world, name, state, **settings)
     other.load(directory / "actor")
     _, loaded = shards(other)
-    moments = [tensor.clone() for tensor in other.backend.optimizer.state_tensors()]
+    moments = [tensor.clone() for tensor in other.backend.optimizer.list_state_tensors()]
     for _ in range(2):
         update(other)
     _, through = shards(actor)
@@ -89,16 +98,18 @@ def failing_saves(
         return found
 
     def faulty(plan_text: str, to: Path, timeout_s: float = LONG_S) -> SaveResult:
-        faults.install(plan_text, f"rank{world.rank}", directory / f"faults {to.name}")
+        faults.install_fault_plan(plan_text, f"rank{world.rank}", directory / f"faults {to.name}")
         try:
             return save(to, timeout_s)
         finally:
-            faults.install("", "", directory)
+            faults.install_fault_plan("", "", directory)
 
     results = {
         "injected": faulty("disk_full@ckpt.mid_data:who=rank1", directory / "injected"),
         "before": faulty("disk_full@ckpt.before_data:who=rank0", directory / "before"),
-        "late": faulty("delay@ckpt.mid_data:who=rank1,seconds=3", directory / "late", timeout_s=0.2),
+        "late": faulty(
+            "delay@ckpt.mid_data:who=rank1,seconds=3", directory / "late", timeout_s=0.2
+        ),
         "gone": save(directory / "nowhere" / "actor"),
         "read only": save(Path("/sys/actor")),
     }
@@ -108,7 +119,9 @@ def failing_saves(
     else:
         results["limit"] = save(directory / "limit")
     (directory / "metadata").mkdir(exist_ok=True)
-    (directory / "metadata" / ".metadata.tmp").mkdir(exist_ok=True)  # the first rank cannot make this file
+    (directory / "metadata" / ".metadata.tmp").mkdir(
+        exist_ok=True
+    )  # the first rank cannot make this file
     results["metadata"] = save(directory / "metadata")
     started = time.monotonic()
     results["good"] = save(directory / "good")

@@ -15,11 +15,16 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, TWO_RANKS, needs_sgl
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.local.process import start_local_engines
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.rollout.engine_interface import (
+    EngineError,
+    GeneratedSample,
+    GenerateRequest,
+    InferenceEngine,
+)
+from rlhf_megatron.rollout.local.local_client import LocalEngine
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 PROMPT = (1, 2, 3, 4)
 LONG = 200  # tokens of a response that takes a while
@@ -33,10 +38,12 @@ _MIDWAY_TRIES = 12
 @dataclass
 class Server:
     kind: str
-    engine: Engine
+    engine: InferenceEngine
     transfer_dir: Path
     version: int  # of the last sync
-    model: Callable[[int], PreTrainedModel] = tiny_qwen3  # of a seed; that of seed 1 is what it was started with
+    model: Callable[[int], PreTrainedModel] = (
+        tiny_qwen3  # of a seed; that of seed 1 is what it was started with
+    )
     num_caches: int = 1  # of prompts: it serves them in turn
 
 
@@ -46,7 +53,9 @@ Starter = Callable[[Path, Path], Iterator[Server]]
 def start_local(model: Path, folder: Path) -> Iterator[Server]:
     transfer = folder / "transfer"
     transfer.mkdir()
-    with start_local_engines(model, 1, folder, transfer_dir=transfer, startup_timeout_s=120) as servers:
+    with start_local_engines(
+        model, 1, folder, transfer_dir=transfer, startup_timeout_s=120
+    ) as servers:
         yield Server("local", LocalEngine(servers.addresses[0]), transfer, -1)
 
 
@@ -65,7 +74,13 @@ def start_sglang(model: Path, folder: Path, **arguments: object) -> Iterator[Ser
         startup_timeout_s=STARTUP_S,
     ) as servers:
         num_caches = int(str(arguments.get("dp_size", 1)))
-        yield Server("sglang", SGLangEngine(servers.addresses[0], transfer), transfer, -1, num_caches=num_caches)
+        yield Server(
+            "sglang",
+            SGLangEngine(servers.addresses[0], transfer),
+            transfer,
+            -1,
+            num_caches=num_caches,
+        )
 
 
 start_dp_attention = partial(start_sglang, tp_size=2, dp_size=2, enable_dp_attention=True)
@@ -87,7 +102,10 @@ SEEDED: Kinds = {
 }
 UNSEEDED: Kinds = {
     "local": (start_local, partial(with_end, tiny_qwen2)),
-    "sglang": (partial(start_sglang, enable_deterministic_inference=False), partial(with_end, tiny_qwen2)),
+    "sglang": (
+        partial(start_sglang, enable_deterministic_inference=False),
+        partial(with_end, tiny_qwen2),
+    ),
     "sglang_dp_attention": (
         partial(start_dp_attention, enable_deterministic_inference=False),
         partial(with_end, tiny_qwen3_moe),
@@ -99,7 +117,11 @@ ENGINES = [
     pytest.param("sglang", marks=_OF_SGLANG),
     pytest.param("sglang_dp_attention", marks=[*_OF_SGLANG, pytest.mark.long]),
 ]
-LONG_ENGINES = [ENGINES[0], pytest.param("sglang", marks=[*_OF_SGLANG, pytest.mark.long]), ENGINES[2]]
+LONG_ENGINES = [
+    ENGINES[0],
+    pytest.param("sglang", marks=[*_OF_SGLANG, pytest.mark.long]),
+    ENGINES[2],
+]
 
 _running: dict[tuple[str, str], tuple[Iterator[Server], Server]] = {}
 
@@ -109,12 +131,16 @@ def use_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) 
     return _use(request, factory, SEEDED)
 
 
-def use_unseeded_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Server]:
+def use_unseeded_server(
+    request: pytest.FixtureRequest, factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server with which they do not, and whose model has an end-of-sequence token."""
     return _use(request, factory, UNSEEDED)
 
 
-def _use(request: pytest.FixtureRequest, factory: pytest.TempPathFactory, kinds: Kinds) -> Iterator[Server]:
+def _use(
+    request: pytest.FixtureRequest, factory: pytest.TempPathFactory, kinds: Kinds
+) -> Iterator[Server]:
     key = (str(request.fixturename), request.param)
     if key not in _running:
         folder = factory.mktemp("conformance")
@@ -132,9 +158,15 @@ def _use(request: pytest.FixtureRequest, factory: pytest.TempPathFactory, kinds:
 def _is_used_later(items: list[pytest.Item], path: str, key: tuple[str, str]) -> bool:
     """By a file after this one. Files of the suite alone are looked at: others have fixtures of the same names."""
     files = list(dict.fromkeys(str(item.path) for item in items))
-    later = {file for file in files[files.index(path) + 1 :] if Path(file).name.startswith("test_engine_conformance")}
+    later = {
+        file
+        for file in files[files.index(path) + 1 :]
+        if Path(file).name.startswith("test_engine_conformance")
+    }
     return any(
-        str(item.path) in later and hasattr(item, "callspec") and item.callspec.params.get(key[0]) == key[1]
+        str(item.path) in later
+        and hasattr(item, "callspec")
+        and item.callspec.params.get(key[0]) == key[1]
         for item in items
     )
 
@@ -146,22 +178,22 @@ def sync(server: Server, seed: int) -> None:
 
 def sync_weights(server: Server, weights: Mapping[str, Tensor]) -> None:
     server.version += 1
-    server.engine.begin_update(server.version)
+    server.engine.begin_weight_update(server.version)
     for manifest in write_buckets(weights, server.transfer_dir, server.version):
         server.engine.update_weights(manifest)
-    server.engine.commit_update(server.version)
+    server.engine.commit_weight_update(server.version)
 
 
 class Call:
     """One request that runs in a thread. `group` is empty where the engine refused, and `error` says why."""
 
-    def __init__(self, engine: Engine, request: GenerateRequest, name: str = "") -> None:
+    def __init__(self, engine: InferenceEngine, request: GenerateRequest, name: str = "") -> None:
         self.group: list[GeneratedSample] = []
         self.error = ""
         self._thread = threading.Thread(target=self._run, args=(engine, request, name), daemon=True)
         self._thread.start()
 
-    def _run(self, engine: Engine, request: GenerateRequest, name: str) -> None:
+    def _run(self, engine: InferenceEngine, request: GenerateRequest, name: str) -> None:
         try:
             (self.group,) = engine.generate([request], WAIT_S, name)
         except EngineError as error:

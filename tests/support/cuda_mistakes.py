@@ -27,7 +27,9 @@ class LeavesTheDevice(nn.Module):
 def packed_attention(dtype: torch.dtype) -> Tensor:
     q, k, v = torch.randn(3, 6, 2, 16, device="cuda", dtype=dtype)
     starts = torch.tensor([0, 6], device="cuda", dtype=torch.int32)
-    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 6, 6, 0.0, True, False)[0]
+    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 6, 6, 0.0, True, False)[
+        0
+    ]
 
 
 def half_by_float() -> Tensor:
@@ -59,16 +61,19 @@ def with_copies(has_end: bool = True, has_begin: bool = True) -> None:
     streams. `has_begin`, `has_end`: whether the copy waits for the first, and the last for the copy."""
     from torch.cuda import _sanitizer
 
-    from rlhf_megatron.parallel.device import CopyQueue, host_buffer
+    from rlhf_megatron.device import CopyQueue, allocate_host_buffer
 
     _sanitizer.enable_cuda_sanitizer()
     try:
-        queue, host = CopyQueue(torch.device("cuda:0")), host_buffer(4000, torch.device("cuda:0"))
+        queue, host = (
+            CopyQueue(torch.device("cuda:0")),
+            allocate_host_buffer(4000, torch.device("cuda:0")),
+        )
         values = torch.ones(1000, device="cuda").add_(1)
-        with queue.after_computation() if has_begin else torch.cuda.stream(queue._stream):
+        with queue.copy_after_computation() if has_begin else torch.cuda.stream(queue._stream):
             host.view(torch.float32).copy_(values, non_blocking=True)
         if has_end:
-            queue.wait(queue.mark())
+            queue.wait_for_mark(queue.record_mark())
         values.add_(1)
     finally:
         _sanitizer.cuda_sanitizer.disable()
@@ -80,7 +85,11 @@ def spilling(capability: int) -> list[str]:
 
     from tools.cuda_rehearsal.alone.kernels import usage_of
 
-    return [word for usage in usage_of(capability, spilling_kernel.launch) for word in usage.problems(capability)]
+    return [
+        word
+        for usage in usage_of(capability, spilling_kernel.launch)
+        for word in usage.problems(capability)
+    ]
 
 
 NUMBERS: dict[str, Callable[[], object]] = {
@@ -120,7 +129,9 @@ def differ(file: str, rank: int, lacks: str = "") -> None:
     if lacks:
         os.environ.update({lacks: "0"} if rank else {})
     store = dist.FileStore(file, 2)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     total = torch.full((10,), rank + 1.0, device="cuda")
     if lacks:
         print(json.dumps(answers({"lacks": lambda: dist.all_reduce(total)})), flush=True)

@@ -14,24 +14,28 @@ from tools.cuda_rehearsal.alone import names
 from tools.cuda_rehearsal.alone.children import in_children
 from tools.cuda_rehearsal.alone.layouts import pass_through
 
-MISTAKES = {"none": lambda x: x, "on the CPU": lambda x: x.cpu(), "in float64": lambda x: x.double()}
+MISTAKES = {
+    "none": lambda x: x,
+    "on the CPU": lambda x: x.cpu(),
+    "in float64": lambda x: x.double(),
+}
 
 
 def with_mistake(name: str) -> list[str]:
-    from rlhf_megatron.models import attention
+    from rlhf_megatron.ranks.models import packed_attention
 
-    rotate = attention.rotate
+    rotate = packed_attention.rotate_pairs
 
     def rotated(x: Any, *tables: Any) -> Any:
         return MISTAKES[name](rotate(x, *tables))
 
-    with mock.patch.object(attention, "rotate", rotated):
+    with mock.patch.object(packed_attention, "rotate_pairs", rotated):
         return pass_through("tp2_sequence", "qwen3_untied", 1)
 
 
 def without_marks(layout: str, family: str) -> list[str]:
     """Whole matrices keep the marks of Transformer Engine."""
-    with mock.patch("rlhf_megatron.models.build.mark_whole"):
+    with mock.patch("rlhf_megatron.ranks.models.megatron_model_builder.mark_whole"):
         return names.compare(layout, family, "vocabulary")
 
 
@@ -42,4 +46,11 @@ if __name__ == "__main__":
         kinds = (lambda *cell: names.compare(*cell, "vocabulary"), without_marks)
         print(json.dumps([found for call in kinds for _, found in in_children(call, calls)]))
     else:
-        print(json.dumps({name: found for (name,), found in in_children(with_mistake, [(name,) for name in MISTAKES])}))
+        print(
+            json.dumps(
+                {
+                    name: found
+                    for (name,), found in in_children(with_mistake, [(name,) for name in MISTAKES])
+                }
+            )
+        )

@@ -26,7 +26,7 @@ FEW, MANY = 300, 100  # tokens of a micro-batch: 1 and 4 micro-batches
 
 
 def place() -> str:
-    """ "workers/pack.py:batch_of", or "workers/optimizer.py:step > core/optimizer/clip_grads.py:norm" """
+    """ "ranks/workers/sequence_packing.py:batch_of", or "ranks/workers/megatron_optimizer.py:step > core/optimizer/clip_grads.py:norm" """
     names = []
     for frame in traceback.extract_stack():
         for package in ("rlhf_megatron", "megatron"):

@@ -36,5 +36,9 @@ def scored() -> ScoredBatch:
 
 def written(path: Path, *rows: Any) -> Path:
     """A file of the rows: bytes as they are, anything else as JSON."""
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+    path.write_bytes(
+        b"".join(
+            (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows
+        )
+    )
     return path

@@ -32,7 +32,9 @@ class DeviceWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        is_by_mask = name in BY_INDEX and any(index is not None and index.dtype == torch.bool for index in args[1])
+        is_by_mask = name in BY_INDEX and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
         if name in READS or is_by_mask:
             self.found.append(f"{name} in {_place()}")
         return func(*args, **(kwargs or {}))

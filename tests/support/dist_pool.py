@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 from places import SUPPORT
 
-from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 JOBS_PER_WORKER = 12
 GRACE_S = 10.0  # for the other ranks, once one has failed
@@ -57,7 +57,12 @@ class _Worker:
         self.log = log
         self.jobs = 0
         command = [sys.executable, str(SUPPORT / "dist_worker.py"), str(job_in), str(result_out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONFAULTHANDLER": "1",
+        }
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [*command, str(os.getpid())],
@@ -129,8 +134,11 @@ class DistPool:
         **arguments: Any,
     ) -> list[Any]:
         """`job(world, **arguments)` on tp * pp * cp * dp ranks: its results in rank order. Raises JobError."""
-        sizes, layers = (tp, pp, cp, vpp, sequence_parallel, ep, etp), (first_layers, 0, chunk_layers)
-        layout = Layout(tp * pp * cp * dp, *sizes, *layers, shares_prompts)
+        sizes, layers = (
+            (tp, pp, cp, vpp, sequence_parallel, ep, etp),
+            (first_layers, 0, chunk_layers),
+        )
+        layout = ParallelLayout(tp * pp * cp * dp, *sizes, *layers, shares_prompts)
         world_size = layout.world_size
         workers = self._take(world_size)
         self._jobs += 1
@@ -203,7 +211,11 @@ class DistPool:
         for rank, worker in waiting.items():
             worker.dump_stacks()
             time.sleep(0.3)
-            late = f"rank {rank} hung" if errors else f"rank {rank} did not answer within {timeout_s:.0f} s"
+            late = (
+                f"rank {rank} hung"
+                if errors
+                else f"rank {rank} did not answer within {timeout_s:.0f} s"
+            )
             errors.append(f"{late}; its output ends with:\n{worker.tail()}")
         if errors:
             failure = JobError(f"{what}:\n" + "\n".join(errors))

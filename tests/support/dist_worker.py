@@ -27,7 +27,7 @@ def main(job_in: int, result_out: int, parent: int) -> None:
     import torch
     from dist_pool import _read, _write
 
-    from rlhf_megatron.parallel.prepare import prepare_megatron
+    from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 
     torch.set_num_threads(1)
     prepare_megatron()
@@ -42,12 +42,16 @@ def main(job_in: int, result_out: int, parent: int) -> None:
             (size,) = struct.unpack("!Q", _read(job_in, 8))
         except EOFError:
             return
-        sys.path[:], packed = pickle.loads(_read(job_in, size))  # the job's own modules lie on the caller's path
+        sys.path[:], packed = pickle.loads(
+            _read(job_in, size)
+        )  # the job's own modules lie on the caller's path
         job = pickle.loads(packed)
         try:
             answer({"result": run(job)})
         except BaseException:
-            answer({"error": f"rank {job['rank']} [{place(job)}] failed:\n{traceback.format_exc()}"})
+            answer(
+                {"error": f"rank {job['rank']} [{place(job)}] failed:\n{traceback.format_exc()}"}
+            )
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -56,13 +60,16 @@ def main(job_in: int, result_out: int, parent: int) -> None:
 def run(job: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
-    from rlhf_megatron.parallel.device import backend, device_for
-    from rlhf_megatron.parallel.layout import Layout
-    from rlhf_megatron.parallel.world import create_world, destroy_world
+    from rlhf_megatron.device import choose_distributed_backend, select_rank_device
+    from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
+    from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-    layout, device = Layout(**job["layout"]), device_for(job["device"], job["rank"])
+    layout, device = ParallelLayout(**job["layout"]), select_rank_device(job["device"], job["rank"])
     dist.init_process_group(
-        backend(device), init_method=f"file://{job['init_file']}", rank=job["rank"], world_size=layout.world_size
+        choose_distributed_backend(device),
+        init_method=f"file://{job['init_file']}",
+        rank=job["rank"],
+        world_size=layout.world_size,
     )
     try:
         world = create_world(layout, device)
@@ -77,9 +84,9 @@ def run(job: dict[str, Any]) -> Any:
 
 
 def place(job: dict[str, Any]) -> str:
-    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-    return str(Layout(**job["layout"]).coordinates(job["rank"]))
+    return str(ParallelLayout(**job["layout"]).locate_rank(job["rank"]))
 
 
 if __name__ == "__main__":

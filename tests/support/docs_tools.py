@@ -15,21 +15,31 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @cache
 def anchors(page: Path) -> set[str]:
     """What a link to a heading of the page may name after its #, as GitHub makes it."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @cache
 def messages() -> str:
     """All string literals of the sources, a line each, values as the character …"""
     texts = []
-    for path in [*sorted((ROOT / "rlhf_megatron").rglob("*.py")), ROOT / "Makefile", ROOT / "launch" / "torchrun.sh"]:
+    for path in [
+        *sorted((ROOT / "rlhf_megatron").rglob("*.py")),
+        ROOT / "Makefile",
+        ROOT / "launch" / "torchrun.sh",
+    ]:
         if path.suffix != ".py":
             texts.append(path.read_text())
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                texts.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+                texts.append(
+                    "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return "\n".join(texts)

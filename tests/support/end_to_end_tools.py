@@ -22,10 +22,17 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 TIMEOUT_S = 300.0  # of one run; it takes 5 to 20 s where nothing else does
 MARKER = "RLHF_MEGATRON_TEST_RUN"  # stands in the environment of every process of a run
 
-ONE_RANK = {"trainer.runtime": "inline", "trainer.n_gpus_per_node": 1, **dict.fromkeys(("tp", "pp"), 1)}
+ONE_RANK = {
+    "trainer.runtime": "inline",
+    "trainer.n_gpus_per_node": 1,
+    **dict.fromkeys(("tp", "pp"), 1),
+}
 TP2_PP2 = {"trainer.n_gpus_per_node": 4, "tp": 2, "pp": 2}
 DP2 = {"trainer.n_gpus_per_node": 2, "tp": 1, "pp": 1}
-_SHORT = {"tp": "actor.megatron.tensor_model_parallel_size", "pp": "actor.megatron.pipeline_model_parallel_size"}
+_SHORT = {
+    "tp": "actor.megatron.tensor_model_parallel_size",
+    "pp": "actor.megatron.pipeline_model_parallel_size",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ class Finished:
     def left_over(self, within_s: float = 10.0) -> list[str]:
         """Command lines of processes of this run that still live."""
         found = wait_for_the_end(self.marker, within_s)
-        return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in found]
+        return [
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in found
+        ]
 
 
 def processes_with(marker: str) -> list[int]:
@@ -79,10 +88,15 @@ def write_rows(path: Path, num_rows: int, seed: int) -> Path:
     return path
 
 
-def write_config(directory: Path, data: dict[str, Any] | None = None, base: Path = QUICKSTART) -> Path:
+def write_config(
+    directory: Path, data: dict[str, Any] | None = None, base: Path = QUICKSTART
+) -> Path:
     """`base` with 2 steps of 4 prompts x 4 samples after 3 warm-up steps. The reward reads the first character."""
     if data is None:
-        train, val = write_rows(directory / "train.jsonl", 64, seed=1), write_rows(directory / "val.jsonl", 40, seed=2)
+        train, val = (
+            write_rows(directory / "train.jsonl", 64, seed=1),
+            write_rows(directory / "val.jsonl", 40, seed=2),
+        )
         data = {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
     transfer = directory / "transfer"
     transfer.mkdir()
@@ -92,7 +106,12 @@ def write_config(directory: Path, data: dict[str, Any] | None = None, base: Path
         "data": {"train_batch_size": 4, **data},
         "actor": {"mini_batch_size": 16},
         "reward": {"params": {"pattern": "^(.)", "allow_truncated": True}},
-        "rollout": {"n": 4, "max_num_seqs": 64, "update_weights_bucket_megabytes": 2, "transfer_dir": str(transfer)},
+        "rollout": {
+            "n": 4,
+            "max_num_seqs": 64,
+            "update_weights_bucket_megabytes": 2,
+            "transfer_dir": str(transfer),
+        },
         "warmup": {
             "max_steps": 3,
             "batch_size": 16,
@@ -113,7 +132,9 @@ def write_config(directory: Path, data: dict[str, Any] | None = None, base: Path
     return path
 
 
-def write_sections(directory: Path, settings: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Path:
+def write_sections(
+    directory: Path, settings: dict[str, Any], sections: dict[str, dict[str, Any]]
+) -> Path:
     """The configuration `tiny.yaml` of `settings`, with the values of `sections` over theirs."""
     for section, values in sections.items():
         settings[section] = {**settings[section], **values}
@@ -137,7 +158,11 @@ def train(
     """`rlhf-megatron train` in the directory of `config`, until it ends. `launcher`: what stands before the config."""
     directory = config.parent
     marker = f"{MARKER}={uuid.uuid4().hex}"
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "MASTER_"))
+    }
     environment = {
         **given,
         MARKER: marker.partition("=")[2],
@@ -164,9 +189,13 @@ def train(
                 os.kill(pid, signal.SIGKILL)
         process.wait()
         raise
-    name = settings.get("trainer.experiment_name", "tiny") + ("-replay" if "--replay" in options else "")
+    name = settings.get("trainer.experiment_name", "tiny") + (
+        "-replay" if "--replay" in options else ""
+    )
     parent = Path(settings.get("trainer.default_local_dir", directory / "runs"))
-    return Finished(directory, parent / name, exit_code, (directory / "console").read_text(), marker)
+    return Finished(
+        directory, parent / name, exit_code, (directory / "console").read_text(), marker
+    )
 
 
 def greedy_score(model: Path, rows: Path) -> float:
@@ -174,7 +203,10 @@ def greedy_score(model: Path, rows: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    policy, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
     items = [json.loads(line) for line in rows.read_text().splitlines()]
     num_right = 0
     for item in items:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from rlhf_megatron.rollout.local.process import start_local_engines
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
 
 if __name__ == "__main__":
     processes = start_local_engines(sys.argv[1], 2, sys.argv[2], transfer_dir=None).processes

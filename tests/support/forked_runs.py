@@ -26,7 +26,9 @@ from end_to_end_tools import ONE_RANK, overrides
 from places import ROOT, SUPPORT
 
 TIMEOUT_S = 240.0
-SEEDS_ENV = "RLHF_MEGATRON_TEST_SEEDS"  # file to which the engine writes the seeds that it is asked for
+SEEDS_ENV = (
+    "RLHF_MEGATRON_TEST_SEEDS"  # file to which the engine writes the seeds that it is asked for
+)
 SETTINGS = {
     **ONE_RANK,
     "trainer.deterministic": True,
@@ -52,7 +54,10 @@ class Attempt:
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl, without what is not repeated: times, and what follows from them."""
         rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
-        return [{k: v for k, v in row.items() if not k.startswith(NO_RESULT) and k not in NO_RESULTS} for row in rows]
+        return [
+            {k: v for k, v in row.items() if not k.startswith(NO_RESULT) and k not in NO_RESULTS}
+            for row in rows
+        ]
 
     def weights(self) -> bytes:
         return (self.run_dir / "hf" / "model.safetensors").read_bytes()
@@ -106,7 +111,10 @@ class ForkServer:
         name = settings.get("trainer.experiment_name", "tiny")
         environment = {SEEDS_ENV: str(config.parent / "seeds")}
         if faults:
-            environment |= {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(config.parent / "faults")}
+            environment |= {
+                "RLHF_MEGATRON_FAULTS": faults,
+                "RLHF_MEGATRON_FAULTS_DIR": str(config.parent / "faults"),
+            }
         request = {
             "argv": [command, str(config), *overrides(settings), *options],
             "environment": environment,
@@ -123,7 +131,12 @@ class ForkServer:
         return Attempt(code, console.read_text(), time.monotonic() - start, run_dir)
 
     def until_it_ends(
-        self, config: Path, settings: dict[str, Any] | None = None, *, faults: str, command: str = "train"
+        self,
+        config: Path,
+        settings: dict[str, Any] | None = None,
+        *,
+        faults: str,
+        command: str = "train",
     ) -> list[Attempt]:
         """Started again as long as it is killed."""
         attempts = [self.train(config, settings, faults=faults, command=command)]
@@ -139,10 +152,10 @@ def asked_seeds(config: Path) -> Counter[int]:
 
 
 class ForkedServer:
-    """Stands for `rollout.fleet.process.ServerProcess`: the bundled server in a process that is forked off this one."""
+    """Stands for `rollout.fleet.server_process.ServerProcess`: the bundled server in a process that is forked off this one."""
 
     def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
-        assert command[1:3] == ["-m", "rlhf_megatron.rollout.local.server"], command
+        assert command[1:3] == ["-m", "rlhf_megatron.rollout.local.local_server"], command
         self.name = name
         self.log = log
         self.exit_code_seen: int | None = None
@@ -163,19 +176,19 @@ class ForkedServer:
             self.exit_code_seen = os.waitstatus_to_exitcode(status) if pid else None
         return self.exit_code_seen
 
-    def tail(self, num_lines: int = 20) -> str:
+    def read_log_tail(self, num_lines: int = 20) -> str:
         try:  # a restart may have given the log its number
             return "\n".join(self.log.read_text().splitlines()[-num_lines:])
         except FileNotFoundError:
             return ""
 
-    def send_signal(self, number: int) -> None:
-        os.killpg(self.pid, number)
+    def send_signal(self, signal_number: int) -> None:
+        os.killpg(self.pid, signal_number)
 
-    def keep_log(self) -> None:
-        from rlhf_megatron.rollout.fleet.process import keep_log
+    def archive_log(self) -> None:
+        from rlhf_megatron.rollout.fleet.server_process import archive_log
 
-        keep_log(self.log)
+        archive_log(self.log)
 
     def request_stop(self) -> None:
         if self.exit_code is None:
@@ -191,23 +204,23 @@ class ForkedServer:
 
 
 def _serve_engine(arguments: list[str]) -> int:
-    from rlhf_megatron.rollout.local import server
-    from rlhf_megatron.rollout.local.service import DecodeService
+    from rlhf_megatron.rollout.local import local_server
+    from rlhf_megatron.rollout.local.decode_service import DecodeService
 
-    generate = DecodeService.generate
+    generate = DecodeService.submit_generate
 
     def noting(self: DecodeService, requests: Any, *others: Any) -> Any:
         with open(os.environ[SEEDS_ENV], "a") as file:
             file.write("".join(f"{seed}\n" for request in requests for seed in request.seeds))
         return generate(self, requests, *others)
 
-    DecodeService.generate = noting  # type: ignore[method-assign]
-    return server.main(arguments)
+    DecodeService.submit_generate = noting  # type: ignore[method-assign]
+    return local_server.main(arguments)
 
 
 def _run(request: dict[str, Any]) -> int:
     from rlhf_megatron.cli.main import main
-    from rlhf_megatron.rollout.fleet import process
+    from rlhf_megatron.rollout.fleet import server_process
 
     os.setsid()
     console = os.open(request["console"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -216,7 +229,7 @@ def _run(request: dict[str, Any]) -> int:
     os.dup2(console, 2)
     os.environ.update(request["environment"])
     warm.renew()
-    process.ServerProcess = ForkedServer  # type: ignore[assignment, misc]
+    server_process.ServerProcess = ForkedServer  # type: ignore[assignment, misc]
     return main(request["argv"])
 
 
@@ -241,7 +254,15 @@ def _import_everything() -> None:
     import importlib
 
     for name in (
-        *("cli.main", "cli.train", "job", "scheduler.run", "proof.replay", "proof.preflight", "runtime.inline"),
+        *(
+            "cli.main",
+            "cli.train",
+            "job",
+            "scheduler.run",
+            "proof.replay",
+            "proof.preflight",
+            "runtime.inline",
+        ),
         *("runtime.roles", "runtime.stopping", "rollout.local.server", "rollout.local.generator"),
         *("rollout.local.model", "rollout.local.weights", "rollout.fleet.process"),
     ):

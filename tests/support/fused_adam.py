@@ -24,7 +24,9 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         assert adam_w_mode and bias_correction and not capturable
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,7 +49,10 @@ class FusedAdam(torch.optim.Optimizer):
 def _update(parameter: Tensor, group: dict[str, Any], mean: Tensor, square: Tensor) -> None:
     """Kingma and Ba's rule with Loshchilov and Hutter's decay, as the multi-tensor kernel writes it."""
     grad = parameter.grad
-    assert grad is not None and parameter.dtype == grad.dtype == mean.dtype == square.dtype == torch.float32
+    assert (
+        grad is not None
+        and parameter.dtype == grad.dtype == mean.dtype == square.dtype == torch.float32
+    )
     first, second = group["betas"]
     mean.mul_(first).add_(grad, alpha=1 - first)
     square.mul_(second).addcmul_(grad, grad, value=1 - second)

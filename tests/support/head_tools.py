@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WHOLE: dict[str, Any] = {"temperature": 1.0, "vocab_start": 0, "tp_group": None, "with_entropy": True}
+WHOLE: dict[str, Any] = {
+    "temperature": 1.0,
+    "vocab_start": 0,
+    "tp_group": None,
+    "with_entropy": True,
+}
 
 
 def problem(
@@ -18,24 +23,28 @@ def problem(
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(num_tokens + rows)
     hidden_TH = torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float64)
-    weight_VH = torch.randn(rows, hidden, generator=generator, dtype=torch.float64) * (scale / math.sqrt(hidden))
+    weight_VH = torch.randn(rows, hidden, generator=generator, dtype=torch.float64) * (
+        scale / math.sqrt(hidden)
+    )
     targets_T = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     return hidden_TH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_T
 
 
 class Sink:
-    """A weight's gradient buffer, as megatron's: `gradient` hands out the weight, or None for a tied one."""
+    """A weight's gradient buffer, as megatron's: `make_autograd_gradient` hands out the weight, or None for a tied one."""
 
-    def __init__(self, weight_VH: Tensor, dtype: torch.dtype = torch.float32, start: float = 0.0) -> None:
+    def __init__(
+        self, weight_VH: Tensor, dtype: torch.dtype = torch.float32, start: float = 0.0
+    ) -> None:
         self.buffer = torch.full(weight_VH.shape, start, dtype=dtype)
         self.weight_VH = weight_VH
         self.is_tied = False
         self.num_asked = 0
 
-    def buffer_VH(self) -> Tensor:
+    def get_buffer_VH(self) -> Tensor:
         return self.buffer
 
-    def gradient(self) -> Tensor | None:
+    def make_autograd_gradient(self) -> Tensor | None:
         self.num_asked += 1
         return None if self.is_tied else self.weight_VH.detach()
 

@@ -55,7 +55,8 @@ PROGRAMS = {
     "huge_output": "import sys\nfor i in range(4000): sys.stdout.write('x'*100000)\nprint('ESCAPED')",
     "inherited_fd": "import os\nfor f in range(3,60):\n try:\n  if b'canary' in os.pread(f,100,0): print('ESCAPED',f)\n except OSError: pass",
     "setuid_program": "import os\nr=os.popen('CANARY/suid_id -u 2>&1').read().strip(); print('ESCAPED' if r=='0' else 'ok',r)",
-    "new_user_namespace": CALL + "r=L.unshare(0x10000000|0x20000)\nprint('ESCAPED' if r==0 else 'ok')",
+    "new_user_namespace": CALL
+    + "r=L.unshare(0x10000000|0x20000)\nprint('ESCAPED' if r==0 else 'ok')",
     "kernel_surface": CALL
     + "b=ctypes.create_string_buffer(256)\nr=dict(io_uring=call(425,1,b),keyctl=call(250,0,-3,1),userfaultfd=call(323,1),bpf=call(321,0,b,64),add_key=call(248,b'user',b'x',b'y',1,-2))\nprint('ESCAPED' if [k for k,v in r.items() if v>=0] else 'ok',r)",
     "remount_rw": CALL
@@ -81,7 +82,8 @@ PROGRAMS = {
     "sync_storm": "import os,time\nf=open('f','wb'); end=time.time()+.4; n=0\nwhile time.time()<end: f.write(bytes(4096)); f.flush(); os.fsync(f.fileno()); os.sync(); n+=1\nprint('ok',n)",
     "write_through": "import os\nf=os.open('f',os.O_CREAT|os.O_WRONLY|os.O_SYNC)\nfor i in range(200): os.write(f,bytes(4096))\nprint('ok')",
     "memfd_exec": "import os\nf=os.memfd_create('x')\nos.write(f,open('/bin/true','rb').read())\nprint('ESCAPED',flush=True); os.execve(f,['x'],{})",
-    "inotify_flood": CALL + "n=0\nwhile n<400 and L.inotify_init1(0)>=0: n+=1\nprint('ESCAPED' if n else 'ok',n)",
+    "inotify_flood": CALL
+    + "n=0\nwhile n<400 and L.inotify_init1(0)>=0: n+=1\nprint('ESCAPED' if n else 'ok',n)",
     "pending_signals": "import signal,os,ctypes\nL=ctypes.CDLL(None)\nsignal.pthread_sigmask(signal.SIG_BLOCK,{40})\nn=0\nwhile n<9999 and L.sigqueue(os.getpid(),40,ctypes.c_void_p(0))==0: n+=1\nprint('ESCAPED' if n>99 else 'ok',n)",
     "message_queue": CALL
     + "r=L.mq_open(b'/sandbox_canary',os.O_RDWR); s=L.mq_unlink(b'/sandbox_canary'); t=L.mq_open(b'/left',os.O_CREAT|os.O_RDWR,0o600,None)\nprint('ESCAPED' if r>=0 or s==0 or t>=0 else 'ok')",

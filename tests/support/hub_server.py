@@ -36,8 +36,12 @@ class _Answer(BaseHTTPRequestHandler):
         if self.path.startswith(f"/api/{listed}/revision/"):
             body = json.dumps({"id": "owner/tiny", "sha": COMMIT}).encode()
         elif self.path.startswith((f"/api/{listed}/tree/{COMMIT}", f"/api/{listed}/tree/main")):
-            files = [(file.name, file.stat().st_size) for file in sorted(self.server.folder.iterdir())]
-            body = json.dumps([{"type": "file", "path": n, "size": s, "oid": n} for n, s in files]).encode()
+            files = [
+                (file.name, file.stat().st_size) for file in sorted(self.server.folder.iterdir())
+            ]
+            body = json.dumps(
+                [{"type": "file", "path": n, "size": s, "oid": n} for n, s in files]
+            ).encode()
         elif self.path.startswith(f"/{name}/resolve/{COMMIT}/"):
             body = (self.server.folder / self.path.rpartition("/")[2]).read_bytes()
         else:

@@ -37,7 +37,12 @@ def environment(marker: str, **more: str) -> dict[str, str]:
     """Of a started script: nothing of a launcher that runs the tests, and the mark by which to find its processes."""
     strange = ("TORCHELASTIC_", "MASTER_", "NNODES", "NODE_RANK", "SLURM_", "GLOO_")
     given = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-    mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    mine = {
+        MARKER: marker,
+        "OMP_NUM_THREADS": "1",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+    }
     return {**given, **mine, **more}
 
 
@@ -76,7 +81,9 @@ class Started:
         began = time.monotonic()
         while left := processes_with(self.marker):
             if time.monotonic() > began + within_s:
-                names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+                names = [
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left
+                ]
                 raise AssertionError(f"{names} are left after {within_s} s")
             time.sleep(0.05)
         return time.monotonic() - began
@@ -98,7 +105,9 @@ class Nodes:
 
     def __post_init__(self) -> None:
         self.watch = subprocess.Popen(
-            ["/bin/sh", "-c", WATCH, "watch", f"{MARKER}={self.marker}"], stdin=subprocess.PIPE, start_new_session=True
+            ["/bin/sh", "-c", WATCH, "watch", f"{MARKER}={self.marker}"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def console(self, node: int) -> str:
@@ -111,7 +120,11 @@ class Nodes:
     def wait_for(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not what():
-            ended = [self.console(n) for n, process in enumerate(self.processes) if process.poll() is not None]
+            ended = [
+                self.console(n)
+                for n, process in enumerate(self.processes)
+                if process.poll() is not None
+            ]
             assert not ended and time.monotonic() < deadline, ended
             time.sleep(0.1)
 
@@ -119,7 +132,9 @@ class Nodes:
         """Process id of the host of a rank."""
         for pid in processes_with(f"{MARKER}={self.marker}"):
             with contextlib.suppress(OSError):
-                is_rank = f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                is_rank = f"RANK={rank}".encode() in Path(
+                    f"/proc/{pid}/environ"
+                ).read_bytes().split(b"\0")
                 if is_rank and b"rlhf_megatron\0train" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
         raise AssertionError(f"rank {rank} has no process")
@@ -129,7 +144,9 @@ class Nodes:
         return wait_for_the_end(f"{MARKER}={self.marker}", within_s)
 
     def end(self) -> None:
-        for pid in {process.pid for process in self.processes} | set(processes_with(f"{MARKER}={self.marker}")):
+        for pid in {process.pid for process in self.processes} | set(
+            processes_with(f"{MARKER}={self.marker}")
+        ):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self.processes:
@@ -145,12 +162,18 @@ def agent_command(words: Sequence[str], directory: Path, variables: dict[str, st
     printer.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     printer.chmod(0o700)
     script = [str(TORCHRUN), *words]
-    printed = subprocess.check_output(script, cwd=directory, env=variables | {"PYTHON": str(printer)}, text=True)
+    printed = subprocess.check_output(
+        script, cwd=directory, env=variables | {"PYTHON": str(printer)}, text=True
+    )
     return [sys.executable, *printed.split("\0")[:-1]]
 
 
 def start_nodes(
-    config: Path, settings: dict[str, Any], port: int, only_on: Sequence[dict[str, Any]] = ({}, {}), **more: str
+    config: Path,
+    settings: dict[str, Any],
+    port: int,
+    only_on: Sequence[dict[str, Any]] = ({}, {}),
+    **more: str,
 ) -> Nodes:
     """What launch/torchrun.sh starts, one rank on each of two nodes. `only_on`: settings of one node alone."""
     directory, marker = config.parent, uuid.uuid4().hex
@@ -161,7 +184,9 @@ def start_nodes(
         with (directory / f"console{node}").open("wb") as console:
             processes.append(
                 subprocess.Popen(
-                    agent_command([str(config), *overrides(settings | extra)], directory, variables),
+                    agent_command(
+                        [str(config), *overrides(settings | extra)], directory, variables
+                    ),
                     cwd=directory,
                     env=variables,
                     stdin=subprocess.DEVNULL,

@@ -80,7 +80,9 @@ def cispo(r: Response) -> list[float]:
 
 def divergence(r: Response, distance: Callable[[float, float], float], bound: float) -> list[float]:
     losses = []
-    for new, fixed, old, ratio, a in zip(r.log_probs, r.fixed, r.old, r.fixed_ratios, r.advantages, strict=True):
+    for new, fixed, old, ratio, a in zip(
+        r.log_probs, r.fixed, r.old, r.fixed_ratios, r.advantages, strict=True
+    ):
         p, p_old = math.exp(fixed), math.exp(old)
         goes_on = p > p_old if a > 0 else p < p_old
         is_out = goes_on and distance(p, p_old) > bound
@@ -101,7 +103,10 @@ def dppo_kl(r: Response) -> list[float]:
 
 def clip_cov(r: Response) -> list[float]:
     columns = zip(r.ratios, r.advantages, r.picked, strict=True)
-    return [0.0 if picked else max(-a * ratio, -a * clip(ratio, 0.8, 1.2)) for ratio, a, picked in columns]
+    return [
+        0.0 if picked else max(-a * ratio, -a * clip(ratio, 0.8, 1.2))
+        for ratio, a, picked in columns
+    ]
 
 
 def kl_cov(r: Response) -> list[float]:
@@ -131,7 +136,9 @@ AGGREGATIONS: dict[str, Callable[[list[list[float]]], float]] = {
     "token-sum": lambda losses: sum(x for of_one in losses for x in of_one),
     "seq-mean-token-sum": lambda losses: mean([sum(of_one) for of_one in losses]),
     "seq-mean-token-sum-norm": lambda losses: mean([sum(of_one) / 8 for of_one in losses]),
-    "seq-mean-token-mean": lambda losses: mean([mean(of_one) if of_one else 0.0 for of_one in losses]),
+    "seq-mean-token-mean": lambda losses: mean(
+        [mean(of_one) if of_one else 0.0 for of_one in losses]
+    ),
 }
 """Token losses of each sequence -> one number; the factor of the norm is 8."""
 

@@ -16,18 +16,23 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.load_model import load_hf, named_parameters
-from rlhf_megatron.checkpoint.source import RandomSource
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.attention import packed_documents
-from rlhf_megatron.models.build import MegatronModel, build_model
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.head import head_weight, whole_sequence
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters, load_hf_weights
+from rlhf_megatron.ranks.models.megatron_model_builder import MegatronModel, build_megatron_model
+from rlhf_megatron.ranks.models.output_heads import gather_sequence_parts, get_head_weight
+from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_source import RandomWeightSource
 
 LENGTHS = [[6, 6, 9, 4], [7, 3, 7], [11, 6], [2, 5, 2]]  # documents of each micro-batch
-RAGGED = [[1, 37, 2, 3, 14], [40, 1], [3, 3, 2, 3, 1, 25], [5, 4, 3, 2, 1]]  # some shorter than their 2 cp chunks
+RAGGED = [
+    [1, 37, 2, 3, 14],
+    [40, 1],
+    [3, 3, 2, 3, 1, 25],
+    [5, 4, 3, 2, 1],
+]  # some shorter than their 2 cp chunks
 EQUAL = [[6] * 9, [6] * 8, [6] * 9, [6] * 2]
 
 
@@ -48,11 +53,13 @@ def hf_config(model_type: str = "qwen3", is_tied: bool = False) -> dict[str, Any
     }
 
 
-def loaded_model(config: dict[str, Any], world: World, megatron: MegatronConfig | None = None) -> MegatronModel:
-    model = build_model(config, world, torch.float32, megatron)
-    table = table_for(config, world.layout.tp, model.impl)
-    source = RandomSource(seed=3, std=0.15)
-    load_hf(model.chunks, table, source, world.coordinates.tp, world.layout.tp)
+def loaded_model(
+    config: dict[str, Any], world: World, megatron: MegatronConfig | None = None
+) -> MegatronModel:
+    model = build_megatron_model(config, world, torch.float32, megatron)
+    table = make_weight_table(config, world.layout.tp, model.impl)
+    source = RandomWeightSource(seed=3, std=0.15)
+    load_hf_weights(model.chunks, table, source, world.coordinates.tp, world.layout.tp)
     return model
 
 
@@ -71,7 +78,9 @@ class Batch:
     weights: Tensor
 
 
-def micro_batches(layout: Layout, lengths: list[list[int]], cp_rank: int = 0) -> list[Batch]:
+def micro_batches(
+    layout: ParallelLayout, lengths: list[list[int]], cp_rank: int = 0
+) -> list[Batch]:
     """Micro-batches of one length: documents padded as the layout demands, then a tail document that nothing reads."""
     generator = torch.Generator().manual_seed(0)
     multiple = layout.document_multiple
@@ -83,7 +92,13 @@ def micro_batches(layout: Layout, lengths: list[list[int]], cp_rank: int = 0) ->
     ]
 
 
-def _batch(true: list[int], padded: list[int], layout: Layout, cp_rank: int, generator: torch.Generator) -> Batch:
+def _batch(
+    true: list[int],
+    padded: list[int],
+    layout: ParallelLayout,
+    cp_rank: int,
+    generator: torch.Generator,
+) -> Batch:
     tokens = torch.randint(37, (sum(true),), generator=generator).split(true)
     weights = torch.randn(sum(true) - len(true), generator=generator)
     ids, targets, numbers, positions, share = [], [], [], [], []
@@ -124,11 +139,17 @@ def share_of_document(length: int, cp: int, cp_rank: int) -> list[int]:
 
 def log_probs(hidden: Tensor, batch: Batch, model: MegatronModel, world: World) -> Tensor:
     """log softmax over the true vocabulary, written with megatron's collectives."""
-    whole = whole_sequence(hidden[0], world.tp_group) if world.layout.sequence_parallel else hidden[0]
+    whole = (
+        gather_sequence_parts(hidden[0], world.tp_group)
+        if world.layout.sequence_parallel
+        else hidden[0]
+    )
     rows = whole[batch.rows]
     if world.layout.tp > 1:
         rows = _SumGradient.apply(rows, world.tp_group)
-    logits = gather_from_tensor_model_parallel_region(rows @ head_weight(model.chunks[-1]).T, group=world.tp_group)
+    logits = gather_from_tensor_model_parallel_region(
+        rows @ get_head_weight(model.chunks[-1]).T, group=world.tp_group
+    )
     return F.log_softmax(logits[:, : model.vocab_size], -1).gather(1, batch.targets[:, None])[:, 0]
 
 
@@ -152,7 +173,7 @@ def run(
 
     def forward_step(batches: Any, chunk: Any) -> Any:
         batch = next(batches)
-        documents = packed_documents(batch.borders, batch.longest, batch.positions, cp_group)
+        documents = make_packed_documents(batch.borders, batch.longest, batch.positions, cp_group)
         hidden = chunk(batch.ids, batch.positions, None, packed_seq_params=documents)
         return hidden, partial(loss, batch)
 
@@ -177,7 +198,9 @@ def run(
 def with_gradient_buffers(model: MegatronModel, world: World) -> None:
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model.chunks = [
-        DistributedDataParallel(model.transformer_config, settings, chunk, pg_collection=world.pg_collection)
+        DistributedDataParallel(
+            model.transformer_config, settings, chunk, pg_collection=world.pg_collection
+        )
         for chunk in model.chunks
     ]
     for chunk in model.chunks:
@@ -193,12 +216,17 @@ def forward_and_backward(
 ) -> dict[str, Any]:
     """What this rank has: log-probs with and without gradient, summed gradients by name, marks of what tp shards."""
     model = loaded_model(hf_config(model_type, is_tied), world, megatron)
-    marks = {n: getattr(p, "tensor_model_parallel", False) for n, p in named_parameters(model.chunks).items()}
+    marks = {
+        n: getattr(p, "tensor_model_parallel", False)
+        for n, p in collect_named_parameters(model.chunks).items()
+    }
     with torch.no_grad():
         evaluated = run(world, model, True, lengths)
     with_gradient_buffers(model, world)
     trained = run(world, model, False, lengths)
-    gradients = {name: p.main_grad.clone() for name, p in named_parameters(model.chunks).items()}
+    gradients = {
+        name: p.main_grad.clone() for name, p in collect_named_parameters(model.chunks).items()
+    }
     return {
         "coordinates": world.coordinates,
         "evaluated": evaluated,

@@ -64,7 +64,10 @@ def has_namespaces() -> bool:
         "type",
         "bridge",
     ]
-    return bool(shutil.which("unshare") and shutil.which("ip")) and subprocess.run(try_it).returncode == 0
+    return (
+        bool(shutil.which("unshare") and shutil.which("ip"))
+        and subprocess.run(try_it).returncode == 0
+    )
 
 
 class Machines(Nodes):

@@ -20,7 +20,12 @@ def main(url: str, key: str, kind: str) -> None:
     print(f"openai {openai.__version__} is content")
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 def call_tools(client: openai.OpenAI, model: str) -> None:
@@ -30,7 +35,11 @@ def call_tools(client: openai.OpenAI, model: str) -> None:
     (choice,) = client.chat.completions.create(messages=messages, **asked).choices
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and choice.message.content == "so"
-    assert call.type == "function" and call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1}
+    assert (
+        call.type == "function"
+        and call.function.name == "add"
+        and json.loads(call.function.arguments) == {"a": 1}
+    )
     names, texts, reasons = [], "", []
     for chunk in client.chat.completions.create(messages=messages, stream=True, **asked):
         for streamed in chunk.choices:
@@ -40,13 +49,19 @@ def call_tools(client: openai.OpenAI, model: str) -> None:
     assert (names, texts.strip(), reasons) == (["add"], "so", ["tool_calls"])
     result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
     messages += [choice.message.model_dump(exclude_none=True), result]
-    assert client.chat.completions.create(messages=messages, **asked).choices[0].finish_reason == "tool_calls"
+    assert (
+        client.chat.completions.create(messages=messages, **asked).choices[0].finish_reason
+        == "tool_calls"
+    )
 
 
 def talk(client: openai.OpenAI, model: str, temperature: float) -> None:
     body = {"model": model, "max_tokens": 12, "temperature": temperature, "seed": 3}
     whole = client.completions.create(prompt="12+34=", n=2, logprobs=0, **body)
-    assert [choice.index for choice in whole.choices] == [0, 1] and whole.usage.completion_tokens >= 2
+    assert [choice.index for choice in whole.choices] == [
+        0,
+        1,
+    ] and whole.usage.completion_tokens >= 2
     assert whole.choices[0].logprobs.token_logprobs[0] <= 0 and whole.policy_version == 0
     streams = ["", ""]
     for chunk in client.completions.create(prompt="12+34=", n=2, stream=True, **body):
@@ -57,9 +72,14 @@ def talk(client: openai.OpenAI, model: str, temperature: float) -> None:
     assert "4" not in client.completions.create(prompt="12+34=", stop=["4"], **body).choices[0].text
     messages = [{"role": "user", "content": "12+34"}]
     chat = client.chat.completions.create(messages=messages, logprobs=True, **body)
-    assert chat.choices[0].message.content == whole.choices[0].text, "the template adds nothing but ="
+    assert chat.choices[0].message.content == whole.choices[0].text, (
+        "the template adds nothing but ="
+    )
     assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
-    assert client.chat.completions.create(messages=messages, tools=TOOLS, **body).usage.prompt_tokens == 8
+    assert (
+        client.chat.completions.create(messages=messages, tools=TOOLS, **body).usage.prompt_tokens
+        == 8
+    )
     streamed, usage = "", None
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for chunk in client.chat.completions.create(messages=messages, **options, **body):
@@ -67,7 +87,9 @@ def talk(client: openai.OpenAI, model: str, temperature: float) -> None:
         streamed += "".join(choice.delta.content or "" for choice in chunk.choices)
     assert streamed == chat.choices[0].message.content and usage == chat.usage
     wrong = {
-        openai.BadRequestError: lambda: client.completions.create(prompt="1", presence_penalty=1, **body),
+        openai.BadRequestError: lambda: client.completions.create(
+            prompt="1", presence_penalty=1, **body
+        ),
         openai.NotFoundError: lambda: client.completions.create(prompt="1", model="another"),
         openai.AuthenticationError: lambda: client.with_options(api_key="wrong").models.list(),
     }

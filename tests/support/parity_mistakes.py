@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.sharded import RankResult, run_on_rank
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.parallel.world import World
 
 
 def run_with(world: World, mistake: str | None, **arguments: Any) -> list[RankResult]:
@@ -24,14 +24,16 @@ def run_with(world: World, mistake: str | None, **arguments: Any) -> list[RankRe
 
 def qkv_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
     """All queries, all keys, all values; Megatron wants them group by group."""
-    from rlhf_megatron.models.families import dense
+    from rlhf_megatron.weights.families import decoder_family
 
-    patch.setattr(dense, "_interleave_qkv", lambda num_groups, q, k, v: torch.cat([q, k, v]))
+    patch.setattr(
+        decoder_family, "_interleave_qkv", lambda num_groups, q, k, v: torch.cat([q, k, v])
+    )
 
 
 def norms_not_marked(patch: pytest.MonkeyPatch) -> None:
     """Under sequence parallelism nobody adds up what the tp ranks have of a norm's gradient."""
-    from rlhf_megatron.models.norm import RMSNorm
+    from rlhf_megatron.ranks.models.rms_norm_layer import RMSNorm
 
     _mark(patch, RMSNorm, "weight", is_summed_over_tp=False)
 
@@ -49,27 +51,32 @@ def _mark(patch: pytest.MonkeyPatch, kind: Any, parameter: str, is_summed_over_t
 
 def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
     """Every replica divides by the tokens that it has itself, and the mean is taken over replicas."""
-    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.ranks.workers.actor import ActorModel
 
-    update = Actor.update
+    update = ActorModel.update
 
     def with_local_count(self: Any, batch: Any, *args: Any) -> Any:
         total = batch.loss_weights.sum() * self.world.layout.dp
-        return update(self, replace(batch, loss_weights=batch.loss_weights / total.clamp(min=1e-12)), *args)
+        return update(
+            self, replace(batch, loss_weights=batch.loss_weights / total.clamp(min=1e-12)), *args
+        )
 
-    patch.setattr(Actor, "update", with_local_count)
+    patch.setattr(ActorModel, "update", with_local_count)
 
 
 def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
     """At the end of a chunk the label is the next token that this cp rank has, not the next one of the document."""
-    from rlhf_megatron.workers import actor, forward, pack
+    from rlhf_megatron.ranks.workers import actor, forward_passes, sequence_packing
 
-    def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
-        packed = pack.pack(*args, **kwargs)
-        return replace(packed, micro_batches=tuple(_with_next_of_share(micro) for micro in packed.micro_batches))
+    def shifted(*args: Any, **kwargs: Any) -> sequence_packing.PackedBatch:
+        packed = sequence_packing.pack_batch(*args, **kwargs)
+        return replace(
+            packed,
+            micro_batches=tuple(_with_next_of_share(micro) for micro in packed.micro_batches),
+        )
 
     patch.setattr(actor, "pack", shifted)
-    patch.setattr(forward, "pack", shifted)
+    patch.setattr(forward_passes, "pack", shifted)
 
 
 def _with_next_of_share(micro: Any) -> Any:
@@ -82,16 +89,16 @@ def _with_next_of_share(micro: Any) -> Any:
 
 def weight_decay_on_norms(patch: pytest.MonkeyPatch) -> None:
     """The groups' wd_mult of 0 for vectors is not there."""
-    from rlhf_megatron.workers import optimizer
+    from rlhf_megatron.ranks.workers import megatron_optimizer
 
-    patch.setattr(optimizer, "get_standard_config_overrides", lambda config: {})
+    patch.setattr(megatron_optimizer, "get_standard_config_overrides", lambda config: {})
 
 
 def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
     """After a checkpoint is loaded all parameters share one count of steps, which AdamW raises once a parameter."""
-    from rlhf_megatron.workers.optimizer import Optimizer
+    from rlhf_megatron.ranks.workers.megatron_optimizer import MegatronStepOptimizer
 
-    load = Optimizer.load_state_dict
+    load = MegatronStepOptimizer.load_state_dict
 
     def sharing(self: Any, *args: Any) -> None:
         load(self, *args)
@@ -100,26 +107,28 @@ def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
             for state in states:
                 state["step"] = states[0]["step"]
 
-    patch.setattr(Optimizer, "load_state_dict", sharing)
+    patch.setattr(MegatronStepOptimizer, "load_state_dict", sharing)
 
 
 def head_bias_counted_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
     """Marked as if each tp rank had seen other tokens: what is whole on every rank is summed over them."""
-    from rlhf_megatron.models.head import ValueHead
+    from rlhf_megatron.ranks.models.output_heads import ValueHead
 
     _mark(patch, ValueHead, "bias", is_summed_over_tp=True)
 
 
 def values_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
     """The value of the tokens up to and with t in place of those before t."""
-    from rlhf_megatron.workers import critic, forward, pack
+    from rlhf_megatron.ranks.workers import critic, forward_passes, sequence_packing
 
-    def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
-        packed = pack.pack(*args, **kwargs)
-        return replace(packed, micro_batches=tuple(_with_next_rows(micro) for micro in packed.micro_batches))
+    def shifted(*args: Any, **kwargs: Any) -> sequence_packing.PackedBatch:
+        packed = sequence_packing.pack_batch(*args, **kwargs)
+        return replace(
+            packed, micro_batches=tuple(_with_next_rows(micro) for micro in packed.micro_batches)
+        )
 
     patch.setattr(critic, "pack", shifted)
-    patch.setattr(forward, "pack", shifted)
+    patch.setattr(forward_passes, "pack", shifted)
 
 
 def _with_next_rows(micro: Any) -> Any:
@@ -128,34 +137,42 @@ def _with_next_rows(micro: Any) -> Any:
 
 def value_weights_divided_again(patch: pytest.MonkeyPatch) -> None:
     """The weights are over the global count already, and the sum over replicas is taken for a mean."""
-    from rlhf_megatron.workers.critic import Critic
+    from rlhf_megatron.ranks.workers.critic import CriticModel
 
-    update = Critic.update
+    update = CriticModel.update
 
     def with_mean(self: Any, batch: Any, plan: Any) -> Any:
-        return update(self, replace(batch, loss_weights=batch.loss_weights / self.world.layout.dp), plan)
+        return update(
+            self, replace(batch, loss_weights=batch.loss_weights / self.world.layout.dp), plan
+        )
 
-    patch.setattr(Critic, "update", with_mean)
+    patch.setattr(CriticModel, "update", with_mean)
 
 
 def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
     """The head's gather sums gradients over tp, as a split output layer's must: here each rank has all of it."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    from rlhf_megatron.models import head
+    from rlhf_megatron.ranks.models import output_heads
 
     def gather(hidden: Tensor, tp_group: Any) -> Tensor:
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=tp_group
+        )
 
-    patch.setattr(head, "whole_sequence", gather)
+    patch.setattr(output_heads, "whole_sequence", gather)
 
 
 def values_not_held(patch: pytest.MonkeyPatch) -> None:
     """No value clip."""
-    from rlhf_megatron.kernels.row_loss import value_sums
-    from rlhf_megatron.workers import critic
+    from rlhf_megatron.ranks.kernels.weighted_row_loss import compute_value_loss_sums
+    from rlhf_megatron.ranks.workers import critic
 
-    patch.setattr(critic, "value_sums", lambda values, columns, cliprange: value_sums(values, columns, 0.0))
+    patch.setattr(
+        critic,
+        "value_sums",
+        lambda values, columns, cliprange: compute_value_loss_sums(values, columns, 0.0),
+    )
 
 
 def experts_reduced_as_dense_layers(patch: pytest.MonkeyPatch) -> None:
@@ -174,26 +191,26 @@ def experts_counted_on_the_first_tp_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def _mark_experts(patch: pytest.MonkeyPatch, name: str, value: bool) -> None:
-    from rlhf_megatron.models import build
-    from rlhf_megatron.parallel.mcore_fixes import is_of_expert
+    from rlhf_megatron.ranks.models import megatron_model_builder
+    from rlhf_megatron.ranks.parallel.mcore_fixes import is_expert_parameter
 
-    mark = build.mark_experts
+    mark = megatron_model_builder.mark_expert_parameters
 
     def wrong(model: Any) -> None:
         mark(model)
         for parameter_name, parameter in model.named_parameters():
-            if is_of_expert(parameter_name):
+            if is_expert_parameter(parameter_name):
                 setattr(parameter, name, value)
 
-    patch.setattr(build, "mark_experts", wrong)
+    patch.setattr(megatron_model_builder, "mark_experts", wrong)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     """An expert's first matrix has the rows of up before those of gate."""
-    from rlhf_megatron.models.families import experts
+    from rlhf_megatron.weights.families import expert_layers
 
-    patch.setattr(experts, "concatenate", lambda gate, up: torch.cat([up, gate]))
-    patch.setattr(experts, "halves", lambda matrix: tuple(reversed(matrix.chunk(2))))
+    patch.setattr(expert_layers, "concatenate", lambda gate, up: torch.cat([up, gate]))
+    patch.setattr(expert_layers, "halves", lambda matrix: tuple(reversed(matrix.chunk(2))))
 
 
 def expert_bias_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -227,16 +244,19 @@ def experts_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 def experts_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Each expert loads the weights of the next one."""
-    from rlhf_megatron.models.families import dense
+    from rlhf_megatron.weights.families import decoder_family
 
-    made = dense.expert_rules
+    made = decoder_family.make_expert_rules
 
     def shifted(*args: Any) -> list[Any]:
         router, *rules = made(*args)
-        tensors = [rule.hf for rule in rules]
-        return [router, *map(lambda rule, hf: replace(rule, hf=hf), rules, tensors[2:] + tensors[:2])]
+        tensors = [rule.hf_tensors for rule in rules]
+        return [
+            router,
+            *map(lambda rule, hf: replace(rule, hf_tensors=hf), rules, tensors[2:] + tensors[:2]),
+        ]
 
-    patch.setattr(dense, "expert_rules", shifted)
+    patch.setattr(decoder_family, "expert_rules", shifted)
 
 
 def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +266,9 @@ def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import multi_latent_attention
 
     def gather(keys: Tensor, group: Any) -> Tensor:
-        return gather_from_sequence_parallel_region(keys, tensor_parallel_output_grad=False, group=group)
+        return gather_from_sequence_parallel_region(
+            keys, tensor_parallel_output_grad=False, group=group
+        )
 
     patch.setattr(multi_latent_attention, "gather_from_sequence_parallel_region", gather)
 
@@ -255,31 +277,40 @@ def expert_biases_added_in_place(patch: pytest.MonkeyPatch) -> None:
     """As megatron-core does it, to what a sum over one rank has handed through."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    from rlhf_megatron.models.backend import ExpertRowLinear
+    from rlhf_megatron.ranks.models.layer_specs import ExpertRowLinear
 
     patch.setattr(ExpertRowLinear, "forward", RowParallelLinear.forward)
 
 
 def sinks_counted_on_the_first_tp_rank(patch: pytest.MonkeyPatch) -> None:
     """The norm of all gradients lacks the sinks of the other ranks' heads."""
-    _of_attention(patch, lambda attention: setattr(attention.softmax_offset, "tensor_model_parallel", False))
+    _of_attention(
+        patch, lambda attention: setattr(attention.softmax_offset, "tensor_model_parallel", False)
+    )
 
 
 def window_one_longer(patch: pytest.MonkeyPatch) -> None:
     """The size of a window in place of the tokens before a token in it."""
-    _of_attention(patch, lambda attention: setattr(attention, "window", attention.window and attention.window + 1))
+    _of_attention(
+        patch,
+        lambda attention: setattr(attention, "window", attention.window and attention.window + 1),
+    )
 
 
 def window_in_the_other_layers(patch: pytest.MonkeyPatch) -> None:
     """Layers counted from 0 where megatron-core counts from 1."""
-    from rlhf_megatron.models import attention
+    from rlhf_megatron.ranks.models import packed_attention
 
-    found = attention.is_layer_window_attention
-    patch.setattr(attention, "is_layer_window_attention", lambda size, layers, number: found(size, layers, number - 1))
+    found = packed_attention.is_layer_window_attention
+    patch.setattr(
+        packed_attention,
+        "is_layer_window_attention",
+        lambda size, layers, number: found(size, layers, number - 1),
+    )
 
 
 def _of_attention(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
-    from rlhf_megatron.models.attention import PackedAttention
+    from rlhf_megatron.ranks.models.packed_attention import PackedAttention
 
     init = PackedAttention.__init__
 
@@ -292,10 +323,12 @@ def _of_attention(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> N
 
 def gate_and_up_taken_as_halves(patch: pytest.MonkeyPatch) -> None:
     """The columns of gate and up stand by turns in GPT-OSS's files, not one half behind the other."""
-    from rlhf_megatron.models.families import gpt_oss
+    from rlhf_megatron.weights.families import gpt_oss
 
     patch.setattr(gpt_oss, "_apart", lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T)
-    patch.setattr(gpt_oss, "_by_turns", lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,))
+    patch.setattr(
+        gpt_oss, "_by_turns", lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,)
+    )
 
 
 WITH_EXPERTS = (

@@ -13,7 +13,10 @@ import psutil
 from end_to_end_tools import MARKER, processes_with, wait_for_the_end
 from places import ROOT
 
-LOCAL, SGLANG = "rlhf_megatron.rollout.local.server", "sglang.launch_server"  # in the commands of engines
+LOCAL, SGLANG = (
+    "rlhf_megatron.rollout.local.local_server",
+    "sglang.launch_server",
+)  # in the commands of engines
 
 
 class Job:
@@ -39,18 +42,26 @@ class Job:
         """The console, once the words stand in it."""
         deadline = time.monotonic() + within_s
         while words not in self.console.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.console.read_text()
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                self.console.read_text()
+            )
             time.sleep(0.02)
         return self.console.read_text()
 
     def wait_for_answers(self, path: Path, count: int) -> None:
         deadline = time.monotonic() + 120
         while not path.exists() or path.read_bytes().count(b"\n") < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.console.read_text()
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                self.console.read_text()
+            )
             time.sleep(0.01)
 
     def engines(self, words: str = LOCAL) -> list[int]:
-        return [pid for pid in processes_with(self.marker) if words in " ".join(psutil.Process(pid).cmdline())]
+        return [
+            pid
+            for pid in processes_with(self.marker)
+            if words in " ".join(psutil.Process(pid).cmdline())
+        ]
 
     def end(self) -> int:
         try:

@@ -43,13 +43,13 @@ LLAMA31 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-TOOLS_OF_QWEN = (
-    """# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided"""
-)
+TOOLS_OF_QWEN = """# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided"""
 TOOLS_OF_QWEN += """ with function signatures within <tools></tools> XML tags:\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
     {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within """
-TOOLS_OF_QWEN += """<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": """
+TOOLS_OF_QWEN += (
+    """<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": """
+)
 TOOLS_OF_QWEN += """<args-json-object>}\\n</tool_call><|im_end|>\\n"""
 RESULT_OF_QWEN = """
         {{- '<|im_start|>user' if loop.previtem.role != 'tool' }}
@@ -296,9 +296,33 @@ PUBLISHED = {  # name -> (template, stop tokens of generation_config.json, the f
     "phi3": (PHI3, ["<|end|>", "<|eos|>"], "phi3"),
 }
 CONTROL = (
-    *("<|bos|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eos|>"),
-    *("<|user|>", "<|observation|>", "<|assistant|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "[INST]", "[/INST]"),
+    *(
+        "<|bos|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|eos|>",
+    ),
+    *(
+        "<|user|>",
+        "<|observation|>",
+        "<|assistant|>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<｜end▁of▁sentence｜>",
+    ),
+    *(
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "[INST]",
+        "[/INST]",
+    ),
 )
 
 

@@ -15,36 +15,44 @@ from typing import Any
 from end_to_end_tools import QUICKSTART
 
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.local.process import start_local_engines
-from rlhf_megatron.runtime.ray import environment as ray_environment
-from rlhf_megatron.runtime.ray.places import cpus_of_own_cluster, engine_bundles, rank_bundles
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.local.local_launch import start_local_engines
+from rlhf_megatron.runtime.ray import ray_environment
+from rlhf_megatron.runtime.ray.ray_placement import (
+    count_own_cluster_cpus,
+    make_engine_bundles,
+    make_rank_bundles,
+)
 
 
 def main(model: Path, folder: Path, num_engines: int) -> None:
-    settings = ["trainer.runtime=ray", f"rollout.num_engines={num_engines}", "ray.num_cpus_per_engine=0.5"]
+    settings = [
+        "trainer.runtime=ray",
+        f"rollout.num_engines={num_engines}",
+        "ray.num_cpus_per_engine=0.5",
+    ]
     config = load_run_config(QUICKSTART, settings).config
-    ray_environment.prepare(None, os.environ)
-    from rlhf_megatron.runtime.ray.cluster import Cluster, whereabouts
-    from rlhf_megatron.runtime.ray.engines import RayEngines
+    ray_environment.set_ray_environment(None, os.environ)
+    from rlhf_megatron.runtime.ray.ray_cluster import RayCluster, locate_process
+    from rlhf_megatron.runtime.ray.ray_engines import RayServerPlacer
 
     bundles = [
-        *rank_bundles(config.trainer, config.ray, config.rollout, False),
-        *engine_bundles(config.rollout, config.ray, False),
+        *make_rank_bundles(config.trainer, config.ray, config.rollout, False),
+        *make_engine_bundles(config.rollout, config.ray, False),
     ]
     with (
         tempfile.TemporaryDirectory(prefix="rlhf-") as directory,
-        Cluster(None, Path(directory), cpus_of_own_cluster(bundles, 1)) as cluster,
+        RayCluster(None, Path(directory), count_own_cluster_cpus(bundles, 1)) as cluster,
     ):
-        cluster.reserve(bundles, is_spread=False, timeout_s=60)
-        place = RayEngines(
+        cluster.reserve_bundles(bundles, is_spread=False, timeout_s=60)
+        place = RayServerPlacer(
             cluster,
             config.rollout,
             config.trainer.nnodes,
             config.ray.num_cpus_per_engine,
             0,
-            lambda: [whereabouts()],
+            lambda: [locate_process()],
             {"OMP_NUM_THREADS": "1"},
             b"",
         )
@@ -60,7 +68,7 @@ def main(model: Path, folder: Path, num_engines: int) -> None:
                 transfer_dir=transfer,
                 load_weights=True,
                 startup_timeout_s=120,
-                place=place,
+                placement=place,
             )
         except EngineError as error:
             say({"error": str(error)})
@@ -77,13 +85,13 @@ def main(model: Path, folder: Path, num_engines: int) -> None:
 
 def act(servers: EngineServers, verb: str, name: str) -> dict[str, Any]:
     if verb == "ending":
-        return {"ending": servers.ending(name)}
+        return {"ending": servers.describe_exit(name)}
     if verb == "kill":
-        servers.kill(name)
-        return {"ending": servers.ending(name)}
+        servers.kill_server(name)
+        return {"ending": servers.describe_exit(name)}
     assert verb == "restart", verb
     try:
-        servers.restart(name)
+        servers.restart_server(name)
     except EngineError as error:
         return {"error": str(error)}
     return facts(servers)

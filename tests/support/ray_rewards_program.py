@@ -19,10 +19,10 @@ from places import SUPPORT
 
 from rlhf_megatron.config.schema import RayConfig, RewardConfig
 from rlhf_megatron.rewards.scorers import RewardSample
-from rlhf_megatron.rewards.service.scorer import make_scorer
-from rlhf_megatron.runtime.ray import environment as ray_environment
-from rlhf_megatron.runtime.ray.places import reward_bundles
-from rlhf_megatron.runtime.ray.rewards import Part, RayWorkers
+from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
+from rlhf_megatron.runtime.ray import ray_environment
+from rlhf_megatron.runtime.ray.ray_placement import make_reward_actor_bundles
+from rlhf_megatron.runtime.ray.ray_reward_pool import RayRewardPool, RewardPoolActor
 
 
 def sample(response: str, **extra: Any) -> RewardSample:
@@ -31,22 +31,27 @@ def sample(response: str, **extra: Any) -> RewardSample:
 
 
 def main(folder: Path) -> None:
-    ray_environment.prepare(None, os.environ)
-    from rlhf_megatron.runtime.ray.cluster import Cluster, RemoteObject
+    ray_environment.set_ray_environment(None, os.environ)
+    from rlhf_megatron.runtime.ray.ray_cluster import RayCluster, RayObject
 
-    bundles = reward_bundles(RayConfig(reward_actors=2, num_cpus_per_reward_actor=0.5))
-    started: list[RemoteObject] = []
+    bundles = make_reward_actor_bundles(RayConfig(reward_actors=2, num_cpus_per_reward_actor=0.5))
+    started: list[RayObject] = []
     with (
         tempfile.TemporaryDirectory(prefix="rlhf-") as directory,
-        Cluster(None, Path(directory), 1) as cluster,
+        RayCluster(None, Path(directory), 1) as cluster,
     ):
-        cluster.reserve(bundles, is_spread=False, timeout_s=60)
+        cluster.reserve_bundles(bundles, is_spread=False, timeout_s=60)
 
-        def begin(index: int) -> RemoteObject:
+        def begin(index: int) -> RayObject:
             environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
             started.append(
-                cluster.start(
-                    f"rewards{index}", Part, (os.getcwd(),), bundle=index, num_cpus=0.5, environment=environment
+                cluster.start_object(
+                    f"rewards{index}",
+                    RewardPoolActor,
+                    (os.getcwd(),),
+                    bundle_index=index,
+                    num_cpus=0.5,
+                    environment=environment,
                 )
             )
             return started[-1]
@@ -56,10 +61,12 @@ def main(folder: Path) -> None:
         samples = [sample(str(number % 10)) for number in range(600)]
         bad = [sample("sleep"), sample("kill"), sample("raise"), sample("garbage", value="'text'")]
         samples[5:245:60] = bad
-        with make_scorer(config, folder / "rewards.log", make_pool=partial(RayWorkers, begin, 2)) as scorer:
+        with make_reward_scorer(
+            config, folder / "rewards.log", make_pool=partial(RayRewardPool, begin, 2)
+        ) as scorer:
             results = {"calm": [(r.score, r.status) for r in scorer(samples)]}
             slow = [sample("cpu", seconds=0.1) for _ in range(40)]
-            pids = [one.whereabouts(60).pid for one in started]
+            pids = [one.wait_for_location(60).pid for one in started]
             threading.Thread(target=lambda: (time.sleep(1.0), os.kill(pids[0], 9))).start()
             results["killed"] = [(r.score, r.status) for r in scorer([*samples[:5], *slow])]
         print(json.dumps({**results, "num_started": len(started)}), flush=True)

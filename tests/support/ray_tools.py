@@ -27,7 +27,9 @@ def running_cluster(num_machines: int = 1) -> Iterator[dict[str, str]]:
     """The environment of a driver that joins it. Each machine has NUM_CPUS."""
     with tempfile.TemporaryDirectory(prefix="ray-test-", ignore_cleanup_errors=True) as directory:
         command = [sys.executable, "-m", "ray_tools", directory, str(num_machines)]
-        with subprocess.Popen(command, cwd=SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
+        with subprocess.Popen(
+            command, cwd=SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as head:
             assert head.stdin is not None and head.stdout is not None
             try:
                 yield json.loads(head.stdout.readline())
@@ -38,7 +40,9 @@ def running_cluster(num_machines: int = 1) -> Iterator[dict[str, str]]:
 
 def free_cpus(environment: dict[str, str]) -> float:
     """CPUs of that cluster that nobody holds, as Ray says."""
-    program = "import ray; ray.init(log_to_driver=False); print(ray.available_resources().get('CPU', 0))"
+    program = (
+        "import ray; ray.init(log_to_driver=False); print(ray.available_resources().get('CPU', 0))"
+    )
     return float(_say(program, environment))
 
 
@@ -55,11 +59,13 @@ def _say(program: str, environment: dict[str, str]) -> str:
 
 
 def main(directory: str, num_machines: int) -> None:
-    from rlhf_megatron.runtime.ray import environment as ray_environment
+    from rlhf_megatron.runtime.ray import ray_environment
 
-    ray_environment.prepare(None, os.environ)
+    ray_environment.set_ray_environment(None, os.environ)
     os.environ["RAY_TMPDIR"] = directory
-    (Path(directory) / "ray").mkdir()  # where the cluster writes its address; Ray takes for granted that it is there
+    (
+        Path(directory) / "ray"
+    ).mkdir()  # where the cluster writes its address; Ray takes for granted that it is there
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": NUM_CPUS, "object_store_memory": 80 << 20, "include_dashboard": False}

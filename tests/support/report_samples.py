@@ -50,13 +50,25 @@ def step_row(step: int, reward: float, **more: Any) -> dict[str, Any]:
     return {"kind": "step", "step": step, "seconds": 4.5 * step, **metrics, **more}
 
 
-def evaluation_row(step: int, accuracy: float, low: float, high: float, **more: Any) -> dict[str, Any]:
-    values = {"val/accuracy": accuracy, "val/accuracy_low": low, "val/accuracy_high": high, "val/num_items": 100.0}
+def evaluation_row(
+    step: int, accuracy: float, low: float, high: float, **more: Any
+) -> dict[str, Any]:
+    values = {
+        "val/accuracy": accuracy,
+        "val/accuracy_low": low,
+        "val/accuracy_high": high,
+        "val/num_items": 100.0,
+    }
     return {"kind": "evaluation", "step": step, "seconds": 4.5 * step, **values, **more}
 
 
 def sample(step: int, kind: str = "best", **more: Any) -> dict[str, Any]:
-    texts = {"prompt": f"1+{step}=", "response": str(step + 1), "label": str(step + 1), "source": "sums"}
+    texts = {
+        "prompt": f"1+{step}=",
+        "response": str(step + 1),
+        "label": str(step + 1),
+        "source": "sums",
+    }
     facts = {"reward": 1.0, "status": "ok", "parts": {"right": 1.0}, "finish_reason": "stop"}
     facts |= {
         "num_tokens": 2,
@@ -68,7 +80,9 @@ def sample(step: int, kind: str = "best", **more: Any) -> dict[str, Any]:
     return {"step": step, "kind": kind, **texts, **facts, **more}
 
 
-def mismatch_line(step: int, counts: Mapping[str, Sequence[int]], version: int | None = None) -> dict[str, Any]:
+def mismatch_line(
+    step: int, counts: Mapping[str, Sequence[int]], version: int | None = None
+) -> dict[str, Any]:
     groups = [
         {
             "policy_version": step if version is None else version,
@@ -81,12 +95,25 @@ def mismatch_line(step: int, counts: Mapping[str, Sequence[int]], version: int |
         }
         for reason, found in counts.items()
     ]
-    worst = {"token": "7", "token_id": 9, "position": 1, "trainer": -0.5, "engine": -0.5 - 1e-5 * step}
+    worst = {
+        "token": "7",
+        "token_id": 9,
+        "position": 1,
+        "trainer": -0.5,
+        "engine": -0.5 - 1e-5 * step,
+    }
     worst |= {"difference": 1e-5 * step, "context": "3+4=", "sample_id": 5, "policy_version": step}
-    return {"step": step, "edges": list(EDGES), "groups": groups, "worst": [{**worst, "finish_reason": "stop"}]}
+    return {
+        "step": step,
+        "edges": list(EDGES),
+        "groups": groups,
+        "worst": [{**worst, "finish_reason": "stop"}],
+    }
 
 
-def write_run_dir(path: Path, rows: Sequence[Mapping[str, Any]] = (), seed: int = 1, **files: Any) -> Path:
+def write_run_dir(
+    path: Path, rows: Sequence[Mapping[str, Any]] = (), seed: int = 1, **files: Any
+) -> Path:
     """`files`: samples and mismatch as lists of lines, trace as text, summary as an object; each only if given."""
     path.mkdir(parents=True)
     rows = rows or [evaluation_row(0, 0.2, 0.1, 0.3), step_row(1, 0.25), step_row(2, 0.75)]

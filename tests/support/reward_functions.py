@@ -112,7 +112,9 @@ def with_parts(response: str, num_tokens: int, scale: float = 1.0) -> dict[str, 
     return {"score": scale * len(response), "tokens": num_tokens}
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
     """As verl's users write it."""
     if solution_str.startswith("["):
         return {"score": 0.0, "place": ast.literal_eval(solution_str).index(ground_truth)}

@@ -12,11 +12,17 @@ from places import MODEL
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, sglang_python
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.recovery.recorder import Recorder
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '=' if add_generation_prompt }}"
-VERDICT = {"template": "{prompt}{response}", "pattern": r"(\d)", "lowest": 0.0, "highest": 9.0, "max_tokens": 1}
+VERDICT = {
+    "template": "{prompt}{response}",
+    "pattern": r"(\d)",
+    "lowest": 0.0,
+    "highest": 9.0,
+    "max_tokens": 1,
+}
 
 
 class Scored:
@@ -35,12 +41,21 @@ class Scored:
             json.dumps(spelling)
         )  # SGLang fails a text that its tokenizer cannot spell
         settings = json.loads((MODEL / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(settings | {"chat_template": TEMPLATE})
+        )
 
     def settings(self) -> dict[str, Any]:
         arguments = {**CPU_ARGUMENTS, "context_length": 64}
-        arguments |= {"skip_server_warmup": True} if self.is_judge else {}  # by a text that the toy cannot spell
-        served = {"num_servers": 1, "python": str(sglang_python()), "args": arguments, "env": CPU_ENV}
+        arguments |= (
+            {"skip_server_warmup": True} if self.is_judge else {}
+        )  # by a text that the toy cannot spell
+        served = {
+            "num_servers": 1,
+            "python": str(sglang_python()),
+            "args": arguments,
+            "env": CPU_ENV,
+        }
         served |= {"judge": VERDICT} if self.is_judge else {"ending": "="}
         return {
             "reward_model.path": str(self.folder),
@@ -64,8 +79,10 @@ class Scored:
 
     def assert_scored(self, run_dir: Path, step: int) -> int:
         """Look at each reward of a step. Return how many samples have one."""
-        batch = Recorder(run_dir / "record").read(step)
-        texts = [f"{prompt}{text}" for prompt, text in zip(batch.prompts, batch.responses, strict=True)]
+        batch = RolloutRecorder(run_dir / "record").read_step(step)
+        texts = [
+            f"{prompt}{text}" for prompt, text in zip(batch.prompts, batch.responses, strict=True)
+        ]
         statuses = [status.startswith("masked") for status in batch.reward_statuses]
         wanted: list[float | None] = []
         for text, status in zip(texts, batch.reward_statuses, strict=True):
@@ -75,7 +92,8 @@ class Scored:
                 assert (wanted[-1] is None) == status.startswith("masked"), (text, status)
         scored = [i for i, score in enumerate(wanted) if score is not None and not statuses[i]]
         found, own = (
-            batch.reward_parts[name][torch.tensor(scored, dtype=torch.long)] for name in ("reward_model", "exact_match")
+            batch.reward_parts[name][torch.tensor(scored, dtype=torch.long)]
+            for name in ("reward_model", "exact_match")
         )
         assert found.tolist() == pytest.approx([wanted[i] for i in scored], abs=1e-5)
         assert batch.rewards[torch.tensor(scored, dtype=torch.long)].tolist() == pytest.approx(

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from benchmarks.parity.fused_experts import unfused
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.weights.bucket_manifest import BucketManifest, TensorEntry
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 SHAPE = {
     "vocab_size": 32,
@@ -48,7 +48,12 @@ def tiny_qwen3(seed: int, tied: bool = True) -> PreTrainedModel:
 def tiny_qwen2(seed: int) -> PreTrainedModel:
     """Biases that are not zero, and angles rescaled fourfold (YaRN)."""
     torch.manual_seed(seed)
-    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, rope_parameters=rope)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -59,24 +64,40 @@ def tiny_qwen2(seed: int) -> PreTrainedModel:
 def tiny_qwen3_moe(seed: int) -> PreTrainedModel:
     """Four experts a layer, two of them for a token."""
     torch.manual_seed(seed)
-    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **of_experts, head_dim=16, tie_word_embeddings=False)).eval()
+    of_experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, **of_experts, head_dim=16, tie_word_embeddings=False)
+    ).eval()
 
 
 def tiny_llama(seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**SHAPE, "num_key_value_heads": 4, "vocab_size": 700}, tie_word_embeddings=False)
+    config = LlamaConfig(
+        **{**SHAPE, "num_key_value_heads": 4, "vocab_size": 700}, tie_word_embeddings=False
+    )
     return LlamaForCausalLM(config).eval()
 
 
 def request(
-    prompt: tuple[int, ...], seeds: tuple[int, ...], max_new_tokens: int, temperature: float = 1.0, **params: object
+    prompt: tuple[int, ...],
+    seeds: tuple[int, ...],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    **params: object,
 ) -> GenerateRequest:
     return GenerateRequest(prompt, seeds, SamplingParams(max_new_tokens, temperature, **params))
 
 
 def reference_rows(
-    model: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float = 1.0
+    model: PreTrainedModel,
+    prompt: tuple[int, ...],
+    response: tuple[int, ...],
+    temperature: float = 1.0,
 ) -> Tensor:
     """[len(response), vocabulary] log_softmax(logits / temperature) of transformers' own forward pass, before each
     token of the response."""
@@ -87,14 +108,21 @@ def reference_rows(
 
 
 def reference_log_probs(
-    model: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float = 1.0
+    model: PreTrainedModel,
+    prompt: tuple[int, ...],
+    response: tuple[int, ...],
+    temperature: float = 1.0,
 ) -> Tensor:
     """log p of each response token under softmax(logits / temperature)."""
     return picked(reference_rows(model, prompt, response, temperature), response)
 
 
 def reference_rows_over(
-    old: PreTrainedModel, new: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], num_old: int
+    old: PreTrainedModel,
+    new: PreTrainedModel,
+    prompt: tuple[int, ...],
+    response: tuple[int, ...],
+    num_old: int,
 ) -> Tensor:
     """Rows before the tokens from `num_old` on, where the weights changed after `num_old` tokens and keys and values
     stayed: the last of these tokens is the first that the new model reads."""
@@ -124,10 +152,14 @@ def kept(row: Tensor, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -
     return found
 
 
-def reference_greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+def reference_greedy(
+    model: PreTrainedModel, prompt: tuple[int, ...], max_new_tokens: int
+) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)  # or token 0 would be taken for padding
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+    )
     return tuple(out[0, len(prompt) :].tolist())
 
 
@@ -139,16 +171,20 @@ def assert_same(got: Sequence[GeneratedSample], expected: Sequence[GeneratedSamp
             other.finish_reason,
             other.policy_version,
         )
-        assert torch.allclose(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-4, rtol=0)
+        assert torch.allclose(
+            torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-4, rtol=0
+        )
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Under the names that files have them under."""
-    return unfused({name: value.detach() for name, value in model.named_parameters()}, model.config.model_type)
+    return unfused(
+        {name: value.detach() for name, value in model.named_parameters()}, model.config.model_type
+    )
 
 
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
+    return {name: format_digest(digest_tensor(tensor)) for name, tensor in weights.items()}
 
 
 def write_buckets(
@@ -163,11 +199,17 @@ def write_buckets(
         for name in names[bucket * size : (bucket + 1) * size]:
             tensor = weights[name].contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), len(raw), as_hex(digest(tensor))))
+            entries.append(
+                TensorEntry(
+                    name, dtype, tuple(tensor.shape), len(raw), format_digest(digest_tensor(tensor))
+                )
+            )
             raw += tensor.view(-1).view(torch.uint8).numpy().tobytes()
         file = f"v{version}-{bucket}"
         (directory / file).write_bytes(raw)
-        manifests.append(BucketManifest(version, "actor dp0 pp0 tp0", bucket, file, len(raw), tuple(entries)))
+        manifests.append(
+            BucketManifest(version, "actor dp0 pp0 tp0", bucket, file, len(raw), tuple(entries))
+        )
     return manifests
 
 

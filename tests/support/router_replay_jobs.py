@@ -16,10 +16,10 @@ from benchmarks.parity.cases import Cut, Recipe, Role
 from benchmarks.parity.sharded import RankResult, _run_cut, train_batch
 from benchmarks.parity.subjects import ActorSubject, StateSource
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.data.batch import LogProbs, TokenBatch, TrainBatch
-from rlhf_megatron.data.plan import ReplicaPlan, take
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.runtime.dispatch import plan_call
+from rlhf_megatron.data.batch import TokenBatch, TokenLogProbs, TrainBatch
+from rlhf_megatron.data.replica_plan import ReplicaPlan, take_replica_shard
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.runtime.call_dispatch import plan_scattered_call
 
 RECORD_BUDGET = 200  # tokens of a micro-batch when routes are recorded: others than in any cut
 
@@ -27,7 +27,9 @@ RECORD_BUDGET = 200  # tokens of a micro-batch when routes are recorded: others 
 def write_routes(directory: Path, routes_TLK: Tensor, offsets: Tensor) -> tuple[str, ...]:
     """A file a sample, as engines write them; samples whose tokens have no route get none."""
     names = []
-    for sample, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+    for sample, (start, stop) in enumerate(
+        zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ):
         ids = routes_TLK[start : stop - 1]
         ids = ids[(ids >= 0).flatten(1).all(1)]  # the first so many
         path = directory / f"sample{sample}.npy"
@@ -58,7 +60,9 @@ def told_by_engine(
     for cut in cuts:
         subject = ActorSubject(cut, recipe, megatron, "r3")
         make = partial(subject.make, hf_config, state, world)
-        found.append(_run_cut(world, subject, make, replace(train_batch(columns), routes=names), None))
+        found.append(
+            _run_cut(world, subject, make, replace(train_batch(columns), routes=names), None)
+        )
     return found
 
 
@@ -73,14 +77,16 @@ class Recorded(ActorSubject):
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
         assert self.batch is not None
         worker = super().make(hf_config, self.before, world)
-        plan = plan_call(self.batch, world.layout, RECORD_BUDGET)[world.coordinates.dp]
-        worker.log_probs(take(self.batch, plan), plan, self.recipe.temperature)
+        plan = plan_scattered_call(self.batch, world.layout, RECORD_BUDGET)[world.coordinates.dp]
+        worker.log_probs(take_replica_shard(self.batch, plan), plan, self.recipe.temperature)
         worker.start_again(StateSource(state))
         return worker
 
-    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | None:
+    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> TokenLogProbs | None:
         tokens = TokenBatch(batch.offsets, batch.token_ids, batch.response_mask)
-        found: LogProbs | None = worker.log_probs(tokens, plan, self.recipe.temperature, with_entropy=True)
+        found: TokenLogProbs | None = worker.log_probs(
+            tokens, plan, self.recipe.temperature, with_entropy=True
+        )
         return found
 
 
@@ -101,5 +107,7 @@ def recorded_before(
     found = []
     for cut in cuts:
         subject = Recorded(cut, recipe, megatron, "r2", before, whole)
-        found.append(_run_cut(world, subject, partial(subject.make, hf_config, state, world), whole, None))
+        found.append(
+            _run_cut(world, subject, partial(subject.make, hf_config, state, world), whole, None)
+        )
     return found

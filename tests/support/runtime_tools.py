@@ -56,7 +56,9 @@ class Run:
         assert len(self.pids()) == num_processes, self.pids()
         deadline = time.monotonic() + within_s
         while left := processes_with(self.marker):
-            assert time.monotonic() < deadline, f"{[command_of(pid) for pid in left]} still run after {within_s} s"
+            assert time.monotonic() < deadline, (
+                f"{[command_of(pid) for pid in left]} still run after {within_s} s"
+            )
             time.sleep(0.05)
 
     def kill(self) -> None:
@@ -70,7 +72,9 @@ Start = Callable[[str, str], Run]
 
 
 @contextlib.contextmanager
-def toy_runs(directory: Path, launcher: str = "launch", more: Mapping[str, str] | None = None) -> Iterator[Start]:
+def toy_runs(
+    directory: Path, launcher: str = "launch", more: Mapping[str, str] | None = None
+) -> Iterator[Start]:
     """start(scenario, pools) starts a run in `directory`; at the end all its processes are killed. `more`: environment
     variables of it."""
     runs: list[Run] = []
@@ -80,7 +84,9 @@ def toy_runs(directory: Path, launcher: str = "launch", more: Mapping[str, str] 
         marker = uuid.uuid4().hex
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: marker, **(more or {})}
         with open(directory / "console", "wb") as console:
-            agent = subprocess.Popen(command, cwd=SUPPORT, env=environment, stdout=console, stderr=subprocess.STDOUT)
+            agent = subprocess.Popen(
+                command, cwd=SUPPORT, env=environment, stdout=console, stderr=subprocess.STDOUT
+            )
         runs.append(Run(directory, agent, f"{MARKER}={marker}"))
         return runs[-1]
 

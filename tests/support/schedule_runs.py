@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf_megatron.scheduler.schedules import Schedule
-from rlhf_megatron.scheduler.schedules.base import OnStale, OnSync
-from rlhf_megatron.scheduler.schedules.flow import Flow, GroupStage
+from rlhf_megatron.controller.scheduler.schedules import Schedule
+from rlhf_megatron.controller.scheduler.schedules.group_flow import GroupFlow, GroupStage
+from rlhf_megatron.controller.scheduler.schedules.schedule_protocol import StalePolicy, SyncPolicy
 
 EventName = Literal["generate", "score", "lose", "update", "sync"]
 Possible = tuple[EventName, int]  # what may happen next; the group's number, or the step
@@ -19,10 +19,12 @@ class Run:
     """`choose` picks the next event. `can_lose`: rewards of a group may tell that it has no signal."""
 
     schedule: Schedule
-    flow: Flow
+    flow: GroupFlow
     choose: Callable[[Sequence[Possible]], Possible]
     can_lose: int = 0  # as many groups, at most
-    leaves_policy: Callable[[int], bool] = lambda step: False  # a step whose sync brings no new version
+    leaves_policy: Callable[[int], bool] = lambda step: (
+        False
+    )  # a step whose sync brings no new version
     lags: list[list[int]] = field(default_factory=list)  # per step, of its groups
     batches: list[list[int]] = field(default_factory=list)
     num_started: int = 0
@@ -45,86 +47,92 @@ class Run:
     def possible(self) -> list[Possible]:
         flow = self.flow
         found: list[Possible] = []
-        for group in flow.in_flight.values():
+        for group in flow.groups_in_flight.values():
             if group.stage is GroupStage.RUNNING:
                 found.append(("generate", group.number))
             elif group.stage is GroupStage.GENERATED:
                 found.append(("score", group.number))
                 if self.num_lost < self.can_lose:
                     found.append(("lose", group.number))
-        if flow.is_training and not flow.is_updated:
-            found.append(("update", flow.step))
-        if flow.is_updated and (self.schedule.on_sync is OnSync.CONTINUE or not flow.num_running):
-            found.append(("sync", flow.step))
+        if flow.is_training and not flow.is_update_done:
+            found.append(("update", flow.last_taken_step))
+        if flow.is_update_done and (
+            self.schedule.sync_policy is SyncPolicy.CONTINUE or not flow.num_running
+        ):
+            found.append(("sync", flow.last_taken_step))
         return found
 
     def happen(self, name: EventName, subject: int) -> None:
         flow = self.flow
         if name == "generate":
-            flow.generated(subject, flow.in_flight[subject].oldest_version)
+            flow.record_generated(subject, flow.groups_in_flight[subject].oldest_version)
         elif name == "score":
-            flow.scored(subject)
+            flow.record_scored(subject)
         elif name == "lose":
-            flow.dropped(subject, "no signal")
+            flow.record_dropped(subject, "no signal")
             self.num_lost += 1
         elif name == "update":
-            flow.updated()
+            flow.record_update()
         else:
-            flow.synced(flow.version + (0 if self.leaves_policy(flow.step) else 1))
+            flow.record_sync(
+                flow.served_version + (0 if self.leaves_policy(flow.last_taken_step) else 1)
+            )
         self.ask()
 
     def ask(self) -> None:
         """As `Schedule` says."""
         flow, schedule = self.flow, self.schedule
         self._drop_stale()
-        if not flow.is_training and (numbers := schedule.batch(flow)) is not None:
+        if not flow.is_training and (numbers := schedule.select_batch(flow)) is not None:
             self._take(numbers)
-        count = schedule.num_to_start(flow)
-        assert not count or not flow.is_updated or schedule.on_sync is OnSync.CONTINUE, "the sync would wait for these"
+        count = schedule.count_groups_to_start(flow)
+        assert (
+            not count or not flow.is_update_done or schedule.sync_policy is SyncPolicy.CONTINUE
+        ), "the sync would wait for these"
         self.num_started += count
-        flow.started(count)
-        assert schedule.num_to_start(flow) == 0, "it starts what it said, once"
-        early = schedule.to_annotate(flow)
+        flow.start_groups(count)
+        assert schedule.count_groups_to_start(flow) == 0, "it starts what it said, once"
+        early = schedule.select_groups_to_annotate(flow)
         assert schedule.annotates_early or not early
-        flow.annotated(early)
-        assert not schedule.to_annotate(flow)
+        flow.record_annotated(early)
+        assert not schedule.select_groups_to_annotate(flow)
 
     def _drop_stale(self) -> None:
         flow, schedule = self.flow, self.schedule
-        for number in schedule.stale(flow):
-            assert flow.lag(flow.in_flight[number]) > schedule.max_lag
+        for number in schedule.find_stale_groups(flow):
+            assert flow.compute_lag(flow.groups_in_flight[number]) > schedule.max_lag
             self.num_stale += 1
-            if schedule.on_stale is OnStale.DROP:
-                flow.dropped(number, "lag")
+            if schedule.stale_policy is StalePolicy.DROP:
+                flow.record_dropped(number, "lag")
             else:
-                flow.started_again(number)
-        assert not schedule.stale(flow), "stale at once"
+                flow.restart_group(number)
+        assert not schedule.find_stale_groups(flow), "stale at once"
 
     def _take(self, numbers: Sequence[int]) -> None:
         flow = self.flow
-        groups = [flow.in_flight[number] for number in numbers]
+        groups = [flow.groups_in_flight[number] for number in numbers]
         assert list(numbers) == sorted(set(numbers)) and len(numbers) == flow.batch_size
         assert all(group.stage is GroupStage.SCORED for group in groups)
-        self.lags.append([flow.lag(group) for group in groups])
+        self.lags.append([flow.compute_lag(group) for group in groups])
         assert max(self.lags[-1]) <= self.schedule.max_lag, "the bound"
-        assert flow.taken(numbers) == flow.step
+        assert flow.record_batch_taken(numbers) == flow.last_taken_step
         self.batches.append(list(numbers))
-        for number in self.schedule.leftover(flow):
-            flow.dropped(number, "tail")
+        for number in self.schedule.select_groups_to_give_up(flow):
+            flow.record_dropped(number, "tail")
         if flow.num_steps_left == 0:
-            flow.ended()
+            flow.drop_remaining_groups()
         self._drop_stale()
 
     def state(self) -> str:
         return f"{self.schedule} {vars(self.flow)}"
 
 
-def reasons(flow: Flow) -> list[str]:
+def reasons(flow: GroupFlow) -> list[str]:
     """Why groups were dropped, in order."""
     return [event.reason for event in flow.events if event.kind == "dropped"]
 
 
-def texts(flow: Flow) -> list[str]:
+def texts(flow: GroupFlow) -> list[str]:
     return [str(event) for event in flow.events]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, gain
+from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, add_columns
 
 
 def train_batch(num_samples: int = 10) -> TrainBatch:
@@ -35,4 +35,6 @@ def train_batch(num_samples: int = 10) -> TrainBatch:
 
 
 def to_train(batch: ScoredBatch, **columns: object) -> TrainBatch:
-    return gain(TrainBatch, batch, advantages=torch.tensor([0.0, 3.0, -1.0, 0.0, 0.0, 4.0]), **columns)
+    return add_columns(
+        TrainBatch, batch, advantages=torch.tensor([0.0, 3.0, -1.0, 0.0, 0.0, 4.0]), **columns
+    )

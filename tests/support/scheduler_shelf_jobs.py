@@ -14,16 +14,16 @@ from replay_tools import replay_stages
 from torch import Tensor
 
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
+from rlhf_megatron.controller.scheduler.algorithm_setup import load_algorithm_setup
+from rlhf_megatron.controller.sync.weight_sync import PolicySync
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.plan import take
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.recovery.recorder import Recorder
-from rlhf_megatron.runtime import roles
-from rlhf_megatron.runtime.dispatch import join, plan_call
-from rlhf_megatron.runtime.pool import ACTOR
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.sync.weight_sync import Sync
+from rlhf_megatron.data.replica_plan import take_replica_shard
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.runtime import rank_roles
+from rlhf_megatron.runtime.call_dispatch import join_replica_results, plan_scattered_call
+from rlhf_megatron.runtime.rank_pools import ACTOR
+from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,18 @@ class LockstepGroup:
         self.layout, self.built, self.world = world.layout, built, world
         self.layouts = {ACTOR: self.layout}
 
-    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
-        plans = plan_call(batch, self.layout, token_budget)
+    def scatter(
+        self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
+    ) -> Future[Any]:
+        plans = plan_scattered_call(batch, self.layout, token_budget)
         role, _, name = method.partition(".")
-        found = getattr(self.built[role], name)(batch=take(batch, plans[0]), plan=plans[0], **arguments)
+        found = getattr(self.built[role], name)(
+            batch=take_replica_shard(batch, plans[0]), plan=plans[0], **arguments
+        )
         held = [found if self.world.is_leader else None]
-        dist.broadcast_object_list(held, src=self.layout.leader(0))
+        dist.broadcast_object_list(held, src=self.layout.get_leader_rank(0))
         future: Future[Any] = Future()
-        future.set_result(join(method, held, plans, batch.offsets))
+        future.set_result(join_replica_results(method, held, plans, batch.offsets))
         return future
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
@@ -58,28 +62,50 @@ class LockstepGroup:
 
 def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int) -> Trained:
     """Steps 1 .. `num_steps` of a record, from the stages of a replay."""
-    with patch.object(roles, "create_world", lambda *_, **__: world):
-        built: Any = roles.RoleBuilder(config)(SimpleNamespace(name=ACTOR, layout=world.layout))  # type: ignore[arg-type]
+    with patch.object(rank_roles, "create_world", lambda *_, **__: world):
+        built: Any = rank_roles.RoleBuilder(config)(
+            SimpleNamespace(name=ACTOR, layout=world.layout)
+        )  # type: ignore[arg-type]
     group: Any = LockstepGroup(world, built)
     trained = {role: built[role] for role in ("actor", "critic") if role in built}
     before = {role: copies(model) for role, model in trained.items()}
-    stages = replay_stages(config, Workers(group), load_parts(config), Recorder(record), Sync(version=1))
+    stages = replay_stages(
+        config,
+        RoleProxies(group),
+        load_algorithm_setup(config),
+        RolloutRecorder(record),
+        PolicySync(policy_version=1),
+    )
     metrics = []
     for step in range(1, num_steps + 1):
-        scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))
-        train = stages.advantages(step, stages.annotate(step, scored))
-        metrics.append(dict(stages.update(step, train)[1]))
+        scored = stages.score_rollout(
+            step, stages.generate_rollout(step, stages.draw_prompts(step))
+        )
+        train = stages.compute_advantages(step, stages.annotate_step(step, scored))
+        metrics.append(dict(stages.update_models(step, train)[1]))
     moved = {
-        role: max((new - old).abs().max().item() for new, old in zip(copies(model), before[role], strict=True))
+        role: max(
+            (new - old).abs().max().item()
+            for new, old in zip(copies(model), before[role], strict=True)
+        )
         for role, model in trained.items()
     }
     return Trained(metrics, moved)
 
 
 def copies(model: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for chunk in model.backend.chunks for parameter in chunk.parameters()]
+    return [
+        parameter.detach().clone()
+        for chunk in model.backend.chunks
+        for parameter in chunk.parameters()
+    ]
 
 
-def train_all(world: World, configs: dict[str, RunConfig], record: str, num_steps: int) -> dict[str, Trained]:
+def train_all(
+    world: World, configs: dict[str, RunConfig], record: str, num_steps: int
+) -> dict[str, Trained]:
     """What became of each, by name."""
-    return {name: train_recorded(world, config, Path(record), num_steps) for name, config in configs.items()}
+    return {
+        name: train_recorded(world, config, Path(record), num_steps)
+        for name, config in configs.items()
+    }

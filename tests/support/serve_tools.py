@@ -26,17 +26,29 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 MODEL = ROOT / "examples" / "quickstart" / "warm_model"
 TEMPLATE = "{% if tools %}{{ tools | length }}*{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}="
 KEY = "a key for clients"
-SMALL = ("trainer.device=cpu", "rollout.max_num_seqs=16", "rollout.health_interval_s=0.2", "rollout.num_engines=2")
+SMALL = (
+    "trainer.device=cpu",
+    "rollout.max_num_seqs=16",
+    "rollout.health_interval_s=0.2",
+    "rollout.num_engines=2",
+)
 ADDRESS = re.compile(r"is served at (http://\S+)/v1")
 
 
 def sglang_words() -> tuple[str, ...]:
     """Settings of stock SGLang on a CPU."""
     args = {**CPU_ARGUMENTS, "context_length": 64, "max_total_tokens": 2048}
-    given = {f"args.{name}": value for name, value in args.items()} | {f"env.{n}": v for n, v in CPU_ENV.items()}
+    given = {f"args.{name}": value for name, value in args.items()} | {
+        f"env.{n}": v for n, v in CPU_ENV.items()
+    }
     given["python"] = str(sglang_python())
     words = [f"rollout.sglang.{name}={json.dumps(value)}" for name, value in given.items()]
-    return ("rollout.engine=sglang", "rollout.health_interval_s=2", f"rollout.startup_timeout_s={STARTUP_S}", *words)
+    return (
+        "rollout.engine=sglang",
+        "rollout.health_interval_s=2",
+        f"rollout.startup_timeout_s={STARTUP_S}",
+        *words,
+    )
 
 
 def openai_python() -> str | None:
@@ -50,7 +62,9 @@ def has_openai() -> bool:
     return openai_python() is not None
 
 
-needs_openai = pytest.mark.skipif(not has_openai(), reason="needs OpenAI's package, here or beside SGLang")
+needs_openai = pytest.mark.skipif(
+    not has_openai(), reason="needs OpenAI's package, here or beside SGLang"
+)
 
 
 def ask_with_openai(url: str, *words: str) -> None:
@@ -67,11 +81,19 @@ class Client:
         self.url, self.key = url, key
         self._pool = urllib3.PoolManager(maxsize=64)
 
-    def send(self, method: str, path: str, body: Any = None, **options: Any) -> urllib3.BaseHTTPResponse:
+    def send(
+        self, method: str, path: str, body: Any = None, **options: Any
+    ) -> urllib3.BaseHTTPResponse:
         headers = {"Authorization": f"Bearer {self.key}"}
         given = {"json": body} if body is not None else {}
         return self._pool.request(
-            method, self.url + path, headers=headers, timeout=120.0, retries=False, **given, **options
+            method,
+            self.url + path,
+            headers=headers,
+            timeout=120.0,
+            retries=False,
+            **given,
+            **options,
         )
 
     def get(self, path: str) -> Any:
@@ -93,14 +115,18 @@ class Client:
     def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """Of a stream that ended well."""
         answer = self.send("POST", path, {"stream": True, **body}, preload_content=False)
-        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream"), answer.data
+        assert answer.status == 200 and answer.headers["Content-Type"].startswith(
+            "text/event-stream"
+        ), answer.data
         events = answer.read().decode().removesuffix("\n\n").split("\n\n")
         assert events[-1] == "data: [DONE]", events[-1]
         return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
     def metric(self, name: str) -> float:
         lines = self.send("GET", "/metrics").data.decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"rlhf_megatron_{name} "))
+        return next(
+            float(line.split()[-1]) for line in lines if line.startswith(f"rlhf_megatron_{name} ")
+        )
 
 
 @contextmanager
@@ -113,7 +139,9 @@ def served(directory: Path, *words: str, model: Path | None = None) -> Iterator[
     key = directory / "key"
     key.write_text(KEY + "\n")
     source = (str(model),) if model is not None else ()
-    job = Job(directory, "serve", *source, "--port", "0", "--api-key-file", str(key), *SMALL, *words)
+    job = Job(
+        directory, "serve", *source, "--port", "0", "--api-key-file", str(key), *SMALL, *words
+    )
     try:
         found = ADDRESS.search(job.wait_for_words("is served at", STARTUP_S))
         assert found is not None
@@ -128,7 +156,10 @@ def served(directory: Path, *words: str, model: Path | None = None) -> Iterator[
 
 def names_of(tokenizer: Tokenizer) -> dict[str, int]:
     """Ids by the names under which log-probs show tokens."""
-    return {tokenizer.spell([number]): number for number in range(tokenizer.vocab_size)}
+    return {
+        tokenizer.decode_with_special_tokens([number]): number
+        for number in range(tokenizer.vocab_size)
+    }
 
 
 class Load:
@@ -139,7 +170,9 @@ class Load:
         self.answers: list[Any] = []
         self.errors: list[BaseException] = []
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(ask,), daemon=True) for ask in asks]
+        self._threads = [
+            threading.Thread(target=self._run, args=(ask,), daemon=True) for ask in asks
+        ]
 
     def _run(self, ask: Callable[[int], Any]) -> None:
         number = 0

@@ -15,13 +15,19 @@ import torch
 from rollout_tools import tiny_qwen3, weights_of, with_entry, write_buckets
 from torch import Tensor
 
-from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.fleet.balancer import Balancer
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.fleet.session import Session
-from rlhf_megatron.rollout.fleet.supervisor import Supervision
-from rlhf_megatron.rollout.fleet.work import spans_of
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    GeneratedSample,
+    GenerateRequest,
+    InferenceEngine,
+)
+from rlhf_megatron.rollout.fleet.chunk_generation import get_version_spans
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.engine_supervisor import SupervisionSettings
+from rlhf_megatron.rollout.fleet.generation_session import GenerationSession
+from rlhf_megatron.rollout.fleet.request_balancer import RequestBalancer
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
 
 Groups = list[list[GeneratedSample]]
 Work = Mapping[int, Sequence[GenerateRequest]]
@@ -36,32 +42,42 @@ class Rig:
         self,
         servers: EngineServers,
         transfer: Path,
-        connect: Callable[[EngineAddress], Engine],
+        connect: Callable[[EngineAddress], InferenceEngine],
         *,
         num_engines: int = 2,
         is_killing: bool = True,
         request_timeout_s: float = 120.0,
         health_interval_s: float = 0.3,
-        balancer: Balancer | None = None,
+        balancer: RequestBalancer | None = None,
     ) -> None:
         self.servers = servers
         self.transfer = transfer
         self.resynced: list[str] = []
-        self.reasons: Counter[str] = Counter()  # why samples ended that engines sent, also those that nobody read
+        self.reasons: Counter[str] = (
+            Counter()
+        )  # why samples ended that engines sent, also those that nobody read
         connect = partial(self._watched, connect)
         limits = (health_interval_s, 15.0)
-        supervision = Supervision(servers if is_killing else None, connect, *limits, max_restarts=4)
+        supervision = SupervisionSettings(
+            servers if is_killing else None, connect, *limits, max_restarts=4
+        )
         engines = [connect(address) for address in servers.addresses[:num_engines]]
-        versions = [engine.version() for engine in engines]
+        versions = [engine.get_served_version() for engine in engines]
         self.version = max(version or 0 for version in versions)
-        self.fleet = EngineFleet(engines, request_timeout_s, 3, supervision=supervision, balancer=balancer)
-        self.fleet.resync = self.resync
+        self.fleet = EngineFleet(
+            engines, request_timeout_s, 3, supervision=supervision, balancer=balancer
+        )
+        self.fleet.resync_engines = self.resync
 
-    def _watched(self, connect: Callable[[EngineAddress], Engine], address: EngineAddress) -> Engine:
+    def _watched(
+        self, connect: Callable[[EngineAddress], InferenceEngine], address: EngineAddress
+    ) -> InferenceEngine:
         engine = connect(address)
         generate = engine.generate_async
 
-        async def watched(requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+        async def watched(
+            requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+        ) -> Groups:
             groups = await generate(requests, timeout_s, name)
             self.reasons.update(sample.finish_reason for group in groups for sample in group)
             return groups
@@ -69,36 +85,40 @@ class Rig:
         engine.generate_async = watched  # type: ignore[method-assign]
         return engine
 
-    def sync(self, spoil: str = "", hold_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def sync(
+        self, spoil: str = "", hold_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         """All engines to the next version; the one named `spoil` gets a damaged bucket. It takes `hold_s` at least."""
-        with self.fleet.exclusive():
-            self.fleet.begin_update(self.version + 1)
+        with self.fleet.hold_exclusively():
+            self.fleet.begin_weight_update(self.version + 1)
             time.sleep(hold_s)
-            for engine in self.fleet.live:
+            for engine in self.fleet.live_engines:
                 try:
                     self.send(engine, self.version + 1, engine.address.name == spoil)
                 except EngineError as error:
-                    self.fleet.set_aside(engine.address.name, str(error))
+                    self.fleet.set_engine_aside(engine.address.name, str(error))
             meanwhile()
-            self.fleet.commit_update(self.version + 1)
+            self.fleet.commit_weight_update(self.version + 1)
         self.version += 1
 
-    def send(self, engine: Engine, version: int, is_spoilt: bool = False) -> None:
+    def send(self, engine: InferenceEngine, version: int, is_spoilt: bool = False) -> None:
         for manifest in write_buckets(weights_of(tiny_qwen3(version)), self.transfer, version):
-            engine.update_weights(with_entry(manifest, 0, digest="0" * 16) if is_spoilt else manifest)
+            engine.update_weights(
+                with_entry(manifest, 0, digest="0" * 16) if is_spoilt else manifest
+            )
 
-    def resync(self, engines: Sequence[Engine]) -> None:
+    def resync(self, engines: Sequence[InferenceEngine]) -> None:
         for engine in engines:
-            engine.begin_update(self.version, full_resync=True)
+            engine.begin_weight_update(self.version, is_full_resync=True)
             self.send(engine, self.version)
-            engine.commit_update(self.version)
+            engine.commit_weight_update(self.version)
             self.resynced.append(engine.address.name)
 
 
 class Poller:
     """The thread of a session. `results`: what came, in order."""
 
-    def __init__(self, session: Session, work: Work) -> None:
+    def __init__(self, session: GenerationSession, work: Work) -> None:
         self.session = session
         self.results: list[tuple[int, Groups]] = []
         self.error: BaseException | None = None
@@ -122,16 +142,22 @@ class Poller:
     def came_after_abort(self) -> set[int]:
         return set(self.came[self.num_before_abort :])
 
-    def wait(self, is_done: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+    def wait(
+        self, is_done: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         deadline = time.monotonic() + WAIT_S
         while not is_done():
             if self.error is not None:
                 raise self.error
-            assert time.monotonic() < deadline, f"it takes too long; {len(self.results)} keys have come"
+            assert time.monotonic() < deadline, (
+                f"it takes too long; {len(self.results)} keys have come"
+            )
             meanwhile()
             time.sleep(0.02)
 
-    def wait_for(self, keys: Collection[int], meanwhile: Callable[[], None] = lambda: None) -> dict[int, Groups]:
+    def wait_for(
+        self, keys: Collection[int], meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[int, Groups]:
         """Until these have come, each once and no others."""
         self.wait(lambda: set(keys) <= set(self.came), meanwhile)
         assert Counter(self.came) == Counter(list(keys))
@@ -149,12 +175,12 @@ class Poller:
                     verb, what = self._orders.pop(0)
                     if verb == "abort":
                         self.num_before_abort = len(self.results)
-                        self.session.abort(what)  # type: ignore[arg-type]
+                        self.session.abort_keys(what)  # type: ignore[arg-type]
                     else:
                         for key, requests in what.items():  # type: ignore[attr-defined]
-                            self.session.submit(key, requests)
+                            self.session.submit_requests(key, requests)
                 start = time.monotonic()
-                self.results += self.session.poll()
+                self.results += self.session.poll_finished()
                 assert time.monotonic() - start < 20, "a poll waits for a moment only"
         except BaseException as error:
             self.error = error
@@ -170,10 +196,14 @@ class Proof:
     right: float = 0.0  # largest |difference| under the weights of the token's version
     num_pairs: int = 0  # tokens x other versions
     num_wrong_fits: int = 0  # of them within FITS: tokens that are almost certain under both
-    wrong: float = float("inf")  # of spans of at least 8 tokens under other versions: the smallest worst |difference|
+    wrong: float = float(
+        "inf"
+    )  # of spans of at least 8 tokens under other versions: the smallest worst |difference|
 
     def __str__(self) -> str:
-        spans = ", ".join(f"{count} of {number}" for number, count in sorted(self.num_spans.items()))
+        spans = ", ".join(
+            f"{count} of {number}" for number, count in sorted(self.num_spans.items())
+        )
         return (
             f"{self.num_samples} samples, {self.num_tokens} tokens, samples by versions in them: {spans};"
             f" largest |difference| under the right version {self.right:.1e}; under other versions"
@@ -189,29 +219,37 @@ def prove(work: Work, found: Mapping[int, Groups], versions: Collection[int]) ->
     for key, groups in found.items():
         for asked, group in zip(work[key], groups, strict=True):
             assert len(group) == len(asked.seeds)
-            by_version = {version: differences(model, asked, group) for version, model in models.items()}
+            by_version = {
+                version: differences(model, asked, group) for version, model in models.items()
+            }
             for row, sample in enumerate(group):
                 _add(proof, sample, {version: off[row] for version, off in by_version.items()})
     print(f"\n{proof}")
     return proof
 
 
-def differences(model: torch.nn.Module, asked: GenerateRequest, group: Sequence[GeneratedSample]) -> list[Tensor]:
+def differences(
+    model: torch.nn.Module, asked: GenerateRequest, group: Sequence[GeneratedSample]
+) -> list[Tensor]:
     """Per sample |reported log-prob - transformers' one| of each token, in float32."""
     longest = max(len(sample.token_ids) for sample in group)
     ids = [[*asked.prompt_ids, *s.token_ids, *[0] * (longest - len(s.token_ids))] for s in group]
     with torch.no_grad():
-        rows = (model(torch.tensor(ids)).logits.float() / (asked.params.temperature or 1.0)).log_softmax(-1)
+        rows = (
+            model(torch.tensor(ids)).logits.float() / (asked.params.temperature or 1.0)
+        ).log_softmax(-1)
     first = len(asked.prompt_ids) - 1
     found = []
     for row, sample in zip(rows, group, strict=True):
-        picked = row[first : first + len(sample.token_ids)].gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        picked = row[first : first + len(sample.token_ids)].gather(
+            1, torch.tensor(sample.token_ids)[:, None]
+        )[:, 0]
         found.append((picked - torch.tensor(sample.log_probs)).abs())
     return found
 
 
 def _add(proof: Proof, sample: GeneratedSample, off: Mapping[int, Tensor]) -> None:
-    spans = spans_of(sample)
+    spans = get_version_spans(sample)
     assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
     assert spans[-1].end == len(sample.token_ids) == len(sample.log_probs)
     proof.num_samples += 1

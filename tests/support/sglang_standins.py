@@ -45,16 +45,22 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    def __init__(self, rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> None:
+    def __init__(
+        self, rank: int, size: int, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor
+    ) -> None:
         super().__init__(rank, size)
         heads = len(k) // HEAD
         self.num_kv_head_replicas = max(1, size // heads)
         self.q_proj_shard_size = len(q) // size
-        self.kv_proj_shard_size = self.v_proj_shard_size = len(k) * self.num_kv_head_replicas // size
+        self.kv_proj_shard_size = self.v_proj_shard_size = (
+            len(k) * self.num_kv_head_replicas // size
+        )
         own = rank // self.num_kv_head_replicas
 
         def shard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return torch.cat([q.chunk(size)[rank], *(x.split(self.kv_proj_shard_size)[own] for x in (k, v))])
+            return torch.cat(
+                [q.chunk(size)[rank], *(x.split(self.kv_proj_shard_size)[own] for x in (k, v))]
+            )
 
         self.hold(weight=shard(q, k, v))
         if biases:
@@ -75,7 +81,11 @@ class VocabParallelEmbedding(Layer):
         padded = -(-len(weight) // (padding * size)) * padding
         start, end = (min(len(weight), number * padded) for number in (rank, rank + 1))
         self.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
-        self.hold(weight=torch.cat([weight[start:end], torch.zeros(padded - (end - start), weight.shape[1])]))
+        self.hold(
+            weight=torch.cat(
+                [weight[start:end], torch.zeros(padded - (end - start), weight.shape[1])]
+            )
+        )
 
 
 class ReplicatedLinear(Layer):
@@ -86,7 +96,12 @@ class ReplicatedLinear(Layer):
 
 class FusedMoE(nn.Module):
     def __init__(
-        self, rank: int, size: int, experts: list[tuple[Tensor, Tensor, Tensor]], ep_size: int = 1, **changes: bool
+        self,
+        rank: int,
+        size: int,
+        experts: list[tuple[Tensor, Tensor, Tensor]],
+        ep_size: int = 1,
+        **changes: bool,
     ) -> None:
         """`experts`: gate, up and down of each. tp ranks are dealt out to ep groups first."""
         super().__init__()
@@ -103,7 +118,9 @@ class FusedMoE(nn.Module):
         own = experts[self.moe_ep_rank * self.num_local_experts :][: self.num_local_experts]
         part, parts = self.moe_tp_rank, self.moe_tp_size
         order = (1, 0) if self.use_flashinfer_trtllm_moe else (0, 1)
-        w13 = torch.stack([torch.cat([expert[i].chunk(parts)[part] for i in order]) for expert in own])
+        w13 = torch.stack(
+            [torch.cat([expert[i].chunk(parts)[part] for i in order]) for expert in own]
+        )
         w2 = torch.stack([expert[2].chunk(parts, 1)[part] for expert in own])
         if self.use_triton_kernels:
             w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()

@@ -32,7 +32,9 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # else it wants a NUMA node 
 
 
 def sglang_python() -> Path:
-    return Path(os.environ.get("RLHF_MEGATRON_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python")).absolute()
+    return Path(
+        os.environ.get("RLHF_MEGATRON_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python")
+    ).absolute()
 
 
 needs_sglang = pytest.mark.skipif(

@@ -20,23 +20,38 @@ from supply_tools import TOKENIZER
 from watched_foreground import WatchedForeground
 
 from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, RolloutBatch, ScoredBatch, gain
-from rlhf_megatron.data.items import PromptItem, PromptSource
-from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.recovery.keeper import Keeper
+from rlhf_megatron.controller.recovery.save_policy import SavePolicy
+from rlhf_megatron.controller.scheduler.loop import LoopPlan, run_training_loop
+from rlhf_megatron.controller.scheduler.schedules import load_schedule
+from rlhf_megatron.controller.scheduler.schedules.group_flow import FlowEvent, GroupFlow
+from rlhf_megatron.controller.scheduler.schedules.synchronous import SynchronousSchedule
+from rlhf_megatron.controller.scheduler.scored_samples import make_reward_samples, make_scored_batch
+from rlhf_megatron.controller.scheduler.supply.background_supply import (
+    BackgroundSupply,
+    SupplyServices,
+)
+from rlhf_megatron.controller.scheduler.supply.supply_threads import GroupScorer
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    PromptBatch,
+    RolloutBatch,
+    ScoredBatch,
+    add_columns,
+)
+from rlhf_megatron.data.item_stream import PromptStream
+from rlhf_megatron.data.prompt_items import PromptItem, PromptSource
+from rlhf_megatron.planning.simulator.durations import SimulatedWorkload
+from rlhf_megatron.planning.simulator.simulation_plan import SimulationPlan
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rollout.engine import EngineAddress, GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.requests import build_requests, collect
-from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.samples import reward_samples, to_scored
-from rlhf_megatron.scheduler.schedules import load_schedule
-from rlhf_megatron.scheduler.schedules.flow import Event, Flow
-from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.scheduler.supply.background import Background, Work
-from rlhf_megatron.scheduler.supply.drive import ScoreGroups
-from rlhf_megatron.simulator.durations import Workload
-from rlhf_megatron.simulator.plan import Plan
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    GeneratedSample,
+    GenerateRequest,
+    SamplingParams,
+    VersionSpan,
+)
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.rollout_requests import build_generate_requests, collect_rollout_batch
 
 PROMPT_TOKENS, NUM_PROMPTS, TOKEN, FIRST_ID = 2, 100, 3, 2
 
@@ -54,7 +69,9 @@ class Row:
 class SleepingEngine:
     """An `Engine`. `seconds_a_token[n]`: a tick with n responses; as many slots as it has entries behind the first."""
 
-    def __init__(self, number: int, seconds_a_token: Sequence[float], workload: Workload) -> None:
+    def __init__(
+        self, number: int, seconds_a_token: Sequence[float], workload: SimulatedWorkload
+    ) -> None:
         self.address = EngineAddress(f"engine{number}", "local", "", "")
         self._pace = seconds_a_token
         self._workload = workload
@@ -114,7 +131,7 @@ class SleepingEngine:
 
     def _lengths(self, request: GenerateRequest) -> tuple[int, ...]:
         low, high = request.prompt_ids
-        return self._workload.response_lengths(low - FIRST_ID + 10 * (high - FIRST_ID))
+        return self._workload.draw_response_lengths(low - FIRST_ID + 10 * (high - FIRST_ID))
 
     def _decode(self) -> None:
         """What comes during a tick takes part from the next one on. A tick that a pause cuts short goes on after it."""
@@ -125,12 +142,17 @@ class SleepingEngine:
                     self._running.append(self._waiting.popleft())
                 if not self._running or self._is_paused:
                     self._changed.wait_for(
-                        lambda: self._is_closed or ((self._running or self._waiting) and not self._is_paused)
+                        lambda: (
+                            self._is_closed
+                            or ((self._running or self._waiting) and not self._is_paused)
+                        )
                     )
                     due = time.monotonic()
                     continue
                 due += self._pace[len(self._running)]
-                left = self._changed.wait_for(lambda: self._is_closed or self._is_paused, due - time.monotonic())
+                left = self._changed.wait_for(
+                    lambda: self._is_closed or self._is_paused, due - time.monotonic()
+                )
                 if left:
                     continue
                 assert self._served is not None
@@ -147,16 +169,23 @@ def _sample(row: Row) -> GeneratedSample:
     ends = [*starts[1:], count]
     spans = tuple(VersionSpan(row.versions[s], s, e) for s, e in zip(starts, ends, strict=True))
     first = row.versions[0] if row.versions else -1
-    return GeneratedSample((TOKEN,) * count, (-1.0,) * count, "stop" if count == row.length else "abort", first, spans)
+    return GeneratedSample(
+        (TOKEN,) * count, (-1.0,) * count, "stop" if count == row.length else "abort", first, spans
+    )
 
 
 class SleepingStages:
-    """What the loop and a supply ask of `Stages`. It sleeps by the plan."""
+    """What the loop and a supply ask of `StepStages`. It sleeps by the plan."""
 
-    def __init__(self, plan: Plan, workload: Workload, fleet: EngineFleet) -> None:
+    def __init__(
+        self, plan: SimulationPlan, workload: SimulatedWorkload, fleet: EngineFleet
+    ) -> None:
         self.plan = plan
         self.fleet = fleet
-        items = tuple(PromptItem((FIRST_ID + i % 10, FIRST_ID + i // 10), str(i), "1", "s") for i in range(NUM_PROMPTS))
+        items = tuple(
+            PromptItem((FIRST_ID + i % 10, FIRST_ID + i // 10), str(i), "1", "s")
+            for i in range(NUM_PROMPTS)
+        )
         sources = [PromptSource("s", 1.0, items)]
         self.stream = PromptStream(sources, plan.batch_size, shuffle=False, seed=0)
         self.version = self.trained_version = 1
@@ -167,43 +196,45 @@ class SleepingStages:
         return self.stream.num_drawn
 
     def next_prompts(self, step: int) -> PromptBatch:
-        return self.stream.next(step)
+        return self.stream.draw_step_prompts(step)
 
     def requests(self, prompts: PromptBatch) -> list[GenerateRequest]:
         longest = SamplingParams(10**6)
-        return build_requests(prompts, self.plan.group_size, longest, 1, self.version)
+        return build_generate_requests(prompts, self.plan.group_size, longest, 1, self.version)
 
     def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
             self.on_generated(prompts.group_ids[first : first + len(groups)])
 
-        return collect(prompts, self.fleet.generate(self.requests(prompts), on_groups), TOKENIZER)
+        return collect_rollout_batch(
+            prompts, self.fleet.generate(self.requests(prompts), on_groups), TOKENIZER
+        )
 
     def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
-        return to_scored(rollout, self.scorer(reward_samples(rollout)), None, [])
+        return make_scored_batch(rollout, self.scorer(make_reward_samples(rollout)), None, [])
 
     def scorer(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        time.sleep(self.plan.score_s(len(samples)))
+        time.sleep(self.plan.compute_score_seconds(len(samples)))
         return [RewardResult(1.0) for _ in samples]
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
         if isinstance(scored, AnnotatedBatch):
             return scored
-        time.sleep(self.plan.annotate_s(scored.num_tokens))
-        return gain(AnnotatedBatch, scored)
+        time.sleep(self.plan.compute_annotate_seconds(scored.num_tokens))
+        return add_columns(AnnotatedBatch, scored)
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> AnnotatedBatch:
         time.sleep(self.plan.advantages_s)
         return batch
 
     def update(self, step: int, batch: AnnotatedBatch) -> tuple[AnnotatedBatch, dict[str, float]]:
-        time.sleep(self.plan.update_s(batch.num_tokens))
+        time.sleep(self.plan.compute_update_seconds(batch.num_tokens))
         return batch, {}
 
     def sync(self) -> dict[str, float]:
-        self.fleet.begin_update(self.version + 1)
+        self.fleet.begin_weight_update(self.version + 1)
         time.sleep(self.plan.sync_s)
-        self.fleet.commit_update(self.version + 1)
+        self.fleet.commit_weight_update(self.version + 1)
         self.version += 1
         return {}
 
@@ -236,14 +267,22 @@ class Slept:
     events: list[str]
 
 
-def sleep_through(plan: Plan, section: ScheduleConfig, workload: Workload) -> Slept:
+def sleep_through(
+    plan: SimulationPlan, section: ScheduleConfig, workload: SimulatedWorkload
+) -> Slept:
     """The steps of the plan in real time."""
-    engines = [SleepingEngine(number, plan.seconds_a_token, workload) for number in range(plan.num_engines)]
+    engines = [
+        SleepingEngine(number, plan.seconds_per_token, workload)
+        for number in range(plan.num_engines)
+    ]
     fleet = EngineFleet(engines, 600.0, 0)
-    stages, events = SleepingStages(plan, workload, fleet), list[Event]()
-    flow, schedule = Flow(plan.batch_size, plan.last_step, version=1), load_schedule(section)
+    stages, events = SleepingStages(plan, workload, fleet), list[FlowEvent]()
+    flow, schedule = (
+        GroupFlow(plan.batch_size, plan.last_step, served_version=1),
+        load_schedule(section),
+    )
     watch = Stopwatch()
-    if isinstance(schedule, Synchronous):
+    if isinstance(schedule, SynchronousSchedule):
         supply: Any = WatchedForeground(stages, flow, schedule, on_events=events.extend)
     else:
         session = fleet.open_session()
@@ -251,21 +290,23 @@ def sleep_through(plan: Plan, section: ScheduleConfig, workload: Workload) -> Sl
         def make_requests(prompts: PromptBatch, version: int) -> list[list[GenerateRequest]]:
             return [[request] for request in stages.requests(prompts)]
 
-        score = ScoreGroups(TOKENIZER, stages.scorer, FilterGroupsConfig())
-        supply = Background(
+        score = GroupScorer(TOKENIZER, stages.scorer, FilterGroupsConfig())
+        supply = BackgroundSupply(
             flow,
             schedule,
-            Work(session, stages.stream.at, make_requests, score, stages.annotate),
-            version=lambda: stages.version,
-            mini_batch_size=plan.least_annotated,
-            exclusive=fleet.exclusive,
+            SupplyServices(
+                session, stages.stream.fetch_prompts, make_requests, score, stages.annotate
+            ),
+            get_policy_version=lambda: stages.version,
+            mini_batch_size=plan.min_annotated_samples,
+            pause_session=fleet.hold_exclusively,
             on_events=events.extend,
         )
     try:
         with supply:
             watch.begin = time.monotonic()
             guard: Any = partial(_no_guard)
-            run(stages, supply, watch, guard, Keeper(), LoopPlan(plan.last_step))  # type: ignore[arg-type]
+            run_training_loop(stages, supply, watch, guard, SavePolicy(), LoopPlan(plan.last_step))  # type: ignore[arg-type]
     finally:
         fleet.close()
         for engine in engines:

@@ -17,10 +17,10 @@ import rlhf_megatron
 from rlhf_megatron.cli.main import main
 
 PACKAGE = f"{Path(rlhf_megatron.__file__).parent}{os.sep}"
-LOOP = ("scheduler/loop.py", "run")
+LOOP = ("controller/scheduler/loop.py", "run")
 WATCHED = {
     "clip formula": ("algorithms/losses/ppo_clip.py", "ppo_clip"),
-    "bytes of a bucket": ("resharding/sender.py", "write_bucket"),
+    "bytes of a bucket": ("ranks/resharding/weight_sender.py", "write_bucket"),
 }
 
 
@@ -44,7 +44,11 @@ def watch(found: dict[str, list[str]]) -> Any:
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
         what = names.get(frame.f_code.co_name) if event == "call" else None
-        if what is not None and place(frame) == WATCHED[what] and (way := way_to(frame)) is not None:
+        if (
+            what is not None
+            and place(frame) == WATCHED[what]
+            and (way := way_to(frame)) is not None
+        ):
             found[what] = max(found.get(what, []), way, key=len)
 
     return on_event

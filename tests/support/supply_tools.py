@@ -13,19 +13,27 @@ import torch
 from places import MODEL
 
 from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain
-from rlhf_megatron.data.items import PromptItem, PromptSource
-from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.controller.scheduler.schedules import Schedule, load_schedule
+from rlhf_megatron.controller.scheduler.schedules.group_flow import FlowEvent, GroupFlow
+from rlhf_megatron.controller.scheduler.schedules.schedule_protocol import StalePolicy, SyncPolicy
+from rlhf_megatron.controller.scheduler.scored_samples import GroupFilterReport
+from rlhf_megatron.controller.scheduler.supply.background_supply import (
+    BackgroundSupply,
+    SupplyServices,
+)
+from rlhf_megatron.controller.scheduler.supply.supply_threads import GroupScorer
+from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, add_columns
+from rlhf_megatron.data.item_stream import PromptStream
+from rlhf_megatron.data.prompt_items import PromptItem, PromptSource
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
-from rlhf_megatron.rollout.requests import build_requests
-from rlhf_megatron.scheduler.samples import FewGroups
-from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
-from rlhf_megatron.scheduler.schedules.base import OnStale, OnSync
-from rlhf_megatron.scheduler.schedules.flow import Event, Flow
-from rlhf_megatron.scheduler.supply.background import Background, Work
-from rlhf_megatron.scheduler.supply.drive import ScoreGroups
+from rlhf_megatron.rollout.engine_interface import (
+    GeneratedSample,
+    GenerateRequest,
+    SamplingParams,
+    VersionSpan,
+)
+from rlhf_megatron.rollout.rollout_requests import build_generate_requests
 
 LIMIT_S = 120.0  # of anything that a test waits for
 TOKENIZER = load_tokenizer(MODEL)
@@ -41,7 +49,9 @@ class HeldSession:
         self.version = 1
         self.submitted: list[int] = []
         self.aborted: list[int] = []
-        self.answers: dict[int, tuple[str, str]] = {}  # of a group's two samples; "1" and "9" where none is given
+        self.answers: dict[
+            int, tuple[str, str]
+        ] = {}  # of a group's two samples; "1" and "9" where none is given
         self.error: Exception | None = None
         self.num_mended = 0
         self.is_closed = False
@@ -85,7 +95,10 @@ class HeldSession:
     def end(self, *keys: int) -> None:
         """These groups are finished, as soon as they run."""
         with self._condition:
-            assert self._condition.wait_for(lambda: {*keys} <= self._running.keys(), LIMIT_S), (keys, self._running)
+            assert self._condition.wait_for(lambda: {*keys} <= self._running.keys(), LIMIT_S), (
+                keys,
+                self._running,
+            )
             self._ended += keys
             self._condition.notify_all()
 
@@ -111,24 +124,28 @@ class Hasty:
     """Starts the two groups that it may have at a time again as soon as the policy has changed."""
 
     max_lag: int = 0
-    on_sync: OnSync = OnSync.CONTINUE
-    on_stale: OnStale = OnStale.AGAIN
+    sync_policy: SyncPolicy = SyncPolicy.CONTINUE
+    stale_policy: StalePolicy = StalePolicy.REGENERATE
     annotates_early: bool = False
 
-    def num_to_start(self, flow: Flow) -> int:
-        return max(0, min(2 - len(flow.in_flight), flow.num_wanted))
+    def count_groups_to_start(self, flow: GroupFlow) -> int:
+        return max(0, min(2 - len(flow.groups_in_flight), flow.num_groups_needed))
 
-    def to_annotate(self, flow: Flow) -> Sequence[int]:
+    def select_groups_to_annotate(self, flow: GroupFlow) -> Sequence[int]:
         return ()
 
-    def batch(self, flow: Flow) -> Sequence[int] | None:
+    def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
         return sorted(flow.scored_order[:1]) or None
 
-    def leftover(self, flow: Flow) -> Sequence[int]:
+    def select_groups_to_give_up(self, flow: GroupFlow) -> Sequence[int]:
         return ()
 
-    def stale(self, flow: Flow) -> Sequence[int]:
-        return [g.number for g in flow.in_flight.values() if not flow.is_training and g.oldest_version < flow.version]
+    def find_stale_groups(self, flow: GroupFlow) -> Sequence[int]:
+        return [
+            g.number
+            for g in flow.groups_in_flight.values()
+            if not flow.is_training and g.oldest_version < flow.served_version
+        ]
 
 
 def stream_of(num_prompts: int = 1000, batch_size: int = 4) -> PromptStream:
@@ -137,7 +154,10 @@ def stream_of(num_prompts: int = 1000, batch_size: int = 4) -> PromptStream:
 
 
 def make_requests(prompts: PromptBatch, version: int) -> list[list[GenerateRequest]]:
-    return [[request] for request in build_requests(prompts, NUM_SAMPLES, SamplingParams(2), 1, version)]
+    return [
+        [request]
+        for request in build_generate_requests(prompts, NUM_SAMPLES, SamplingParams(2), 1, version)
+    ]
 
 
 def right_or_wrong(samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -147,20 +167,26 @@ def right_or_wrong(samples: Sequence[RewardSample]) -> list[RewardResult]:
 def annotate(step: int, batch: ScoredBatch) -> AnnotatedBatch:
     """A number that tells its sample, its place in it, and the step."""
     owner_T = batch.sample_ids.repeat_interleave(batch.lengths)
-    return gain(AnnotatedBatch, batch, old_log_probs=(1000.0 * step + owner_T + 0.25 * batch.response_mask))
+    return add_columns(
+        AnnotatedBatch, batch, old_log_probs=(1000.0 * step + owner_T + 0.25 * batch.response_mask)
+    )
 
 
 class Bench:
     """What a test has beside the supply. `events`: lines of the Flow."""
 
-    def __init__(self, name: str | Schedule, params: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, name: str | Schedule, params: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
         self.session = settings.pop("session", None) or HeldSession()
         self.stream = stream_of()
         self.version = settings.pop("version", 1)
         self.session.version = self.version
-        self.events: list[Event] = []
+        self.events: list[FlowEvent] = []
         self.pieces: list[int] = []  # samples of each call of annotate
-        self.schedule = load_schedule(ScheduleConfig(name, params or {})) if isinstance(name, str) else name
+        self.schedule = (
+            load_schedule(ScheduleConfig(name, params or {})) if isinstance(name, str) else name
+        )
         filters = settings.pop("filter_groups", FilterGroupsConfig())
         deadline = time.monotonic() + LIMIT_S
 
@@ -168,23 +194,24 @@ class Bench:
             assert time.monotonic() < deadline, f"the supply waits: {self.supply.ledger}"
 
         settings.setdefault("should_stop", in_time)
-        work = Work(
+        work = SupplyServices(
             session=self.session,
-            draw=self.stream.at,
+            draw_prompts=self.stream.fetch_prompts,
             make_requests=make_requests,
-            score=settings.pop("score", None) or ScoreGroups(TOKENIZER, right_or_wrong, filters),
-            annotate=self._annotate,
+            score_groups=settings.pop("score", None)
+            or GroupScorer(TOKENIZER, right_or_wrong, filters),
+            annotate_samples=self._annotate,
         )
         batch_size, found = settings.pop("batch_size", 2), settings.get("found")
         steps_done, last_step = settings.pop("steps_done", 0), settings.pop("last_step", 5)
         num_drawn = settings.pop("num_drawn", 0 if found is None else found.num_drawn)
-        self.supply = Background(
-            Flow(batch_size, last_step, self.version, steps_done, num_drawn),
+        self.supply = BackgroundSupply(
+            GroupFlow(batch_size, last_step, self.version, steps_done, num_drawn),
             self.schedule,
             work,
-            version=lambda: self.version,
+            get_policy_version=lambda: self.version,
             mini_batch_size=settings.pop("mini_batch_size", 2),
-            few=FewGroups(filters, batch_size) if filters.enable else None,
+            filter_report=GroupFilterReport(filters, batch_size) if filters.enable else None,
             on_events=self._log,
             **settings,
         )
@@ -194,10 +221,10 @@ class Bench:
         return self.take_batch(step).group_ids[::NUM_SAMPLES].tolist()
 
     def take_batch(self, step: int) -> ScoredBatch:
-        return self.supply.take(step, lambda name: nullcontext())
+        return self.supply.take_batch(step, lambda name: nullcontext())
 
     def sync(self, is_new: bool = True) -> None:
-        with self.supply.syncing():
+        with self.supply.sync_window():
             self.version += is_new
             self.session.version = self.version
 
@@ -209,7 +236,7 @@ class Bench:
         self.pieces.append(len(batch))
         return annotate(step, batch)
 
-    def _log(self, events: Sequence[Event]) -> None:
+    def _log(self, events: Sequence[FlowEvent]) -> None:
         self.events += events
 
 

@@ -14,18 +14,20 @@ from transformers import PreTrainedModel
 
 from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
-from rlhf_megatron.parallel.world import destroy_world
-from rlhf_megatron.rollout.engine import Engine, GenerateRequest
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.probe import Probe
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.engine_probe import EngineWeightProbe
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.ranks.parallel.world import destroy_world
+from rlhf_megatron.rollout.engine_interface import GenerateRequest, InferenceEngine
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 DENSE = partial(tiny_qwen3, 1, tied=False)
 BUCKET_BYTES = 100_000  # several buckets; the parts of an attention block stay in one
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (3,)]
-KEEPS_OLD = ProxyFault("old_bucket", nth=1 << 40)  # never comes, but has the proxy keep the first bucket it sees
+KEEPS_OLD = ProxyFault(
+    "old_bucket", nth=1 << 40
+)  # never comes, but has the proxy keep the first bucket it sees
 REQUESTS: list[GenerateRequest] = [request((1 + i, 2), (10 * i, 10 * i + 1), 12) for i in range(8)]
 
 
@@ -43,11 +45,11 @@ def config_of(model: Path) -> RunConfig:
 
 
 @contextmanager
-def trainer(model: Path) -> Iterator[InlineGroup]:
+def trainer(model: Path) -> Iterator[InlineWorkerGroup]:
     """The hosts of a run: one, in this process."""
-    from rlhf_megatron.runtime.roles import RoleBuilder
+    from rlhf_megatron.runtime.rank_roles import RoleBuilder
 
-    group = InlineGroup(RoleBuilder(config_of(model)))
+    group = InlineWorkerGroup(RoleBuilder(config_of(model)))
     try:
         yield group
     finally:
@@ -55,7 +57,7 @@ def trainer(model: Path) -> Iterator[InlineGroup]:
         destroy_world(is_default_group_ended=True)
 
 
-def change_weights(group: InlineGroup, seed: int) -> None:
+def change_weights(group: InlineWorkerGroup, seed: int) -> None:
     """As an update would: every number of every tensor."""
     torch.manual_seed(seed)
     assert group._host is not None
@@ -70,12 +72,12 @@ class Rig:
     """One engine behind a proxy, alone in a fleet, and the syncs that give it the trainer's weights."""
 
     kind: str
-    group: InlineGroup
+    group: InlineWorkerGroup
     proxy: FaultProxy
     fleet: EngineFleet
     sync: WeightSync
-    probe: Probe
-    straight: Callable[[], Engine]  # a fresh client that goes around the proxy
+    probe: EngineWeightProbe
+    straight: Callable[[], InferenceEngine]  # a fresh client that goes around the proxy
 
     def plan(self, *faults: ProxyFault) -> None:
         """From now on; nothing else is planned."""
@@ -83,22 +85,32 @@ class Rig:
         self.proxy.faults = (KEEPS_OLD, *faults)
 
 
-def probe_of(config: RunConfig, group: InlineGroup) -> Probe:
+def probe_of(config: RunConfig, group: InlineWorkerGroup) -> EngineWeightProbe:
     length, budget = config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu
-    return Probe(config.checks, config.is_exact, config.rollout, length, budget, Workers(group).actor, PROMPTS)
+    return EngineWeightProbe(
+        config.checks,
+        config.is_float32_throughout,
+        config.rollout,
+        length,
+        budget,
+        RoleProxies(group).actor,
+        PROMPTS,
+    )
 
 
 def rig_of(
     kind: str,
-    group: InlineGroup,
+    group: InlineWorkerGroup,
     proxy: FaultProxy,
-    connect: Callable[[], Engine],
-    straight: Callable[[], Engine],
+    connect: Callable[[], InferenceEngine],
+    straight: Callable[[], InferenceEngine],
     transfer_dir: Path,
     model: Path,
 ) -> Rig:
     fleet = EngineFleet([connect()], 60.0, 1)
     probe = probe_of(config_of(model), group)
-    sync = WeightSync(Workers(group).host, fleet, transfer_dir, BUCKET_BYTES, "float32", probe=probe)
+    sync = WeightSync(
+        RoleProxies(group).host, fleet, transfer_dir, BUCKET_BYTES, "float32", probe_engine=probe
+    )
     proxy.faults = (KEEPS_OLD,)
     return Rig(kind, group, proxy, fleet, sync, probe, straight)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Rule
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.weight_table import WeightRule
 
 SMALL_QWEN3 = {
     "model_type": "qwen3",
@@ -49,8 +49,8 @@ def random_state(hf_config: dict[str, Any], std: float = 0.15, seed: int = 5) ->
     """Float32 weights under Hugging Face names; norms lie around 1, and no bias is zero."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for rule in table_for(hf_config):
-        for hf in rule.hf:
+    for rule in make_weight_table(hf_config):
+        for hf in rule.hf_tensors:
             values = std * torch.randn(hf.shape, generator=generator)
             state[hf.name] = 1 + values if "norm" in hf.name else values
     return state
@@ -62,10 +62,10 @@ class StateSource:
 
     state: dict[str, Tensor]
 
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return tuple(self.state[tensor.name] for tensor in rule.hf)
+    def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        return tuple(self.state[tensor.name] for tensor in rule.hf_tensors)
 
-    def dtype_of(self, rule: Rule) -> str:
+    def get_dtype_name(self, rule: WeightRule) -> str:
         return "float32"
 
 

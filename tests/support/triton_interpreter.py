@@ -2,7 +2,7 @@
 
     # tests/unit/kernels/test_something.py
     def job(num_rows: int) -> float:                    # runs in the process; a plain module-level function
-        from rlhf_megatron.kernels import some_triton   # here, not at the top of the test file
+        from rlhf_megatron.ranks.kernels import some_triton   # here, not at the top of the test file
         ...
         return value                                    # anything that pickles; checks may also be made in here
 
@@ -33,7 +33,9 @@ class TritonInterpreter:
         self._process: Any = None
         self._connection: Any = None
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> Any:
+    def run(
+        self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any
+    ) -> Any:
         """What `job` returns in the process. Raises AssertionError with the job's traceback where it raised."""
         if self._process is None:
             self._start()
@@ -41,7 +43,9 @@ class TritonInterpreter:
         self._connection.send_bytes(pickle.dumps((job, args, kwargs)))
         if not self._connection.poll(timeout_s):
             self.close()
-            raise TimeoutError(f"{job.__name__} took more than {timeout_s:.0f} s under Triton's interpreter")
+            raise TimeoutError(
+                f"{job.__name__} took more than {timeout_s:.0f} s under Triton's interpreter"
+            )
         is_done, value = pickle.loads(self._connection.recv_bytes())
         if not is_done:
             raise AssertionError(f"{job.__name__} under Triton's interpreter:\n{value}")

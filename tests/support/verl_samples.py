@@ -406,7 +406,9 @@ GRPO_BY_HAND = {
     "rollout.colocated": True,
     "rollout.n": 5,
     "rollout.sglang.args.tp_size": 4,
-    "reward.terms": [{"name": "overlong", "weight": 0.5, "params": {"max_len": 8192, "buffer": 1024}}],
+    "reward.terms": [
+        {"name": "overlong", "weight": 0.5, "params": {"max_len": 8192, "buffer": 1024}}
+    ],
     "algorithm.adv_estimator": "grpo",
     "trainer.experiment_name": "grpo-tp2",
     "trainer.nnodes": 1,

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_megatron.runtime.torchrun.forks import exit_with
+from rlhf_megatron.runtime.torchrun.forked_ranks import run_and_exit
 
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
@@ -44,22 +44,55 @@ MM_ARG_END, MM_ENV_END = 9, 11
 ROOM = 32768  # bytes for the command line of a forked process, and as many for its environment
 HIGH = 700  # descriptors from here on are free
 TOY, WORKER = "runtime_toy", "dist_worker"
-AGENT, ENGINE = "rlhf_megatron.runtime.torchrun.agent", "rlhf_megatron.rollout.local.server"
+AGENT, ENGINE = "rlhf_megatron.runtime.torchrun.agent", "rlhf_megatron.rollout.local.local_server"
 MODULES = ("rlhf_megatron", AGENT, ENGINE, TOY)
 SCRIPTS = (
-    *(f"{WORKER}.py", "check_tools.py", "check_memory_jobs.py", "forked_runs.py", "stacks_of_a_run.py"),
+    *(
+        f"{WORKER}.py",
+        "check_tools.py",
+        "check_memory_jobs.py",
+        "forked_runs.py",
+        "stacks_of_a_run.py",
+    ),
     "engine_starter.py",
 )
 PRELOADED = (
-    *(f"rlhf_megatron.{name}" for name in ("cli.main", "cli.train", "cli.check", "proof.preflight", "proof.replay")),
-    *(f"rlhf_megatron.{name}" for name in ("scheduler.run", "runtime.inline", "runtime.roles", "parallel.world")),
-    *(f"rlhf_megatron.{name}" for name in ("rollout.local.generator", "workers.actor", "workers.critic")),
-    *(f"rlhf_megatron.{name}" for name in ("models.build", "checkpoint.dist_checkpoint", "observe.report.build")),
-    *("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "matplotlib.pyplot"),
-    *("megatron.core.optimizer", "megatron.core.dist_checkpointing", "megatron.core.models.gpt.gpt_model"),
+    *(
+        f"rlhf_megatron.{name}"
+        for name in ("cli.main", "cli.train", "cli.check", "proof.preflight", "proof.replay")
+    ),
+    *(
+        f"rlhf_megatron.{name}"
+        for name in ("scheduler.run", "runtime.inline", "runtime.roles", "parallel.world")
+    ),
+    *(
+        f"rlhf_megatron.{name}"
+        for name in ("rollout.local.generator", "workers.actor", "workers.critic")
+    ),
+    *(
+        f"rlhf_megatron.{name}"
+        for name in ("models.build", "checkpoint.dist_checkpoint", "observe.report.build")
+    ),
+    *(
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.llama.modeling_llama",
+        "matplotlib.pyplot",
+    ),
+    *(
+        "megatron.core.optimizer",
+        "megatron.core.dist_checkpointing",
+        "megatron.core.models.gpt.gpt_model",
+    ),
     *("torch.utils.tensorboard", "numpy", "pytest", AGENT, ENGINE, TOY),
 )
-HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+HANDLED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+)
 WATCHED = ("/bin/sh", "-c")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -100,14 +133,27 @@ def cold() -> Iterator[None]:
 def _execute_warm_child(process: Any, *given: Any) -> None:
     """`subprocess.Popen._execute_child`, which forks a known program."""
     call = _arguments.bind(process, *given).arguments
-    words = [] if isinstance(call["args"], str | bytes | os.PathLike) else [os.fspath(word) for word in call["args"]]
+    words = (
+        []
+        if isinstance(call["args"], str | bytes | os.PathLike)
+        else [os.fspath(word) for word in call["args"]]
+    )
     environment = dict(os.environ if call["env"] is None else call["env"])
-    is_strange = call["shell"] or call["preexec_fn"] or call["executable"] or call.get("process_group", -1) != -1
+    is_strange = (
+        call["shell"]
+        or call["preexec_fn"]
+        or call["executable"]
+        or call.get("process_group", -1) != -1
+    )
     template = None if is_strange else _template_for(words, environment)
     if template is None:
         return _execute_child(process, *given)
-    ends = [call[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-    standard = [default if fd == -1 else fd for fd, default in ((ends[0], 0), (ends[3], 1), (ends[5], 2))]
+    ends = [
+        call[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    ]
+    standard = [
+        default if fd == -1 else fd for fd, default in ((ends[0], 0), (ends[3], 1), (ends[5], 2))
+    ]
     passed = list(call["pass_fds"])
     request = {
         "words": words,
@@ -132,7 +178,11 @@ def _template_for(words: Sequence[str], environment: Mapping[str, str]) -> _Temp
     known = {str(ROOT), str(SUPPORT), *_paths(os.environ)}
     has_known_modules = all(path in known or _customizes_only(path) for path in _paths(environment))
     is_small = max(_size(words), _size(environment)) < ROOM
-    return _template if is_small and has_known_modules and environment.get("OMP_NUM_THREADS") == "1" else None
+    return (
+        _template
+        if is_small and has_known_modules and environment.get("OMP_NUM_THREADS") == "1"
+        else None
+    )
 
 
 def _paths(environment: Mapping[str, str]) -> list[str]:
@@ -140,11 +190,18 @@ def _paths(environment: Mapping[str, str]) -> list[str]:
 
 
 def _customizes_only(path: str) -> bool:
-    return Path(path).is_dir() and {entry.name for entry in Path(path).iterdir()} <= {"sitecustomize.py", "__pycache__"}
+    return Path(path).is_dir() and {entry.name for entry in Path(path).iterdir()} <= {
+        "sitecustomize.py",
+        "__pycache__",
+    }
 
 
 def _size(strings: Sequence[str] | Mapping[str, str]) -> int:
-    texts = [f"{key}={value}" for key, value in strings.items()] if isinstance(strings, Mapping) else strings
+    texts = (
+        [f"{key}={value}" for key, value in strings.items()]
+        if isinstance(strings, Mapping)
+        else strings
+    )
     return sum(len(os.fsencode(text)) + 1 for text in texts)
 
 
@@ -162,7 +219,7 @@ def program_of(words: Sequence[str]) -> list[str] | None:
 
 
 def _without_shell(words: Sequence[str]) -> list[str]:
-    """A command without what rollout/fleet/process.py puts before it."""
+    """A command without what rollout/fleet/server_process.py puts before it."""
     is_watched = tuple(words[:2]) == WATCHED and len(words) > 4 and 'exec "$@"' in words[2]
     return list(words[4:] if is_watched else words)
 
@@ -180,7 +237,9 @@ class _Template:
         with self._lock:
             if self.connection is None:
                 self.connection = _first_template()
-            _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # a grandchild of the template is a child of ours at once
+            _libc.prctl(
+                PR_SET_CHILD_SUBREAPER, 1
+            )  # a grandchild of the template is a child of ours at once
             try:
                 socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
                 answer = self.connection.recv(64)
@@ -196,7 +255,12 @@ def _first_template() -> socket.socket:
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * ROOM)
     paths = [str(ROOT), str(SUPPORT), *_paths(os.environ)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "MPLBACKEND": "Agg"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "MPLBACKEND": "Agg",
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     with theirs:
         subprocess.Popen(
@@ -225,14 +289,16 @@ def _serve(connection: socket.socket, starter: int) -> NoReturn:
             if os.fork() == 0:
                 while os.getppid() == between:
                     time.sleep(0.0002)
-                exit_with(partial(_become, json.loads(message), descriptors, connection))
+                run_and_exit(partial(_become, json.loads(message), descriptors, connection))
             os._exit(0)
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _become(request: dict[str, Any], received: Sequence[int], connection: socket.socket) -> int | str | None:
+def _become(
+    request: dict[str, Any], received: Sequence[int], connection: socket.socket
+) -> int | str | None:
     """In the new process: everything that exec would do, then the program. Returns what it exits with."""
     global _template
     program = program_of(request["words"])
@@ -247,7 +313,9 @@ def _become(request: dict[str, Any], received: Sequence[int], connection: socket
         os.dup2(descriptor, target)
         os.close(descriptor)
     for number in HANDLED:
-        is_ignored = number in request["ignored"] or (request["words"][0] == "/bin/sh" and number == signal.SIGUSR1)
+        is_ignored = number in request["ignored"] or (
+            request["words"][0] == "/bin/sh" and number == signal.SIGUSR1
+        )
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if is_ignored else default)
     _rename(_without_shell(request["words"]), request["environment"])
@@ -256,7 +324,11 @@ def _become(request: dict[str, Any], received: Sequence[int], connection: socket
     if request["words"][0] == "/bin/sh":
         _await_word()
     _template = None
-    if program[:2] not in (["-m", ENGINE],) and WORKER not in program[0] and os.environ.get("RANK", "0") == "0":
+    if (
+        program[:2] not in (["-m", ENGINE],)
+        and WORKER not in program[0]
+        and os.environ.get("RANK", "0") == "0"
+    ):
         _template = _Template(_copy())
         subprocess.Popen._execute_child = _execute_warm_child  # type: ignore[attr-defined]
         os.execve = _become_another  # type: ignore[assignment]
@@ -264,7 +336,7 @@ def _become(request: dict[str, Any], received: Sequence[int], connection: socket
 
 
 def _await_word() -> None:
-    """As a shell that waits for its `Reaper` (rollout/fleet/process.py): a line, then nothing more to read."""
+    """As a shell that waits for its `ChildReaper` (rollout/fleet/server_process.py): a line, then nothing more to read."""
     while (byte := os.read(0, 1)) != b"\n":
         if not byte:
             os._exit(1)
@@ -285,7 +357,7 @@ def _copy() -> socket.socket:
         os.closerange(0, HIGH)
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
-        exit_with(lambda: _serve(socket.socket(fileno=held), me))
+        run_and_exit(lambda: _serve(socket.socket(fileno=held), me))
     theirs.close()
     held = fcntl.fcntl(ours.detach(), fcntl.F_DUPFD_CLOEXEC, HIGH)
     return socket.socket(fileno=held)
@@ -308,7 +380,7 @@ def _become_another(path: Any, words: Sequence[str], environment: Mapping[str, s
             signal.signal(number, signal.SIG_DFL)
     logging.getLogger().handlers.clear()
     _rename(words, environment)
-    exit_with(lambda: _execute(program))
+    run_and_exit(lambda: _execute(program))
 
 
 def _rename(words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -324,7 +396,9 @@ def _rename(words: Sequence[str], environment: Mapping[str, str]) -> None:
         data = b"".join(os.fsencode(text) + b"\0" for text in texts)
         ctypes.memset(start, 0, ROOM)
         ctypes.memmove(start, data, len(data))
-        _libc.prctl(PR_SET_MM, end, ctypes.c_ulong(start + len(data)), 0, 0)  # with the right to; else zeros follow
+        _libc.prctl(
+            PR_SET_MM, end, ctypes.c_ulong(start + len(data)), 0, 0
+        )  # with the right to; else zeros follow
 
 
 def _execute(program: Sequence[str]) -> int | str | None:
@@ -351,7 +425,9 @@ def _execute(program: Sequence[str]) -> int | str | None:
         if (customize := Path(path, "sitecustomize.py")).is_file():
             exec(compile(customize.read_text(), customize, "exec"), {"__name__": "sitecustomize"})
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=spec.origin, __spec__=spec if is_module else None, __package__=spec.parent)
+    module.__dict__.update(
+        __file__=spec.origin, __spec__=spec if is_module else None, __package__=spec.parent
+    )
     module.__dict__.update(__builtins__=__builtins__, __loader__=spec.loader)
     sys.modules["__main__"] = module
     code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
@@ -370,7 +446,9 @@ def main(descriptor: int, starter: int) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # it costs time only; a test says which
             importlib.import_module(name)
     sys.modules["warm"] = sys.modules["__main__"]
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "forks need a single thread"
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, (
+        "forks need a single thread"
+    )
     gc.collect()
     gc.freeze()
     _serve(socket.socket(fileno=descriptor), starter)

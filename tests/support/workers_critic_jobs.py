@@ -13,10 +13,10 @@ from torch import Tensor
 from workers_jobs import OPTIM, StateSource, megatron_of, shards, share
 
 from rlhf_megatron.config.schema import CriticConfig, FSDPConfig
-from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, Values
-from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.data.batch import CriticValues, TokenBatch, ValueMiniBatch
+from rlhf_megatron.data.replica_plan import ReplicaPlan
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
 
 CONFIG = CriticConfig(optim=OPTIM, cliprange_value=reference.VALUE_CLIP, value_head_init_std=0.1)
 SEED = 11
@@ -26,7 +26,7 @@ SEED = 11
 class CriticResult:
     """What a rank hands back. Values and updates on leaders only; shards by Megatron name."""
 
-    values: Values | None
+    values: CriticValues | None
     updates: list[UpdateResult | None]
     grads: dict[str, Tensor]  # after the last step, clipped; put together over replicas
     weights: dict[str, Tensor]
@@ -48,25 +48,25 @@ def make_critic(
 
     `bucket_size`: parameters of a gradient bucket, for small models to have several.
     """
-    from rlhf_megatron.checkpoint.value_model import with_value_head
-    from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.critic import Critic
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.workers import data_parallel
+    from rlhf_megatron.ranks.workers.critic import CriticModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+    from rlhf_megatron.weights.value_model import add_value_head
 
-    phases, settings = {"rl": Phase(config.optim, 100)}, megatron_of(world, megatron or {})
-    data_parallel.BUCKET_SIZE = bucket_size
+    phases, settings = {"rl": TrainingPhase(config.optim, 100)}, megatron_of(world, megatron or {})
+    data_parallel.DDP_BUCKET_SIZE = bucket_size
     try:
-        first = with_value_head(source, config.value_head_init_std, SEED)
+        first = add_value_head(source, config.value_head_init_std, SEED)
         arguments = (hf_config or reference.HF_CONFIGS[name], first, world, dtype)
         if fsdp is not None:
-            from rlhf_megatron.workers.fsdp import FSDPBackend
+            from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
 
-            return Critic(FSDPBackend(*arguments, fsdp, "value"), config, phases, SEED)
+            return CriticModel(FSDPBackend(*arguments, fsdp, "value"), config, phases, SEED)
         backend = MegatronBackend(*arguments, settings, "value")
-        return Critic(backend, config, phases, SEED)
+        return CriticModel(backend, config, phases, SEED)
     finally:
-        data_parallel.BUCKET_SIZE = None
+        data_parallel.DDP_BUCKET_SIZE = None
 
 
 def train_critic(
@@ -97,7 +97,11 @@ def train_critic(
         values = critic.values(shard, plan)
         updates = []
         for step in range(num_steps + 1):
-            if directory is not None and not is_loading and step == (num_steps if save_after is None else save_after):
+            if (
+                directory is not None
+                and not is_loading
+                and step == (num_steps if save_after is None else save_after)
+            ):
                 critic.save(directory)
             if step < num_steps:
                 updates.append(critic.update(shard, plan))
@@ -106,7 +110,7 @@ def train_critic(
 
 def head_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """The head is marked as the norms are, though each tp rank has its whole gradient already."""
-    from rlhf_megatron.models.head import ValueHead
+    from rlhf_megatron.ranks.models.output_heads import ValueHead
 
     init = ValueHead.__init__
 
@@ -119,21 +123,21 @@ def head_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
 
 def body_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """The hidden states' gradient is summed over tp on its way back, though it is complete on each rank."""
-    from rlhf_megatron.models import head
+    from rlhf_megatron.ranks.models import output_heads
 
-    gather = head.gather_from_sequence_parallel_region
+    gather = output_heads.gather_from_sequence_parallel_region
 
     def summing(hidden: Tensor, tensor_parallel_output_grad: bool, group: Any) -> Tensor:
         return gather(hidden, tensor_parallel_output_grad=True, group=group)
 
-    patch.setattr(head, "gather_from_sequence_parallel_region", summing)
+    patch.setattr(output_heads, "gather_from_sequence_parallel_region", summing)
 
 
 def head_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
     """Each context-parallel rank trains the head on its own rows."""
-    from rlhf_megatron.models.head import ValueHead
+    from rlhf_megatron.ranks.models.output_heads import ValueHead
 
-    values = ValueHead.values
+    values = ValueHead.compute_values
 
     def of_the_first(self: Any, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
         result = values(self, hidden_SH, rows_R)
@@ -151,9 +155,9 @@ class _Frozen:
 
 def value_after_the_token(patch: pytest.MonkeyPatch) -> None:
     """The returns of a token are held against the value of the state behind it."""
-    from rlhf_megatron.workers import critic
+    from rlhf_megatron.ranks.workers import critic
 
-    pack = critic.pack
+    pack = critic.pack_batch
 
     def shifted(batch: ValueMiniBatch, *arguments: Any) -> Any:
         moved = ValueMiniBatch(**{**vars(batch), "returns": batch.returns.roll(1)})
@@ -163,26 +167,41 @@ def value_after_the_token(patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = {
-    f.__name__: f for f in (head_summed_over_tp, body_summed_over_tp, head_not_summed_over_cp, value_after_the_token)
+    f.__name__: f
+    for f in (
+        head_summed_over_tp,
+        body_summed_over_tp,
+        head_not_summed_over_cp,
+        value_after_the_token,
+    )
 }
 
 
 def score(
-    world: World, name: str, state: dict[str, Tensor], batch: TokenBatch, fsdp: FSDPConfig | None = None
-) -> tuple[Values | None, ReplicaPlan]:
+    world: World,
+    name: str,
+    state: dict[str, Tensor],
+    batch: TokenBatch,
+    fsdp: FSDPConfig | None = None,
+) -> tuple[CriticValues | None, ReplicaPlan]:
     """The scores of a frozen model that is in host memory between its calls; of the second of two."""
-    from rlhf_megatron.checkpoint.value_model import with_value_head
-    from rlhf_megatron.workers.frozen import RewardModel
-    from rlhf_megatron.workers.fsdp import FSDPBackend
-    from rlhf_megatron.workers.megatron import MegatronBackend
+    from rlhf_megatron.ranks.workers.frozen_model import FrozenRewardModel
+    from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.weights.value_model import add_value_head
 
-    arguments = (reference.HF_CONFIGS[name], with_value_head(StateSource(state), 0.0, SEED), world, torch.float32)
+    arguments = (
+        reference.HF_CONFIGS[name],
+        add_value_head(StateSource(state), 0.0, SEED),
+        world,
+        torch.float32,
+    )
     backend: Any
     if fsdp is not None:
         backend = FSDPBackend(*arguments, fsdp, "value", is_frozen=True)
     else:
         backend = MegatronBackend(*arguments, megatron_of(world, {}), "value", is_frozen=True)
-    model = RewardModel(backend, "reward_model", is_offloaded=fsdp is None)
+    model = FrozenRewardModel(backend, "reward_model", is_offloaded=fsdp is None)
     shard, plan = share(world, batch, 40)
     model.values(shard, plan)
     return model.values(shard, plan), plan

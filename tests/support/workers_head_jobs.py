@@ -18,30 +18,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers_jobs import CONFIG, make_actor, share
 
 from rlhf_megatron.config.schema import KernelsConfig
-from rlhf_megatron.data.batch import LogProbs, MiniBatch
-from rlhf_megatron.kernels.head_memory import HeadShape
-from rlhf_megatron.kernels.log_prob import linear_log_prob
-from rlhf_megatron.kernels.tile_ops import TorchTileOps
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.log_prob_head import MainGradSink
+from rlhf_megatron.data.batch import MiniBatch, TokenLogProbs
+from rlhf_megatron.ranks.kernels.head_memory import HeadCallShape
+from rlhf_megatron.ranks.kernels.log_prob import compute_linear_log_probs
+from rlhf_megatron.ranks.kernels.logit_tile_ops import TorchTileOps
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.log_prob_head import MainGradSink
+from rlhf_megatron.ranks.workers.rank_reports import HeadReport
 
 
 class WrongGradient(TorchTileOps):
     """The entropy's part of the gradient has the other sign."""
 
-    def grad_logits(
-        self, logits_RC: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype, first: int = 0
+    def compute_logit_gradient(
+        self,
+        logits_RC: Tensor,
+        columns_R: Tensor,
+        gradient_inputs: Any,
+        dtype: torch.dtype,
+        first_column: int = 0,
     ) -> Tensor:
-        flipped = type(rows)(**{**vars(rows), "grad_entropies_R": -rows.grad_entropies_R})
-        return super().grad_logits(logits_RC, columns_R, flipped, dtype, first)
+        flipped = type(gradient_inputs)(
+            **{**vars(gradient_inputs), "grad_entropies_R": -gradient_inputs.grad_entropies_R}
+        )
+        return super().compute_logit_gradient(logits_RC, columns_R, flipped, dtype, first_column)
 
 
 class WrongStatistics(TorchTileOps):
     """The entropy's sum has the other sign."""
 
-    def update(self, logits_RC: Tensor, inv_R: Any, columns_R: Tensor, statistics: Any, *stash: Any) -> None:
-        super().update(logits_RC, inv_R, columns_R, statistics, *stash)
+    def update_statistics(
+        self, logits_RC: Tensor, inv_R: Any, columns_R: Tensor, statistics: Any, *stash: Any
+    ) -> None:
+        super().update_statistics(logits_RC, inv_R, columns_R, statistics, *stash)
         if statistics.weighted_R is not None:
             statistics.weighted_R.neg_()
 
@@ -49,16 +58,24 @@ class WrongStatistics(TorchTileOps):
 class WrongStash(TorchTileOps):
     """What was stashed is taken for e^(max - z)."""
 
-    def grad_logits_from_stash(
-        self, stash_RC: Tensor, max_R: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype, first: int = 0
+    def compute_logit_gradient_from_stash(
+        self,
+        stash_RC: Tensor,
+        max_R: Tensor,
+        columns_R: Tensor,
+        gradient_inputs: Any,
+        dtype: torch.dtype,
+        first_column: int = 0,
     ) -> Tensor:
-        return super().grad_logits_from_stash(stash_RC, -max_R, columns_R, rows, dtype, first)
+        return super().compute_logit_gradient_from_stash(
+            stash_RC, -max_R, columns_R, gradient_inputs, dtype, first_column
+        )
 
 
 class Crashing(TorchTileOps):
     """As a compiler that gives up."""
 
-    def grad_logits(self, *arguments: Any) -> Tensor:
+    def compute_logit_gradient(self, *arguments: Any) -> Tensor:
         raise RuntimeError("PassManager::run failed\nat line 7")
 
 
@@ -86,7 +103,9 @@ class Allocations(TorchDispatchMode):
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._kept: list[Tensor] = []  # so that no address is used again
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.numel() == self._numel:
@@ -101,10 +120,10 @@ class Allocations(TorchDispatchMode):
 @contextmanager
 def way(kind: str) -> Iterator[None]:
     """ "sink": as it is. "autograd": as without main_grad. "poisoned": the stand-in is full of NaN."""
-    from rlhf_megatron.workers import log_prob_head
-    from rlhf_megatron.workers import log_prob_head as main_grad
+    from rlhf_megatron.ranks.workers import log_prob_head
+    from rlhf_megatron.ranks.workers import log_prob_head as main_grad
 
-    gradient = main_grad.MainGradSink.gradient
+    gradient = main_grad.MainGradSink.make_autograd_gradient
 
     def poisoned(self: Any) -> Tensor | None:
         stand_in = gradient(self)
@@ -133,20 +152,22 @@ def gradients(
 ) -> list[Gradients]:
     """One entry for each of `kinds`, see `way`. All of one actor, whose weights do not change."""
     config = replace(CONFIG, kernels=KernelsConfig(**{"num_self_checks": 0, **(kernels or {})}))
-    actor = make_actor(world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size)
+    actor = make_actor(
+        world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size
+    )
     return [_pass(actor, batch, token_budget, kind, num_passes) for kind in kinds]
 
 
 def _pass(actor: Any, batch: MiniBatch, token_budget: int, kind: str, num_passes: int) -> Gradients:
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-    from rlhf_megatron.models.head import head_weight
-    from rlhf_megatron.workers.pack import pack
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
+    from rlhf_megatron.ranks.models.output_heads import get_head_weight
+    from rlhf_megatron.ranks.workers.sequence_packing import pack_batch
 
     world = actor.world
     shard, plan = share(world, batch, token_budget)
-    packed = pack(shard, plan, world.layout, world.coordinates.cp)
-    parameters = named_parameters(actor.backend.model.chunks)
-    weight = head_weight(actor.backend.model.chunks[-1]) if world.is_last_stage else None
+    packed = pack_batch(shard, plan, world.layout, world.coordinates.cp)
+    parameters = collect_named_parameters(actor.backend.model.chunks)
+    weight = get_head_weight(actor.backend.model.chunks[-1]) if world.is_last_stage else None
     known = [tensor for p in parameters.values() for tensor in (p.data, p.main_grad)]
     before = {key: p.detach().clone() for key, p in parameters.items()}
     hooks: list[int] = []
@@ -156,7 +177,7 @@ def _pass(actor: Any, batch: MiniBatch, token_budget: int, kind: str, num_passes
         handle = accumulator.register_hook(lambda *unused: hooks.append(1))
     with way(kind), Allocations(-1 if weight is None else weight.numel(), known) as allocations:
         for _ in range(num_passes):
-            result = actor.look_again(shard, plan, reference.TEMPERATURE)
+            result = actor.rerun_forward_backward(shard, plan, reference.TEMPERATURE)
     if weight is not None:
         handle.remove()
     return Gradients(
@@ -175,7 +196,7 @@ def _pass(actor: Any, batch: MiniBatch, token_budget: int, kind: str, num_passes
 class CheckedRun:
     """What a rank did with a backend that may be wrong."""
 
-    log_probs: LogProbs | None
+    log_probs: TokenLogProbs | None
     main_grads: dict[str, Tensor]
     report: HeadReport | None
     warnings: list[str]
@@ -195,9 +216,9 @@ def run_checked(
 
     `is_triton_taken`: triton is chosen although it does not run on this device.
     """
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-    from rlhf_megatron.kernels import log_prob
-    from rlhf_megatron.workers import head_backend
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
+    from rlhf_megatron.ranks.kernels import log_prob
+    from rlhf_megatron.ranks.workers import head_backend
 
     config = replace(CONFIG, kernels=KernelsConfig(**kernels))
     records = _Records()
@@ -210,8 +231,11 @@ def run_checked(
         actor = make_actor(world, name, state, config)
         shard, plan = share(world, batch, 40)
         log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True)
-        actor.look_again(shard, plan, reference.TEMPERATURE)
-    grads = {key: p.main_grad.clone() for key, p in named_parameters(actor.backend.model.chunks).items()}
+        actor.rerun_forward_backward(shard, plan, reference.TEMPERATURE)
+    grads = {
+        key: p.main_grad.clone()
+        for key, p in collect_named_parameters(actor.backend.model.chunks).items()
+    }
     return CheckedRun(log_probs, grads, actor.head_report(), records.messages)
 
 
@@ -224,22 +248,26 @@ class _Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def head_peak(world: World | None, shape: HeadShape, num_parts: int) -> int:
+def head_peak(world: World | None, shape: HeadCallShape, num_parts: int) -> int:
     """Bytes that the allocator had out at most in a forward and backward pass of the head, its inputs not counted.
 
     `world`: whose tensor-parallel ranks share the vocabulary, and the sequence where `num_parts` is above 1.
     """
     generator = torch.Generator().manual_seed(0)
     num_tokens, hidden_size = shape.num_tokens // num_parts, shape.hidden_size
-    hidden = torch.randn(num_tokens, hidden_size, generator=generator).to(shape.dtype).requires_grad_()
-    weight = torch.nn.Parameter(torch.randn(shape.num_columns, hidden_size, generator=generator).to(shape.dtype))
+    hidden = (
+        torch.randn(num_tokens, hidden_size, generator=generator).to(shape.dtype).requires_grad_()
+    )
+    weight = torch.nn.Parameter(
+        torch.randn(shape.num_columns, hidden_size, generator=generator).to(shape.dtype)
+    )
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
     rank, tp = (0, 1) if world is None else (world.coordinates.tp, world.layout.tp)
     rows = torch.randperm(shape.num_tokens, generator=generator)[: shape.num_rows].sort().values
     targets = torch.randint(tp * shape.num_columns, (shape.num_rows,), generator=generator)
 
     def run() -> None:
-        outputs = linear_log_prob(
+        outputs = compute_linear_log_probs(
             hidden,
             weight,
             targets,
@@ -251,7 +279,7 @@ def head_peak(world: World | None, shape: HeadShape, num_parts: int) -> int:
             with_entropy=True,
             rows_R=rows,
             is_sequence_split=num_parts > 1,
-            sink=MainGradSink(weight),
+            weight_grad_sink=MainGradSink(weight),
             stash_bytes=shape.stash_bytes,
             backend="chunked",
         )
@@ -263,7 +291,9 @@ def head_peak(world: World | None, shape: HeadShape, num_parts: int) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     # Threads of a process group give back what they held whenever they come to it.
     assert sizes and (world is not None or sum(sizes) == 0), "all that is taken is given back"

@@ -12,13 +12,13 @@ import workers_reference as reference
 from torch import Tensor
 
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-from rlhf_megatron.data.batch import Batch, LogProbs, MiniBatch
-from rlhf_megatron.data.plan import ReplicaPlan, take
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Head, Rule, join
-from rlhf_megatron.parallel.world import World
-from rlhf_megatron.runtime.dispatch import plan_call
-from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.data.batch import Batch, MiniBatch, TokenLogProbs
+from rlhf_megatron.data.replica_plan import ReplicaPlan, take_replica_shard
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
+from rlhf_megatron.runtime.call_dispatch import plan_scattered_call
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.weight_table import HeadKind, WeightRule, join_shards
 
 OPTIM = OptimConfig(
     lr=reference.LR,
@@ -59,17 +59,19 @@ class StateSource:
     def names(self) -> tuple[str, ...]:
         return tuple(self.state)
 
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return tuple(self.state[tensor.name] for tensor in rule.hf)
+    def hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        return tuple(self.state[tensor.name] for tensor in rule.hf_tensors)
 
 
 @dataclass(frozen=True)
 class RankResult:
     """What a rank hands back. Batches and updates on leaders only."""
 
-    log_probs: LogProbs | None
+    log_probs: TokenLogProbs | None
     updates: list[UpdateResult | None]
-    grads: dict[str, Tensor]  # megatron name -> shard, after the last step, clipped; put together over replicas
+    grads: dict[
+        str, Tensor
+    ]  # megatron name -> shard, after the last step, clipped; put together over replicas
     weights: dict[str, Tensor]  # megatron name -> shard
     plan: ReplicaPlan
 
@@ -98,51 +100,72 @@ def make_actor(
     bucket_size: int | None = None,
 ) -> Any:
     """`bucket_size`: parameters of a gradient bucket, for small models to have several."""
-    from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.workers import data_parallel
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
 
-    phases = {"rl": Phase(config.optim, num_steps)}
+    phases = {"rl": TrainingPhase(config.optim, num_steps)}
     config = replace(config, megatron=megatron_of(world, megatron or {}))
-    data_parallel.BUCKET_SIZE = bucket_size
+    data_parallel.DDP_BUCKET_SIZE = bucket_size
     try:
         source = StateSource(state)
         if config.backend == "fsdp":
-            from rlhf_megatron.workers.fsdp import FSDPBackend
+            from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
 
-            backend = FSDPBackend(reference.HF_CONFIGS[name], source, world, dtype, config.fsdp, lora=config.lora)
-            return Actor(backend, config, phases)
-        return Actor(MegatronBackend(reference.HF_CONFIGS[name], source, world, dtype, config.megatron), config, phases)
+            backend = FSDPBackend(
+                reference.HF_CONFIGS[name], source, world, dtype, config.fsdp, lora=config.lora
+            )
+            return ActorModel(backend, config, phases)
+        return ActorModel(
+            MegatronBackend(reference.HF_CONFIGS[name], source, world, dtype, config.megatron),
+            config,
+            phases,
+        )
     finally:
-        data_parallel.BUCKET_SIZE = None
+        data_parallel.DDP_BUCKET_SIZE = None
 
 
 def share(world: World, batch: Batch, token_budget: int) -> tuple[Batch, ReplicaPlan]:
-    plan = plan_call(batch, world.layout, token_budget)[world.coordinates.dp]
-    return take(batch, plan), plan
+    plan = plan_scattered_call(batch, world.layout, token_budget)[world.coordinates.dp]
+    return take_replica_shard(batch, plan), plan
 
 
-def shards(worker: Any, head: Head = "vocabulary") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def shards(
+    worker: Any, head: HeadKind = "vocabulary"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(gradients, weights) of this rank. All ranks: a distributed optimizer's gradients are put together."""
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-    from rlhf_megatron.workers.optimizer_state import held_parameters
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
+    from rlhf_megatron.ranks.workers.optimizer_state import iterate_parameter_states
 
     if not hasattr(worker.backend, "chunks"):  # fsdp
-        weights = {rule.megatron_name: piece.clone() for rule, piece in worker.export() if piece is not None}
-        return {name: grad.clone() for name, grad in worker.backend.named_gradients().items()}, weights
-    table = table_for(worker.backend.hf_config, worker.world.layout.tp, head=head)  # as the local layers call them
-    names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.backend.table, table, strict=True)}
-    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
-    parameters = named_parameters(worker.backend.model.chunks)
+        weights = {
+            rule.megatron_name: piece.clone()
+            for rule, piece in worker.export()
+            if piece is not None
+        }
+        return {
+            name: grad.clone() for name, grad in worker.backend.named_gradients().items()
+        }, weights
+    table = make_weight_table(
+        worker.backend.hf_config, worker.world.layout.tp, head=head
+    )  # as the local layers call them
+    names = {
+        own.megatron_name: rule.megatron_name
+        for own, rule in zip(worker.backend.table, table, strict=True)
+    }
+    weights = {
+        rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None
+    }
+    parameters = collect_named_parameters(worker.backend.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
-    for held in held_parameters(worker.backend.optimizer.megatron):
-        if held.span is not None:
-            whole = torch.zeros_like(grads[id(held.model)]).flatten()
-            if held.main is not None and held.main.grad is not None:
-                whole[held.span] = held.main.grad
-            torch.distributed.all_reduce(whole, group=held.group)
-            grads[id(held.model)] = whole.view(held.model.shape)
+    for held in iterate_parameter_states(worker.backend.optimizer.megatron):
+        if held.element_range is not None:
+            whole = torch.zeros_like(grads[id(held.model_param)]).flatten()
+            if held.main_param is not None and held.main_param.grad is not None:
+                whole[held.element_range] = held.main_param.grad
+            torch.distributed.all_reduce(whole, group=held.sharing_group)
+            grads[id(held.model_param)] = whole.view(held.model_param.shape)
     return (
         {names[name]: grads[id(parameters[name])] for name in weights if name in parameters},
         {names[name]: shard for name, shard in weights.items()},
@@ -174,16 +197,24 @@ def train(
 ) -> RankResult:
     """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
     after `save_after` steps. `in_rows`: documents as of a family under FSDP2 that cannot be packed."""
-    actor = make_actor(world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size)
+    actor = make_actor(
+        world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size
+    )
     if in_rows:
-        actor.backend.model.agree = actor.backend._largest
+        actor.backend.model.find_max_over_ranks = actor.backend._all_reduce_max
     if directory is not None and is_loading:
         actor.load(directory)
     shard, plan = share(world, batch, token_budget)
-    log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True, with_sum_squares=True)
+    log_probs = actor.log_probs(
+        shard, plan, reference.TEMPERATURE, with_entropy=True, with_sum_squares=True
+    )
     updates = []
     for step in range(num_steps + 1):
-        if directory is not None and not is_loading and step == (num_steps if save_after is None else save_after):
+        if (
+            directory is not None
+            and not is_loading
+            and step == (num_steps if save_after is None else save_after)
+        ):
             actor.save(directory)
         if step < num_steps:
             updates.append(actor.update(shard, plan, reference.TEMPERATURE, loss))
@@ -191,15 +222,22 @@ def train(
 
 
 def whole(
-    results: Sequence[Any], name: str, tp: int, copies: int, kind: str, head: Head = "vocabulary"
+    results: Sequence[Any],
+    name: str,
+    tp: int,
+    copies: int,
+    kind: str,
+    head: HeadKind = "vocabulary",
 ) -> dict[str, Tensor]:
     """HF name -> full tensor, from the first of `copies` (dp x cp) sets of shards. `kind`: "grads" or "weights"."""
     full = {}
-    for rule in table_for(reference.HF_CONFIGS[name], tp, head=head):
+    for rule in make_weight_table(reference.HF_CONFIGS[name], tp, head=head):
         holders = [getattr(r, kind) for r in results if rule.megatron_name in getattr(r, kind)]
         assert len(holders) == tp * copies, f"{rule.megatron_name} is on {len(holders)} ranks"
-        tensor = join(rule.split, [holder[rule.megatron_name] for holder in holders[:tp]])
-        full |= {hf.name: part for hf, part in zip(rule.hf, rule.to_hf(tensor), strict=True)}
+        tensor = join_shards(rule.split, [holder[rule.megatron_name] for holder in holders[:tp]])
+        full |= {
+            hf.name: part for hf, part in zip(rule.hf_tensors, rule.to_hf(tensor), strict=True)
+        }
     return full
 
 

@@ -45,7 +45,11 @@ def make_model(name: str) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     raw = {key: value for key, value in HF_CONFIGS[name].items() if key != "model_type"}
-    kind, config = (Qwen3ForCausalLM, Qwen3Config) if name.startswith("qwen3") else (LlamaForCausalLM, LlamaConfig)
+    kind, config = (
+        (Qwen3ForCausalLM, Qwen3Config)
+        if name.startswith("qwen3")
+        else (LlamaForCausalLM, LlamaConfig)
+    )
     torch.manual_seed(0)
     model = kind(config(**raw)).float()
     with torch.no_grad():
@@ -99,7 +103,10 @@ def token_columns(
     log_p = (model(ids_BL).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     found = make(log_p, ids_BL[:, 1:])
     pad = torch.nn.functional.pad
-    return {name: pad(column, (1, 0))[is_token_BL] * batch.response_mask for name, column in found.items()}
+    return {
+        name: pad(column, (1, 0))[is_token_BL] * batch.response_mask
+        for name, column in found.items()
+    }
 
 
 def token_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, Tensor]:
@@ -107,14 +114,19 @@ def token_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, T
     found = token_columns(
         model,
         batch,
-        lambda log_p, ids: {"p": log_p.gather(2, ids[..., None])[..., 0], "entropy": -(log_p.exp() * log_p).sum(-1)},
+        lambda log_p, ids: {
+            "p": log_p.gather(2, ids[..., None])[..., 0],
+            "entropy": -(log_p.exp() * log_p).sum(-1),
+        },
     )
     return found["p"], found["entropy"]
 
 
 def token_sum_squares(model: torch.nn.Module, batch: MiniBatch) -> Tensor:
     """[T]: sum over the vocabulary of the squared probabilities at response tokens, zero elsewhere."""
-    return token_columns(model, batch, lambda log_p, ids: {"squares": log_p.exp().square().sum(-1)})["squares"]
+    return token_columns(
+        model, batch, lambda log_p, ids: {"squares": log_p.exp().square().sum(-1)}
+    )["squares"]
 
 
 def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
@@ -131,10 +143,13 @@ def policy_token_loss(log_probs: Tensor, entropies: Tensor, batch: MiniBatch) ->
     The bound on k3 is the field's.
     """
     old, ref, advantages = (
-        column.to(log_probs.dtype) for column in (batch.old_log_probs, batch.ref_log_probs, batch.advantages)
+        column.to(log_probs.dtype)
+        for column in (batch.old_log_probs, batch.ref_log_probs, batch.advantages)
     )
     ratio = (log_probs - old).exp()
-    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+    clipped = torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    )
     dual = torch.where(advantages < 0, torch.minimum(clipped, -advantages * CLIP_C), clipped)
     k3 = ((ref - log_probs).exp() - (ref - log_probs) - 1).clamp(max=10.0)
     return dual + KL_COEF * k3 - ENTROPY_COEFF * entropies
@@ -155,7 +170,12 @@ def make_value_batch(values: Tensor) -> ValueMiniBatch:
     noise, returns = torch.randn(2, values.numel(), generator=generator) * batch.response_mask
     columns = {"old_values": values.float() + 0.6 * noise, "returns": returns}
     return ValueMiniBatch(
-        batch.offsets, batch.token_ids, batch.response_mask, batch.loss_weights, batch.metric_weights, **columns
+        batch.offsets,
+        batch.token_ids,
+        batch.response_mask,
+        batch.loss_weights,
+        batch.metric_weights,
+        **columns,
     )
 
 
@@ -180,7 +200,9 @@ def run_steps(model: torch.nn.Module, batch: MiniBatch, loss: str) -> list[Step]
 
     def forward() -> tuple[Tensor, Tensor]:
         log_probs, entropies = token_log_probs(model, batch)
-        return log_probs, policy_token_loss(log_probs, entropies, batch) if loss == "policy" else -log_probs
+        return log_probs, policy_token_loss(
+            log_probs, entropies, batch
+        ) if loss == "policy" else -log_probs
 
     return _steps(model, forward, batch.loss_weights)
 
@@ -195,7 +217,9 @@ def run_value_steps(model: torch.nn.Module, batch: ValueMiniBatch) -> list[Step]
     return _steps(model, forward, batch.loss_weights)
 
 
-def _steps(model: torch.nn.Module, forward: Callable[[], tuple[Tensor, Tensor]], loss_weights: Tensor) -> list[Step]:
+def _steps(
+    model: torch.nn.Module, forward: Callable[[], tuple[Tensor, Tensor]], loss_weights: Tensor
+) -> list[Step]:
     """`forward`: -> (what the model predicts [T], loss [T])."""
     parameters = dict(model.named_parameters())
     groups = [
@@ -213,11 +237,15 @@ def _steps(model: torch.nn.Module, forward: Callable[[], tuple[Tensor, Tensor]],
         grads = {key: p.grad.clone() for key, p in parameters.items()}
         optimizer.step()
         weights = {key: p.detach().clone() for key, p in parameters.items()}
-        steps.append(Step(float(value.detach()), predicted.detach(), grads, float(grad_norm), weights))
+        steps.append(
+            Step(float(value.detach()), predicted.detach(), grads, float(grad_norm), weights)
+        )
     return steps
 
 
-def in_float32(make: Callable[[], torch.nn.Module], run: Callable[[torch.nn.Module], list[Step]]) -> list[list[Step]]:
+def in_float32(
+    make: Callable[[], torch.nn.Module], run: Callable[[torch.nn.Module], list[Step]]
+) -> list[list[Step]]:
     """`run` of the float32 model that `make` makes, in each order of its hidden units: draws of float32's own error."""
     draws = []
     for order in orders(COMMON["hidden_size"]):
@@ -225,7 +253,9 @@ def in_float32(make: Callable[[], torch.nn.Module], run: Callable[[torch.nn.Modu
         model.load_state_dict(renumbered(model.state_dict(), order))
         draws.append(
             [
-                replace(step, grads=renumbered(step.grads, back), weights=renumbered(step.weights, back))
+                replace(
+                    step, grads=renumbered(step.grads, back), weights=renumbered(step.weights, back)
+                )
                 for step in run(model)
             ]
         )
@@ -252,12 +282,19 @@ def in_units(
     found = {
         "grads": tensor_figures(grads, exact.grads, [step.grads for step in last]),
         "updates": tensor_figures(
-            moved(weights, state), moved(exact.weights, state), [moved(step.weights, state) for step in last]
+            moved(weights, state),
+            moved(exact.weights, state),
+            [moved(step.weights, state) for step in last],
         ),
     }
-    return {name: max(share_of_bar(figure, 1.0) for figure in figures) for name, figures in found.items()}
+    return {
+        name: max(share_of_bar(figure, 1.0) for figure in figures)
+        for name, figures in found.items()
+    }
 
 
 def unit_of_tokens(exact: Step, draws: Sequence[list[Step]]) -> float:
     """Float32's own error of what the model predicts, before the first step: the largest of all tokens."""
-    return max(1e-6, scale(float((draw[0].predicted - exact.predicted).abs().max()) for draw in draws))
+    return max(
+        1e-6, scale(float((draw[0].predicted - exact.predicted).abs().max()) for draw in draws)
+    )

@@ -41,18 +41,34 @@ def on_gpus(cases: list[Case]) -> list[Case]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.cuda_rehearsal", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.cuda_rehearsal", description=__doc__.splitlines()[0]
+    )
     names = [one.name for one in (*CASES, *PROGRAMS)]
     parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(names)}; all")
     parser.add_argument("--steps", type=int, default=2, help="of each run (%(default)s)")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/cuda_rehearsal", help="of runs (%(default)s)")
-    parser.add_argument("--on-gpus", action="store_true", help="of this machine: cases of as many ranks as it has GPUs")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "runs/cuda_rehearsal", help="of runs (%(default)s)"
+    )
+    parser.add_argument(
+        "--on-gpus",
+        action="store_true",
+        help="of this machine: cases of as many ranks as it has GPUs",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the runs' outcomes")
-    parser.add_argument("--alone", choices=ALONE, help="one process for a rank of any world; the rest: parts of it")
-    parser.add_argument("--no-numbers", action="store_true", help="kernels do nothing; CUDA's own checks are made")
-    parser.add_argument("--devices", type=int, default=1, help="that the command sees (%(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path(sys.prefix) / "null_cuda", help="what is compiled")
+    parser.add_argument(
+        "--alone", choices=ALONE, help="one process for a rank of any world; the rest: parts of it"
+    )
+    parser.add_argument(
+        "--no-numbers", action="store_true", help="kernels do nothing; CUDA's own checks are made"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="that the command sees (%(default)s)"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=Path(sys.prefix) / "null_cuda", help="what is compiled"
+    )
     parser.add_argument("command", nargs="*", help="in place of the runs")
     args = parser.parse_args(argv)
     built = None
@@ -63,7 +79,9 @@ def main(argv: list[str]) -> int:
         if args.alone:
             return alone(built, args.alone, args.command)
         if args.command:
-            os.execvpe(args.command[0], args.command, environment(built, not args.no_numbers, args.devices))
+            os.execvpe(
+                args.command[0], args.command, environment(built, not args.no_numbers, args.devices)
+            )
     elif args.alone or args.command:
         parser.error("--on-gpus runs cases only; leave out --alone and the command.")
     wanted = [name.strip() for name in args.cases.split(",")] if args.cases else names

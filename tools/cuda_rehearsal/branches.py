@@ -11,24 +11,38 @@ PACKAGE = Path(__file__).parents[2] / "rlhf_megatron"
 KINDS = ("cuda", "cpu")
 ATTRIBUTES, CALLS = ("is_available", "is_cuda", "device_count"), ("has_accelerator", "num_devices")
 # Text and arithmetic about devices, or a setting of another program: nothing is computed on one there.
-APART = ("cli/", "verl/", "config/", "proof/", "simulator/", "parallel/cpu_platform.py", "kernels/head_memory.py")
-APART += ("runtime/torchrun/engines.py",)  # devices of servers, from numbers alone, with unit tests
-TAKEN = Path(__file__).with_name("branches.txt")  # those that the last rehearsal of all cases has come to
-_NO_PACKAGE = "Transformer Engine and Apex have no wheels: nothing of theirs is installed where this runs"
+APART = (
+    "cli/",
+    "verl/",
+    "config/",
+    "proof/",
+    "simulator/",
+    "ranks/parallel/cpu_platform.py",
+    "ranks/kernels/head_memory.py",
+)
+APART += (
+    "runtime/torchrun/machine_servers.py",
+)  # devices of servers, from numbers alone, with unit tests
+TAKEN = Path(__file__).with_name(
+    "branches.txt"
+)  # those that the last rehearsal of all cases has come to
+_NO_PACKAGE = (
+    "Transformer Engine and Apex have no wheels: nothing of theirs is installed where this runs"
+)
 _NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
 _STOCK = "stock SGLang on GPUs: the case `servers` comes here, where 8.6 GB of it are installed"
 EXCUSED: dict[str, str] = {
-    "checkpoint/quantised.py:to_fp8": "takes more numbers at once on a GPU, by the same formula",
-    "generation/source.py:_engine": "chooses stock SGLang where it sees a GPU, for files without a configuration",
-    "models/backend.py:_experts_under_its_names": _NO_PACKAGE,
-    "models/fused.py:choose_adam": _NO_PACKAGE,
-    "parallel/device.py:backend": _STOCK,
-    "parallel/weight_grad.py:wgrad_gemm_accum_fp32": _NO_TRACE,
-    "rollout/fleet/start.py:EngineSetup.machine": _STOCK,
-    "rollout/sglang/attach.py:_of_settings": _STOCK,
-    "rollout/sglang/environment.py:on_cpu": _STOCK,
-    "rollout/transports/tensor.py:SGLangTensorTransport.deliver": _STOCK,
-    "runtime/ray/driver.py:_devices": "Ray counts devices by itself, and finds none of the null library's",
+    "weights/quantised_weights.py:to_fp8": "takes more numbers at once on a GPU, by the same formula",
+    "jobs/generation/model_source.py:_engine": "chooses stock SGLang where it sees a GPU, for files without a configuration",
+    "ranks/models/layer_specs.py:_experts_under_its_names": _NO_PACKAGE,
+    "ranks/models/fused_kernel_choice.py:choose_adam": _NO_PACKAGE,
+    "device.py:backend": _STOCK,
+    "ranks/parallel/weight_grad.py:wgrad_gemm_accum_fp32": _NO_TRACE,
+    "rollout/fleet/engine_setup.py:EngineSetup.machine": _STOCK,
+    "rollout/sglang/attached_engines.py:_of_settings": _STOCK,
+    "rollout/sglang/sglang_environment.py:on_cpu": _STOCK,
+    "rollout/transports/tensor_transport.py:SGLangTensorTransport.deliver": _STOCK,
+    "runtime/ray/ray_driver.py:_devices": "Ray counts devices by itself, and finds none of the null library's",
 }
 
 
@@ -74,7 +88,10 @@ def _asking(tree: ast.AST, inside: str) -> Iterator[str]:
 def _asks(node: ast.AST) -> bool:
     """Whether a comparison with a kind, or a question for devices, stands in a node that is no function."""
     if isinstance(node, ast.Compare):
-        return any(isinstance(part, ast.Constant) and part.value in KINDS for part in (node.left, *node.comparators))
+        return any(
+            isinstance(part, ast.Constant) and part.value in KINDS
+            for part in (node.left, *node.comparators)
+        )
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id in CALLS
     return isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES

@@ -35,7 +35,9 @@ def build(cache: Path) -> Path:
     import torch
 
     sources = sorted([*HERE.glob("null/*.[ch]"), HERE / "host/kernels.cpp", Path(__file__)])
-    made_of = hashlib.sha256(torch.__version__.encode() + b"".join(path.read_bytes() for path in sources))
+    made_of = hashlib.sha256(
+        torch.__version__.encode() + b"".join(path.read_bytes() for path in sources)
+    )
     folder = cache / made_of.hexdigest()[:16]
     if not folder.is_dir():
         aside = folder.with_suffix(".new")
@@ -51,7 +53,10 @@ def build(cache: Path) -> Path:
 def _build_null_library(site: Path, out: Path) -> None:
     includes = _cuda_headers(site)
     flags = ["-O1", "-fPIC", "-w", *(f"-I{path}" for path in includes)]
-    flags += [f"-DNULL_CUDNN={_number('nvidia-cudnn-cu13')}", f"-DNULL_NCCL={_number('nvidia-nccl-cu13')}"]
+    flags += [
+        f"-DNULL_CUDNN={_number('nvidia-cudnn-cu13')}",
+        f"-DNULL_NCCL={_number('nvidia-nccl-cu13')}",
+    ]
     objects = []
     for source in sorted(HERE.glob("null/*.c")):
         objects.append(out / f"{source.stem}.o")
@@ -66,14 +71,28 @@ def _build_null_library(site: Path, out: Path) -> None:
     (out / "rest.c").write_text("\n".join(f"int {name}() {{ return 0; }}" for name in rest) + "\n")
     _run("gcc", *flags, "-c", out / "rest.c", "-o", out / "rest.o")
     library = out / "libcuda.so.1"
-    _run("gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, *objects, out / "rest.o", "-lpthread", "-ldl")
+    _run(
+        "gcc",
+        "-shared",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        library,
+        *objects,
+        out / "rest.o",
+        "-lpthread",
+        "-ldl",
+    )
     (out / "libcuda.so").symlink_to(library.name)
 
 
 def _build_host_kernels(site: Path, out: Path) -> None:
     torch_folder = site / "torch"
     flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=host_kernels"]
-    folders = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", *_cuda_headers(site)]
+    folders = [
+        torch_folder / "include",
+        torch_folder / "include/torch/csrc/api/include",
+        *_cuda_headers(site),
+    ]
     flags += [f"-I{path}" for path in (*folders, Path(sysconfig.get_paths()["include"]))]
     link = [
         f"-L{torch_folder}/lib",
@@ -88,7 +107,10 @@ def _build_host_kernels(site: Path, out: Path) -> None:
 
 
 def _cuda_headers(site: Path) -> list[Path]:
-    return [site / "nvidia/cu13/include", site / "triton/backends/nvidia/include"]  # the second has crt/
+    return [
+        site / "nvidia/cu13/include",
+        site / "triton/backends/nvidia/include",
+    ]  # the second has crt/
 
 
 def _number(package: str) -> int:

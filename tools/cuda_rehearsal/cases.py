@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TP, PP, CP, EP = (
-    f"actor.megatron.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model")
+    f"actor.megatron.{axis}_parallel_size"
+    for axis in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
 # Two steps of 8 prompts x 4 samples in two mini-batches of several micro-batches. Samples are drawn and batched the
 # same way on every device, and all of them are written down.
@@ -95,7 +96,13 @@ CASES = (
     Case("colocated tp2", "grpo", 2, {TP: 2, "rollout.colocated": True}),
     Case("files", "grpo", 1, {"rollout.weight_transport": "disk"}),
     Case("beside a GPU", "grpo", 1, {"trainer.device": "cpu"}),
-    Case("bfloat16", "grpo", 1, {"model.dtype": "bfloat16", "rollout.dtype": "bfloat16"}, is_compared=False),
+    Case(
+        "bfloat16",
+        "grpo",
+        1,
+        {"model.dtype": "bfloat16", "rollout.dtype": "bfloat16"},
+        is_compared=False,
+    ),
     Case("fsdp", "grpo", 1, {"actor.backend": "fsdp"}),
     Case("fsdp dp2", "grpo", 2, {"actor.backend": "fsdp"}),
     Case("resumed", "grpo", 1, resumes="one rank"),

@@ -22,7 +22,9 @@ def python_path(*places: Path) -> str:
     return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def environment(built: Path, has_numbers: bool, num_devices: int, is_alone: bool = False) -> dict[str, str]:
+def environment(
+    built: Path, has_numbers: bool, num_devices: int, is_alone: bool = False
+) -> dict[str, str]:
     """`built`: what build.py made. `has_numbers`: the host computes each kernel, and one that it does not is an error;
     else kernels do nothing, and torch's own CUDA kernels check what they are given. `is_alone`: NCCL has no peers."""
     return {
@@ -35,5 +37,7 @@ def environment(built: Path, has_numbers: bool, num_devices: int, is_alone: bool
         "NULLCUDA_KERNELS": "refuse" if has_numbers else "skip",
         **({"NULLCUDA_NCCL": "alone"} if is_alone else {}),
         "TORCHDYNAMO_DISABLE": "1",  # what it compiles for CUDA, the host could not run
-        "PYTHONPATH": python_path(HOST, built, REPOSITORY) if has_numbers else python_path(REPOSITORY),
+        "PYTHONPATH": python_path(HOST, built, REPOSITORY)
+        if has_numbers
+        else python_path(REPOSITORY),
     }

@@ -20,7 +20,7 @@ import gpu_checks
 import gpu_kernel_checks
 import torch
 
-from rlhf_megatron.kernels import log_prob_triton, policy_loss_triton
+from rlhf_megatron.ranks.kernels import log_prob_triton, policy_row_loss_triton
 
 DEVICE = torch.device("cuda", 0)
 Figures = dict[str, float]
@@ -35,19 +35,32 @@ CHECKS: dict[str, tuple[Callable[[], Figures], tuple[str, ...]]] = {
     "head": (partial(head, torch.bfloat16), ("head",)),
     "head with a stash": (partial(head, torch.float32, gpu_kernel_checks.STASH_BYTES), ("head",)),
     "policy loss": (partial(gpu_kernel_checks.check_policy_loss, DEVICE, torch.float32), ("loss",)),
-    "actor": (partial(gpu_checks.check_training_step, DEVICE, torch.float32, num_samples=4), ("head", "loss")),
+    "actor": (
+        partial(gpu_checks.check_training_step, DEVICE, torch.float32, num_samples=4),
+        ("head", "loss"),
+    ),
 }
 """What is checked, and the kernels that it must have launched."""
 
 
 def main() -> int:
     """Prints what each check measured."""
-    ops, loss = log_prob_triton.TritonTileOps, policy_loss_triton
+    ops, loss = log_prob_triton.TritonTileOps, policy_row_loss_triton
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(log_prob_triton, "is_interpreted", return_value=False))
+        patches.enter_context(
+            mock.patch.object(log_prob_triton, "is_triton_interpreted", return_value=False)
+        )
         launched = {
-            "head": patches.enter_context(mock.patch.object(ops, "update", autospec=True, side_effect=ops.update)),
-            "loss": patches.enter_context(mock.patch.object(loss, "ppo_clip_sums", wraps=loss.ppo_clip_sums)),
+            "head": patches.enter_context(
+                mock.patch.object(
+                    ops, "update_statistics", autospec=True, side_effect=ops.update_statistics
+                )
+            ),
+            "loss": patches.enter_context(
+                mock.patch.object(
+                    loss, "compute_ppo_clip_row_sums", wraps=loss.compute_ppo_clip_row_sums
+                )
+            ),
         }
         for name, (check, kernels) in CHECKS.items():
             for kernel in kernels:

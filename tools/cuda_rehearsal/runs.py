@@ -53,7 +53,13 @@ class Outcome:
 
 def run_baseline(name: str, folder: Path, num_steps: int) -> Path:
     """Returns the directory of the run on the CPU."""
-    settings = {**SHORT, **BASELINES[name].settings, **_ranks(1), "trainer.device": "cpu", STEPS: num_steps}
+    settings = {
+        **SHORT,
+        **BASELINES[name].settings,
+        **_ranks(1),
+        "trainer.device": "cpu",
+        STEPS: num_steps,
+    }
     return _train(f"cpu-{name}", BASELINES[name], settings, folder, on_cpu())
 
 
@@ -70,7 +76,13 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
     if case.resumes:
         source = folder / _directory(case.resumes) / "checkpoints" / "step_000001"
         own |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(source)}
-    return {**SHORT, **BASELINES[case.baseline].settings, **_ranks(case.num_ranks), **own, **case.settings}
+    return {
+        **SHORT,
+        **BASELINES[case.baseline].settings,
+        **_ranks(case.num_ranks),
+        **own,
+        **case.settings,
+    }
 
 
 def differences(found: Path, expected: Path, is_resumed: bool = False) -> list[str]:
@@ -106,15 +118,29 @@ def _unlike(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 
 def run_program(program: Program, folder: Path, built: Path) -> None:
     words = program.words.format(folder=folder).split()
-    _run(program.name, [sys.executable, "-m", *words], folder, environment(built, True, program.num_ranks))
+    _run(
+        program.name,
+        [sys.executable, "-m", *words],
+        folder,
+        environment(built, True, program.num_ranks),
+    )
 
 
-def _train(name: str, baseline: Baseline, settings: Mapping[str, Any], folder: Path, env: Mapping[str, str]) -> Path:
+def _train(
+    name: str, baseline: Baseline, settings: Mapping[str, Any], folder: Path, env: Mapping[str, str]
+) -> Path:
     directory = folder / name
     shutil.rmtree(directory, ignore_errors=True)
     own = {**settings, "trainer.default_local_dir": str(folder), "trainer.experiment_name": name}
     words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
-    command = [sys.executable, "-m", "rlhf_megatron", "train", f"configs/{baseline.config}.yaml", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_megatron",
+        "train",
+        f"configs/{baseline.config}.yaml",
+        *words,
+    ]
     _run(name, command, folder, env)
     return directory
 
@@ -123,7 +149,12 @@ def _run(name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]
     log = folder / f"{name}.log"
     with log.open("w") as output:
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=dict(env), stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
+            command,
+            cwd=REPOSITORY,
+            env=dict(env),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
         )
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
@@ -133,7 +164,10 @@ def _run(name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]
 def _ranks(num_ranks: int) -> dict[str, Any]:
     """One machine, and no model parallelism but what a case adds."""
     axes = dict.fromkeys(("tensor_model", "pipeline_model"), 1)
-    return {"trainer.n_gpus_per_node": num_ranks, **{f"actor.megatron.{a}_parallel_size": n for a, n in axes.items()}}
+    return {
+        "trainer.n_gpus_per_node": num_ranks,
+        **{f"actor.megatron.{a}_parallel_size": n for a, n in axes.items()},
+    }
 
 
 def _directory(case: str) -> str:
@@ -162,13 +196,19 @@ def largest_difference(found: Path, expected: Path) -> float:
         (value, there[row["step"]][key])
         for row in _rows(found, "step")
         for key, value in row.items()
-        if isinstance(value, float) and not key.startswith(NOT_COMPARED) and key in there.get(row["step"], {})
+        if isinstance(value, float)
+        and not key.startswith(NOT_COMPARED)
+        and key in there.get(row["step"], {})
     ]
     return max((abs(a - b) / abs(b) for a, b in pairs if b and abs(a - b) > ABSOLUTE), default=0.0)
 
 
 def rehearse(
-    chosen: Sequence[Case | Program], folder: Path, built: Path | None, num_steps: int = 2, num_jobs: int = 1
+    chosen: Sequence[Case | Program],
+    folder: Path,
+    built: Path | None,
+    num_steps: int = 2,
+    num_jobs: int = 1,
 ) -> list[Outcome]:
     """Run all, `num_jobs` at a time, and print a line each. `built`: None for the machine's own GPUs, without
     programs."""
@@ -178,7 +218,10 @@ def rehearse(
         baselines = {name: jobs.submit(run_baseline, name, folder, num_steps) for name in compared}
         outcomes: dict[str, Future[Outcome]] = {}
         for case in cases:
-            waits = (outcomes.get(case.resumes), baselines.get(case.baseline) if case.is_compared else None)
+            waits = (
+                outcomes.get(case.resumes),
+                baselines.get(case.baseline) if case.is_compared else None,
+            )
             outcomes[case.name] = jobs.submit(_outcome, case, folder, built, num_steps, *waits)
         for program in (one for one in chosen if isinstance(one, Program)):
             assert built is not None
@@ -207,7 +250,13 @@ def _outcome(
             largest = largest_difference(found, expected)
     except (RunFailedError, subprocess.TimeoutExpired) as error:
         problems = [str(error)]
-    outcome = Outcome(case.name, case.is_compared, round(time.monotonic() - start, 1), tuple(problems[:10]), largest)
+    outcome = Outcome(
+        case.name,
+        case.is_compared,
+        round(time.monotonic() - start, 1),
+        tuple(problems[:10]),
+        largest,
+    )
     _tell(outcome, f"largest difference {largest:.1e}")
     return outcome
 
@@ -220,7 +269,9 @@ def _outcome_of(program: Program, folder: Path, built: Path) -> Outcome:
         problems = [str(error)]
     outcome = Outcome(program.name, False, round(time.monotonic() - start, 1), tuple(problems))
     said = (folder / f"{program.name}.log").read_text(errors="replace").splitlines()
-    _tell(outcome, "".join([line for line in said if not line.startswith("[")][-1:]))  # not torch's warnings
+    _tell(
+        outcome, "".join([line for line in said if not line.startswith("[")][-1:])
+    )  # not torch's warnings
     return outcome
 
 

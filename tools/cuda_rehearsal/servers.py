@@ -19,17 +19,23 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
-from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, SGLangConfig, TrainerConfig
-from rlhf_megatron.parallel.environment import set_up
-from rlhf_megatron.parallel.world import destroy_world
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.kinds import connect
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.config.cuda_environment import set_missing_variables
+from rlhf_megatron.config.schema import (
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SGLangConfig,
+    TrainerConfig,
+)
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.ranks.parallel.world import destroy_world
+from rlhf_megatron.rollout.engine_interface import EngineAddress, WeightTransport
+from rlhf_megatron.rollout.engine_kinds import connect_engine
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-sglang-cuda" / "bin" / "python"
@@ -45,19 +51,27 @@ ARGUMENTS: dict[str, object] = {
     "max_total_tokens": 4096,
     "grammar_backend": "none",
 }
-FROM_HERE = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "TRITON_LIBCUDA_PATH", "TORCHDYNAMO_DISABLE")
+FROM_HERE = (
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "TRITON_LIBCUDA_PATH",
+    "TORCHDYNAMO_DISABLE",
+)
 
 
 @contextmanager
-def trainer() -> Iterator[InlineGroup]:
+def trainer() -> Iterator[InlineWorkerGroup]:
     """The host of a run on device cuda, in this process."""
-    from rlhf_megatron.runtime.roles import RoleBuilder
+    from rlhf_megatron.runtime.rank_roles import RoleBuilder
 
     place = TrainerConfig(runtime="inline", n_gpus_per_node=1, device="cuda")
     rollout = RolloutConfig(engine="sglang", sglang=SGLangConfig(args=ARGUMENTS))
-    config = RunConfig(model=ModelConfig(path=str(MODEL), dtype="float32"), trainer=place, rollout=rollout)
-    set_up(os.environ, place, rollout, [config.actor.megatron])
-    group = InlineGroup(RoleBuilder(config), backend="nccl")
+    config = RunConfig(
+        model=ModelConfig(path=str(MODEL), dtype="float32"), trainer=place, rollout=rollout
+    )
+    set_missing_variables(os.environ, place, rollout, [config.actor.megatron])
+    group = InlineWorkerGroup(RoleBuilder(config), backend="nccl")
     try:
         yield group
     finally:
@@ -65,16 +79,19 @@ def trainer() -> Iterator[InlineGroup]:
         destroy_world()
 
 
-def weights(group: InlineGroup) -> dict[str, str]:
+def weights(group: InlineWorkerGroup) -> dict[str, str]:
     """Digests of the actor's weights under their Hugging Face names."""
     actor: Any = group._host._roles["actor"]  # type: ignore[union-attr]
     found = {}
     for rule, whole in actor.export():
-        found |= {hf.name: as_hex(digest(one.cpu())) for hf, one in zip(rule.hf, rule.to_hf(whole), strict=True)}
+        found |= {
+            hf.name: format_digest(digest_tensor(one.cpu()))
+            for hf, one in zip(rule.hf, rule.to_hf(whole), strict=True)
+        }
     return found
 
 
-def change(group: InlineGroup) -> None:
+def change(group: InlineWorkerGroup) -> None:
     """As an update would."""
     actor: Any = group._host._roles["actor"]  # type: ignore[union-attr]
     with torch.no_grad():
@@ -82,20 +99,41 @@ def change(group: InlineGroup) -> None:
             tensor.add_(0.05 * torch.randn_like(tensor))
 
 
-def sync(group: InlineGroup, address: EngineAddress, transfer: Path, transport: WeightTransport, version: int) -> int:
+def sync(
+    group: InlineWorkerGroup,
+    address: EngineAddress,
+    transfer: Path,
+    transport: WeightTransport,
+    version: int,
+) -> int:
     """A whole sync. Returns the version that the server has."""
     change(group)
-    fleet = EngineFleet([connect(address, transfer)], 120.0, 0)
+    fleet = EngineFleet([connect_engine(address, transfer)], 120.0, 0)
     made = WeightSync(
-        Workers(group).host, fleet, transfer, 1 << 20, "float32", version, transport=transport, model_path=MODEL
+        RoleProxies(group).host,
+        fleet,
+        transfer,
+        1 << 20,
+        "float32",
+        version,
+        transport=transport,
+        model_path=MODEL,
     )
     with mock.patch.object(reductions, "reduce_tensor", wraps=reductions.reduce_tensor) as lent:
         figures = made()
-    assert bool(lent.call_count) == (transport == "tensor"), f"{transport}: {lent.call_count} references to memory"
-    (engine,) = fleet.live
-    assert engine.version() == made.version and engine.weight_digests() == weights(group), transport
-    print(f"{transport}: version {made.version}, {figures['sync/bytes_moved']:.0f} bytes", flush=True)
-    return made.version
+    assert bool(lent.call_count) == (transport == "tensor"), (
+        f"{transport}: {lent.call_count} references to memory"
+    )
+    (engine,) = fleet.live_engines
+    assert (
+        engine.get_served_version() == made.policy_version
+        and engine.get_weight_digests() == weights(group)
+    ), transport
+    print(
+        f"{transport}: version {made.policy_version}, {figures['sync/bytes_moved']:.0f} bytes",
+        flush=True,
+    )
+    return made.policy_version
 
 
 def main() -> int:
@@ -119,12 +157,14 @@ def main() -> int:
             version = 0
             for transport in TRANSPORTS:
                 version = sync(group, address, transfer, transport, version)
-            engine = connect(address, transfer)
+            engine = connect_engine(address, transfer)
             engine.release_memory()
             engine.resume_memory()
             print("memory released and resumed", flush=True)
             sync(group, address, transfer, "tensor", version)
-    print("what stands in stock SGLang is what the actor has, by IPC, NCCL, files, and after its memory was released")
+    print(
+        "what stands in stock SGLang is what the actor has, by IPC, NCCL, files, and after its memory was released"
+    )
     return 0
 
 

@@ -25,7 +25,9 @@ class _DeclareVisionOps:
 
             self.library = torch.library.Library("torchvision", "FRAGMENT")
             for op in ("nms", "qnms"):
-                self.library.define(op + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                self.library.define(
+                    op + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
 
 
 class _AfterImport:
@@ -62,14 +64,18 @@ def _allow_seeds_with_latent_attention(module: Any) -> None:
 
     @functools.wraps(check)
     def handle_deterministic_inference(server_args: Any) -> None:
-        from sglang.srt.arg_groups.choices import RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND as supported
+        from sglang.srt.arg_groups.choices import (
+            RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND as supported,
+        )
 
         supported.append("torch_native")
         check(server_args)
         supported.remove("torch_native")
         found = module.resolved_view(server_args)
         if found.enable_deterministic_inference and found.attention_backend == "torch_native":
-            module.declare_resolution(server_args, "_handle_deterministic_inference", disable_radix_cache=True)
+            module.declare_resolution(
+                server_args, "_handle_deterministic_inference", disable_radix_cache=True
+            )
 
     module.handle_deterministic_inference = handle_deterministic_inference
 
@@ -139,7 +145,9 @@ def _fp8_in_plain_numbers(module: Any) -> None:
     numbers that they stand for."""
     import torch
 
-    def plain(input: Any, weight: Any, block_size: Any, weight_scale: Any, bias: Any = None, **_: Any) -> Any:
+    def plain(
+        input: Any, weight: Any, block_size: Any, weight_scale: Any, bias: Any = None, **_: Any
+    ) -> Any:
         wide = weight_scale.repeat_interleave(block_size[0], 0)[: weight.shape[0]]
         wide = wide.repeat_interleave(block_size[1], 1)[:, : weight.shape[1]]
         return torch.nn.functional.linear(input, (weight.float() * wide).to(input.dtype), bias)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.registry import import_modules
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+)
+from rlhf_megatron.registry import import_package_modules
 
-import_modules(__name__, __path__)
+import_package_modules(__name__, __path__)
 
 __all__ = ["ADV_ESTIMATORS", "AdvantageInputs", "AdvantageOutputs"]

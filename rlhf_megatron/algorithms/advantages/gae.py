@@ -24,11 +24,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, places
-from rlhf_megatron.algorithms.advantages.tokens import WHITEN_EPSILON, Moments, discounted_sums_
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+    find_true_positions,
+)
+from rlhf_megatron.algorithms.advantages.response_tokens import (
+    WHITEN_EPSILON,
+    RunningMoments,
+    compute_discounted_sums_,
+)
 from rlhf_megatron.lazy import Tensor, torch
 
-PART = 131072  # tokens of a part, about
+PART_TOKENS = 131072  # tokens of a part, about
 
 
 @dataclass(frozen=True)
@@ -40,32 +49,42 @@ class GAEParams:
     def __post_init__(self) -> None:
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} ({value}) must be at least 0 and at most 1; 1.0 is usual.")
+                raise ValueError(
+                    f"{name} ({value}) must be at least 0 and at most 1; 1.0 is usual."
+                )
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SamplePart:
     """Consecutive samples."""
 
     tokens: slice
-    kept_N: Tensor | None  # int64, which of the part's tokens train; None: all
+    trained_positions_N: Tensor | None  # int64, which of the part's tokens train; None: all
     lengths_B: Tensor  # tokens that train, of each sample
     has_invalid: bool
 
     @property
-    def num_kept(self) -> int:
-        return self.tokens.stop - self.tokens.start if self.kept_N is None else self.kept_N.numel()
+    def num_trained(self) -> int:
+        return (
+            self.tokens.stop - self.tokens.start
+            if self.trained_positions_N is None
+            else self.trained_positions_N.numel()
+        )
 
-    def of(self, column_T: Tensor) -> Tensor:
+    def gather_trained(self, column_T: Tensor) -> Tensor:
         """[N]: the entries of a column that train."""
         column = column_T[self.tokens]
-        return column if self.kept_N is None else column.index_select(0, self.kept_N)
+        return (
+            column
+            if self.trained_positions_N is None
+            else column.index_select(0, self.trained_positions_N)
+        )
 
-    def put(self, column_T: Tensor, column_N: Tensor) -> None:
-        if self.kept_N is None:
+    def scatter_trained(self, column_T: Tensor, column_N: Tensor) -> None:
+        if self.trained_positions_N is None:
             column_T[self.tokens] = column_N
         else:
-            column_T[self.tokens].scatter_(0, self.kept_N, column_N.to(column_T.dtype))
+            column_T[self.tokens].scatter_(0, self.trained_positions_N, column_N.to(column_T.dtype))
 
 
 @ADV_ESTIMATORS.register("gae", GAEParams, needs=("token_rewards", "values"), scope="sample")
@@ -75,51 +94,59 @@ def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
     Metric critic/vf_explained_var = 1 - Var(returns - values) / Var(returns) over the response tokens of valid
     samples; left out where the returns do not vary.
     """
-    assert inputs.token_rewards_T is not None and inputs.values_T is not None, "gae needs token_rewards and values"
+    assert inputs.token_rewards_T is not None and inputs.values_T is not None, (
+        "gae needs token_rewards and values"
+    )
     values_T = inputs.values_T
-    returns_T, advantages_T = (torch.zeros(values_T.shape, device=values_T.device) for _ in range(2))
+    returns_T, advantages_T = (
+        torch.zeros(values_T.shape, device=values_T.device) for _ in range(2)
+    )
     sums = torch.empty(values_T.numel() + 1, dtype=torch.float64, device=values_T.device)
-    of_advantages, of_returns, num_done = Moments(), Moments(), 0
-    for part in _parts(inputs):
+    of_advantages, of_returns, num_done = RunningMoments(), RunningMoments(), 0
+    for part in _iterate_sample_parts(inputs):
         if part.has_invalid:
             masked_T = ~inputs.response_mask_T[part.tokens]
             returns_T[part.tokens] = values_T[part.tokens].float().masked_fill_(masked_T, 0.0)
-        values_N = part.of(values_T).double()
-        sums_N1 = sums[num_done : num_done + part.num_kept + 1]
+        values_N = part.gather_trained(values_T).double()
+        sums_N1 = sums[num_done : num_done + part.num_trained + 1]
         advantages_N = sums_N1[:-1]
-        advantages_N.copy_(part.of(inputs.token_rewards_T))
+        advantages_N.copy_(part.gather_trained(inputs.token_rewards_T))
         _subtract_values_(advantages_N, values_N, part.lengths_B, params.gamma)
-        discounted_sums_(sums_N1, part.lengths_B, params.gamma * params.lam)
-        of_advantages = of_advantages.joined_by(advantages_N)
+        compute_discounted_sums_(sums_N1, part.lengths_B, params.gamma * params.lam)
+        of_advantages = of_advantages.merge_entries(advantages_N)
         returns_N = values_N.add_(advantages_N)
-        of_returns = of_returns.joined_by(returns_N)
-        part.put(returns_T, returns_N)
+        of_returns = of_returns.merge_entries(returns_N)
+        part.scatter_trained(returns_T, returns_N)
         if params.whiten:
-            num_done += part.num_kept
+            num_done += part.num_trained
         else:
-            part.put(advantages_T, advantages_N)
+            part.scatter_trained(advantages_T, advantages_N)
     if params.whiten:
-        _put_whitened(advantages_T, sums, of_advantages, inputs)
-    return AdvantageOutputs(advantages_T, returns_T, _explained_variance(of_advantages, of_returns))
+        _write_whitened_advantages(advantages_T, sums, of_advantages, inputs)
+    return AdvantageOutputs(
+        advantages_T, returns_T, _compute_explained_variance(of_advantages, of_returns)
+    )
 
 
-def _parts(inputs: AdvantageInputs) -> Iterator[_Part]:
+def _iterate_sample_parts(inputs: AdvantageInputs) -> Iterator[_SamplePart]:
     offsets, num_samples = inputs.offsets, inputs.offsets.numel() - 1
     has_invalid = not bool(inputs.is_valid_B.all())
     first = 0
     while first < num_samples:
         start = int(offsets[first])
-        last = max(first + 1, int(torch.searchsorted(offsets, start + PART, right=True)) - 1)
+        last = max(first + 1, int(torch.searchsorted(offsets, start + PART_TOKENS, right=True)) - 1)
         tokens = slice(start, int(offsets[last]))
         borders = offsets[first : last + 1] - start
         trains_T = inputs.response_mask_T[tokens]
         if has_invalid:
             trains_T = trains_T & inputs.is_valid_B[first:last].repeat_interleave(borders.diff())
-        kept_N = places(trains_T)
+        kept_N = find_true_positions(trains_T)
         if kept_N.numel() == trains_T.numel():
-            yield _Part(tokens, None, borders.diff(), has_invalid)
+            yield _SamplePart(tokens, None, borders.diff(), has_invalid)
         else:
-            yield _Part(tokens, kept_N, torch.searchsorted(kept_N, borders).diff(), has_invalid)
+            yield _SamplePart(
+                tokens, kept_N, torch.searchsorted(kept_N, borders).diff(), has_invalid
+            )
         first = last
 
 
@@ -134,21 +161,25 @@ def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, ga
     rewards_N.scatter_(0, last_S, deltas_S)
 
 
-def _put_whitened(advantages_T: Tensor, sums: Tensor, moments: Moments, inputs: AdvantageInputs) -> None:
+def _write_whitened_advantages(
+    advantages_T: Tensor, sums: Tensor, moments: RunningMoments, inputs: AdvantageInputs
+) -> None:
     """Write the advantages, whitened to mean 0 and (unbiased) variance 1. Fewer than 2 entries have no variance and
     stay as they are.
     """
     mean, scale = moments.mean, (moments.variance + WHITEN_EPSILON) ** -0.5
     num_done = 0
-    for part in _parts(inputs):
-        column_N = sums[num_done : num_done + part.num_kept]
+    for part in _iterate_sample_parts(inputs):
+        column_N = sums[num_done : num_done + part.num_trained]
         if moments.count > 1:
             column_N.sub_(mean).mul_(scale)
-        part.put(advantages_T, column_N)
-        num_done += part.num_kept
+        part.scatter_trained(advantages_T, column_N)
+        num_done += part.num_trained
 
 
-def _explained_variance(of_advantages: Moments, of_returns: Moments) -> dict[str, float]:
-    if of_returns.count < 2 or not of_returns.variance > 0:
+def _compute_explained_variance(
+    advantage_moments: RunningMoments, return_moments: RunningMoments
+) -> dict[str, float]:
+    if return_moments.count < 2 or not return_moments.variance > 0:
         return {}
-    return {"critic/vf_explained_var": 1.0 - of_advantages.variance / of_returns.variance}
+    return {"critic/vf_explained_var": 1.0 - advantage_moments.variance / return_moments.variance}

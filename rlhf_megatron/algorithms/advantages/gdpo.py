@@ -13,22 +13,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from rlhf_megatron.algorithms.advantages.base import (
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
     RewardKeys,
-    response_lengths,
-    spread,
+    count_response_tokens,
+    spread_over_response_tokens,
 )
-from rlhf_megatron.algorithms.advantages.tokens import whitened_samples
-from rlhf_megatron.algorithms.groups import Groups, group_advantages
+from rlhf_megatron.algorithms.advantages.response_tokens import whiten_sample_advantages
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups, compute_group_advantages
 from rlhf_megatron.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
 class GDPOParams:
-    gdpo_reward_keys: tuple[str, ...]  # names of reward parts: a reward's name, or name/part of what it returns
+    gdpo_reward_keys: tuple[
+        str, ...
+    ]  # names of reward parts: a reward's name, or name/part of what it returns
     gdpo_reward_weights: tuple[float, ...] = ()  # one a key; none given: 1 each
     norm_adv_by_std_in_grpo: bool = True  # divide each part by its group's standard deviation
     epsilon: float = 1e-6  # added to the standard deviation
@@ -45,7 +47,9 @@ class GDPOParams:
                 " remove some, or leave them out for 1 each."
             )
         if weights and not (all(map(isfinite, weights)) and any(weights)):
-            raise ValueError(f"gdpo_reward_weights ({list(weights)}) must be numbers, not all 0; 1.0 is usual.")
+            raise ValueError(
+                f"gdpo_reward_weights ({list(weights)}) must be numbers, not all 0; 1.0 is usual."
+            )
         if self.epsilon < 0:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
@@ -64,44 +68,51 @@ def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
     ValueError for a name/part that its reward does not return.
     """
     metrics: dict[str, float] = {}
-    total_B = torch.zeros(inputs.is_valid_B.shape, dtype=torch.float64, device=inputs.is_valid_B.device)
+    total_B = torch.zeros(
+        inputs.is_valid_B.shape, dtype=torch.float64, device=inputs.is_valid_B.device
+    )
     weights = params.gdpo_reward_weights or (1.0,) * len(params.gdpo_reward_keys)
     for key, weight in zip(params.gdpo_reward_keys, weights, strict=True):
-        part_B = _part(inputs, key)
+        part_B = _select_reward_part(inputs, key)
         if part_B is not None:
             has_part_B = inputs.is_valid_B & ~part_B.isnan()
-            metrics |= _statistics(key, part_B[has_part_B])
+            metrics |= _compute_part_statistics(key, part_B[has_part_B])
             epsilon = params.epsilon if params.norm_adv_by_std_in_grpo else None
-            total_B += weight * group_advantages(part_B, inputs.group_ids_B, has_part_B, epsilon)
-    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
-    is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
-    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
-    advantages_B = whitened_samples(total_B, lengths_B, is_kept_B)
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets), metrics=metrics)
+            total_B += weight * compute_group_advantages(
+                part_B, inputs.group_ids_B, has_part_B, epsilon
+            )
+    groups = PromptGroups.from_ids(inputs.group_ids_B, inputs.is_valid_B)
+    is_kept_B = inputs.is_valid_B & (groups.count_valid_samples() > 1)[groups.index_B]
+    lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
+    advantages_B = whiten_sample_advantages(total_B, lengths_B, is_kept_B)
+    return AdvantageOutputs(
+        spread_over_response_tokens(advantages_B, inputs.response_mask_T, inputs.offsets),
+        metrics=metrics,
+    )
 
 
-def _statistics(key: str, part_B: Tensor) -> dict[str, float]:
+def _compute_part_statistics(reward_key: str, part_B: Tensor) -> dict[str, float]:
     """Return metrics of the samples that have the part; none where no sample has it."""
     if not part_B.numel():
         return {}
     part_B = part_B.double()
     return {
-        f"gdpo/{key}/mean": part_B.mean().item(),
-        f"gdpo/{key}/std": part_B.std().item() if part_B.numel() > 1 else 0.0,
-        f"gdpo/{key}/max": part_B.max().item(),
-        f"gdpo/{key}/min": part_B.min().item(),
+        f"gdpo/{reward_key}/mean": part_B.mean().item(),
+        f"gdpo/{reward_key}/std": part_B.std().item() if part_B.numel() > 1 else 0.0,
+        f"gdpo/{reward_key}/max": part_B.max().item(),
+        f"gdpo/{reward_key}/min": part_B.min().item(),
     }
 
 
-def _part(inputs: AdvantageInputs, key: str) -> Tensor | None:
-    """[B]; None where no sample of this step was scored by the reward that `key` names."""
-    if key in inputs.reward_parts:
-        return inputs.reward_parts[key]
-    reward, _, part = key.partition("/")
+def _select_reward_part(inputs: AdvantageInputs, reward_key: str) -> Tensor | None:
+    """[B]; None where no sample of this step was scored by the reward that `reward_key` names."""
+    if reward_key in inputs.reward_parts:
+        return inputs.reward_parts[reward_key]
+    reward, _, part = reward_key.partition("/")
     if part and reward in inputs.reward_parts:
         known = ", ".join(sorted(inputs.reward_parts))
         raise ValueError(
-            f"gdpo_reward_keys has {key!r}, but reward {reward!r} returned no part {part!r} for any sample of this"
+            f"gdpo_reward_keys has {reward_key!r}, but reward {reward!r} returned no part {part!r} for any sample of this"
             f" step; let it return that for every sample, or use one of {known}."
         )
     return None

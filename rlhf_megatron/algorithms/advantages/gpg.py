@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
-from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    register_group_estimator,
+)
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor
 
 
@@ -25,12 +28,16 @@ class GPGParams:
 
     def __post_init__(self) -> None:
         if not 0 < self.f_norm < float("inf"):
-            raise ValueError(f"f_norm ({self.f_norm}) must be above 0: it divides the advantages; 1.0 is usual.")
+            raise ValueError(
+                f"f_norm ({self.f_norm}) must be above 0: it divides the advantages; 1.0 is usual."
+            )
 
 
-@of_groups("gpg", GPGParams)
-def gpg(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: GPGParams) -> Tensor:
+@register_group_estimator("gpg", GPGParams)
+def gpg(
+    rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GPGParams
+) -> Tensor:
     """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
-    teaches_B = inputs.is_valid_B & groups.have_spread(rewards_B)[groups.index_B]
+    teaches_B = inputs.is_valid_B & groups.have_differing_entries(rewards_B)[groups.index_B]
     alpha = inputs.is_valid_B.sum() / teaches_B.sum().clamp(min=1).to(rewards_B.dtype)
-    return alpha * groups.advantages(rewards_B) / params.f_norm
+    return alpha * groups.compute_advantages(rewards_B) / params.f_norm

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
-from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    register_group_estimator,
+)
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor
 
 
 @dataclass(frozen=True)
 class GRPOParams:
-    norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; false: Dr. GRPO
+    norm_adv_by_std_in_grpo: bool = (
+        True  # divide by the group's standard deviation; false: Dr. GRPO
+    )
     epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
@@ -26,7 +31,11 @@ class GRPOParams:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
 
-@of_groups("grpo", GRPOParams)
-def grpo(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: GRPOParams) -> Tensor:
+@register_group_estimator("grpo", GRPOParams)
+def grpo(
+    rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GRPOParams
+) -> Tensor:
     """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
-    return groups.advantages(rewards_B, params.epsilon if params.norm_adv_by_std_in_grpo else None)
+    return groups.compute_advantages(
+        rewards_B, params.epsilon if params.norm_adv_by_std_in_grpo else None
+    )

@@ -12,19 +12,26 @@ The paper has no division; the field's implementations divide as GRPO does, and 
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    register_group_estimator,
+)
 from rlhf_megatron.algorithms.advantages.grpo import GRPOParams
-from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor
 
 
-@of_groups("grpo_passk", GRPOParams)
-def grpo_passk(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: GRPOParams) -> Tensor:
+@register_group_estimator("grpo_passk", GRPOParams)
+def grpo_passk(
+    rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GRPOParams
+) -> Tensor:
     """Exactly 0 in a group with one valid sample, and where several samples are the best: none of them leads."""
-    best_G, second_G = groups.top_two(rewards_B)
-    has_lead_G = (groups.counts() > 1) & (best_G > second_G)
+    best_G, second_G = groups.find_top_two(rewards_B)
+    has_lead_G = (groups.count_valid_samples() > 1) & (best_G > second_G)
     lead_G = best_G - second_G
     if params.norm_adv_by_std_in_grpo:
-        lead_G = lead_G / (groups.deviations(groups.centered(rewards_B)) + params.epsilon)
+        lead_G = lead_G / (
+            groups.compute_deviations(groups.center_by_group(rewards_B)) + params.epsilon
+        )
     leads_B = inputs.is_valid_B & has_lead_G[groups.index_B] & (rewards_B == best_G[groups.index_B])
     return lead_G[groups.index_B].masked_fill(~leads_B, 0.0)

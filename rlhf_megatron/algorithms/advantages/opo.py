@@ -10,15 +10,23 @@ reward by the squared norm of its sample's gradient, which is taken to grow with
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups, response_lengths
-from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    count_response_tokens,
+    register_group_estimator,
+)
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor
 
 
-@of_groups("opo")
-def opo(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: None) -> Tensor:
+@register_group_estimator("opo")
+def opo(rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None) -> Tensor:
     """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
-    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
-    centered_B = groups.advantages(rewards_B)  # no digits are lost where rewards are far from 0
-    baseline_G = groups.sums(lengths_B * centered_B) / groups.sums(lengths_B).clamp(min=1)
+    lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
+    centered_B = groups.compute_advantages(
+        rewards_B
+    )  # no digits are lost where rewards are far from 0
+    baseline_G = groups.sum_by_group(lengths_B * centered_B) / groups.sum_by_group(lengths_B).clamp(
+        min=1
+    )
     return (centered_B - baseline_G[groups.index_B]).masked_fill(~inputs.is_valid_B, 0.0)

@@ -21,20 +21,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens
-from rlhf_megatron.algorithms.groups import Groups
-from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+)
+from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
+from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor, torch
 
-PART = 131072  # tokens of a part, about
+PART_TOKENS = 131072  # tokens of a part, about
 NEEDS = ("token_rewards", "group_ids", "log_probs", "sum_squares", "rollout_log_probs")
 
 
 @dataclass(frozen=True)
 class OptimalTokenBaselineParams:
-    handle_zero_tail: bool = True  # no baseline where only the longest sample of a group has tokens; else A is 0 there
-    rollout_is_threshold: float | None = None  # truncation of rho, engine against trainer; null: rho is 1
+    handle_zero_tail: bool = (
+        True  # no baseline where only the longest sample of a group has tokens; else A is 0 there
+    )
+    rollout_is_threshold: float | None = (
+        None  # truncation of rho, engine against trainer; null: rho is 1
+    )
 
     def __post_init__(self) -> None:
         if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 0:
@@ -44,32 +52,42 @@ class OptimalTokenBaselineParams:
             )
 
 
-@ADV_ESTIMATORS.register("optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS, scope="group")
-def optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
+@ADV_ESTIMATORS.register(
+    "optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS, scope="group"
+)
+def optimal_token_baseline(
+    inputs: AdvantageInputs, params: OptimalTokenBaselineParams
+) -> AdvantageOutputs:
     """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
-    return by_groups(inputs, lambda part: _of_part(part, params))
+    return estimate_by_groups(inputs, lambda part: _compute_advantages_by_position(part, params))
 
 
-def _of_part(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> Tensor:
-    tokens = ResponseTokens.of(inputs)
-    first_B, last_B = _ends(tokens)
+def _compute_advantages_by_position(
+    inputs: AdvantageInputs, params: OptimalTokenBaselineParams
+) -> Tensor:
+    tokens = ResponseTokens.from_inputs(inputs)
+    first_B, last_B = _find_end_positions(tokens)
     spans_B = (last_B - first_B + 1).masked_fill(tokens.lengths_B == 0, 0)
-    return token_advantages(inputs, params, tokens, tokens.places_N - tokens.spread(first_B), spans_B)
+    return compute_token_baseline_advantages(
+        inputs, params, tokens, tokens.positions_N - tokens.repeat_per_token(first_B), spans_B
+    )
 
 
-def by_groups(inputs: AdvantageInputs, estimate: Callable[[AdvantageInputs], Tensor]) -> AdvantageOutputs:
+def estimate_by_groups(
+    inputs: AdvantageInputs, estimate: Callable[[AdvantageInputs], Tensor]
+) -> AdvantageOutputs:
     """`estimate` ([T] advantages) of some whole groups at a time: memory that stays in a cache is several times faster.
 
     All at once where the samples of a group do not stand together.
     """
     advantages_T = torch.empty(inputs.response_mask_T.numel(), device=inputs.response_mask_T.device)
-    for samples in _group_parts(inputs):
+    for samples in _iterate_group_parts(inputs):
         tokens = slice(int(inputs.offsets[samples.start]), int(inputs.offsets[samples.stop]))
-        advantages_T[tokens] = estimate(_part(inputs, samples, tokens))
+        advantages_T[tokens] = estimate(_slice_inputs(inputs, samples, tokens))
     return AdvantageOutputs(advantages_T)
 
 
-def _group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
+def _iterate_group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
     """Samples of whole groups that have about PART tokens together."""
     num_samples = inputs.group_ids_B.numel()
     ids_R, counts_R = inputs.group_ids_B.unique_consecutive(return_counts=True)
@@ -78,15 +96,15 @@ def _group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
         return
     first, tokens = 0, inputs.offsets.tolist()
     for last in counts_R.cumsum(0).tolist():
-        if tokens[last] - tokens[first] >= PART or last == num_samples:
+        if tokens[last] - tokens[first] >= PART_TOKENS or last == num_samples:
             yield slice(first, last)
             first = last
 
 
-def _part(inputs: AdvantageInputs, samples: slice, tokens: slice) -> AdvantageInputs:
+def _slice_inputs(inputs: AdvantageInputs, samples: slice, tokens: slice) -> AdvantageInputs:
     """Cut some samples out of the columns that these estimators read."""
 
-    def cut(column_T: Tensor | None) -> Tensor | None:
+    def slice_column(column_T: Tensor | None) -> Tensor | None:
         return None if column_T is None else column_T[tokens]
 
     return AdvantageInputs(
@@ -95,14 +113,14 @@ def _part(inputs: AdvantageInputs, samples: slice, tokens: slice) -> AdvantageIn
         is_valid_B=inputs.is_valid_B[samples],
         response_mask_T=inputs.response_mask_T[tokens],
         offsets=inputs.offsets[samples.start : samples.stop + 1] - tokens.start,
-        token_rewards_T=cut(inputs.token_rewards_T),
-        log_probs_T=cut(inputs.log_probs_T),
-        rollout_log_probs_T=cut(inputs.rollout_log_probs_T),
-        sum_squares_T=cut(inputs.sum_squares_T),
+        token_rewards_T=slice_column(inputs.token_rewards_T),
+        log_probs_T=slice_column(inputs.log_probs_T),
+        rollout_log_probs_T=slice_column(inputs.rollout_log_probs_T),
+        sum_squares_T=slice_column(inputs.sum_squares_T),
     )
 
 
-def token_advantages(
+def compute_token_baseline_advantages(
     inputs: AdvantageInputs,
     params: OptimalTokenBaselineParams,
     tokens: ResponseTokens,
@@ -116,36 +134,46 @@ def token_advantages(
         spans_B: int64, one behind the last position of each sample; 0 for one without tokens.
     """
     assert inputs.token_rewards_T is not None, "optimal token baselines need token_rewards"
-    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B & (tokens.lengths_B > 0))
-    longest_G, second_G = groups.top_two(spans_B)
+    groups = PromptGroups.from_ids(inputs.group_ids_B, inputs.is_valid_B & (tokens.lengths_B > 0))
+    longest_G, second_G = groups.find_top_two(spans_B)
     widths_G = longest_G.clamp(min=0).long()
-    cell_N = tokens.spread((widths_G.cumsum(0) - widths_G)[groups.index_B]).add_(positions_N)
-    to_go_N = tokens.sums_to_go(inputs.token_rewards_T)
-    energy_N = tokens.sums_so_far(_gradient_norms(inputs, tokens, params.rollout_is_threshold))
-    advantages_N = to_go_N - _baselines(to_go_N, energy_N, cell_N, int(widths_G.sum()))
+    cell_N = tokens.repeat_per_token((widths_G.cumsum(0) - widths_G)[groups.index_B]).add_(
+        positions_N
+    )
+    to_go_N = tokens.compute_sums_to_go(inputs.token_rewards_T)
+    energy_N = tokens.compute_sums_so_far(
+        _compute_gradient_norms(inputs, tokens, params.rollout_is_threshold)
+    )
+    advantages_N = to_go_N - _compute_cell_baselines(to_go_N, energy_N, cell_N, int(widths_G.sum()))
     if params.handle_zero_tail:
-        is_tail_N = positions_N >= tokens.spread(second_G.clamp(min=0).long()[groups.index_B])
+        is_tail_N = positions_N >= tokens.repeat_per_token(
+            second_G.clamp(min=0).long()[groups.index_B]
+        )
         advantages_N = torch.where(is_tail_N, to_go_N, advantages_N)
-    is_alone_N = tokens.spread((groups.counts() < 2)[groups.index_B])
-    return tokens.put(advantages_N.masked_fill_(is_alone_N, 0.0))
+    is_alone_N = tokens.repeat_per_token((groups.count_valid_samples() < 2)[groups.index_B])
+    return tokens.scatter_tokens(advantages_N.masked_fill_(is_alone_N, 0.0))
 
 
-def _gradient_norms(inputs: AdvantageInputs, tokens: ResponseTokens, threshold: float | None) -> Tensor:
+def _compute_gradient_norms(
+    inputs: AdvantageInputs, tokens: ResponseTokens, threshold: float | None
+) -> Tensor:
     """[N] float64: rho^2 w, not negative: w as (1 - pi)^2 + the squares of the other tokens."""
     assert inputs.log_probs_T is not None, "optimal token baselines need log_probs"
     assert inputs.sum_squares_T is not None, "optimal token baselines need sum_squares"
-    log_probs_N = tokens.take(inputs.log_probs_T)
-    others_N = (tokens.take(inputs.sum_squares_T) - (2 * log_probs_N).exp()).clamp_(min=0)
+    log_probs_N = tokens.gather_tokens(inputs.log_probs_T)
+    others_N = (tokens.gather_tokens(inputs.sum_squares_T) - (2 * log_probs_N).exp()).clamp_(min=0)
     norms_N = log_probs_N.expm1().square_().add_(others_N)
     if threshold is not None:
         assert inputs.rollout_log_probs_T is not None, "importance weights need rollout_log_probs"
-        log_ratio_N = log_probs_N - tokens.take(inputs.rollout_log_probs_T)
+        log_ratio_N = log_probs_N - tokens.gather_tokens(inputs.rollout_log_probs_T)
         rho_N = log_ratio_N.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_().clamp_(max=threshold)
         norms_N *= rho_N.square_()
     return norms_N
 
 
-def _baselines(to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int) -> Tensor:
+def _compute_cell_baselines(
+    to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int
+) -> Tensor:
     """[N] float64: the weighted mean over each cell. Exactly the entry where all of a cell are equal.
 
     A plain mean where all weights of a cell are 0, as where every token so far was certain.
@@ -161,21 +189,31 @@ def _baselines(to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int
     return weighted_C.div_(total_C).add_(low_C).index_select(0, cell_N)
 
 
-def _ends(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
+def _find_end_positions(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
     """[B] int64 each: places of the first and the last token of each sample; anything where it has none."""
     ends_B = tokens.lengths_B.cumsum(0)
-    places = torch.cat([tokens.places_N, tokens.places_N.new_zeros(1)])
+    places = torch.cat([tokens.positions_N, tokens.positions_N.new_zeros(1)])
     return places[ends_B - tokens.lengths_B], places[ends_B - 1]
 
 
-@ADV_ESTIMATORS.register("tir_optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS, scope="group")
-def tir_optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
+@ADV_ESTIMATORS.register(
+    "tir_optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS, scope="group"
+)
+def tir_optimal_token_baseline(
+    inputs: AdvantageInputs, params: OptimalTokenBaselineParams
+) -> AdvantageOutputs:
     """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
-    return by_groups(inputs, lambda part: _of_sampled_tokens(part, params))
+    return estimate_by_groups(
+        inputs, lambda part: _compute_advantages_by_sampled_position(part, params)
+    )
 
 
-def _of_sampled_tokens(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> Tensor:
-    tokens = ResponseTokens.of(inputs)
+def _compute_advantages_by_sampled_position(
+    inputs: AdvantageInputs, params: OptimalTokenBaselineParams
+) -> Tensor:
+    tokens = ResponseTokens.from_inputs(inputs)
     before_B = tokens.lengths_B.cumsum(0) - tokens.lengths_B
-    positions_N = torch.arange(tokens.places_N.numel(), device=tokens.places_N.device) - tokens.spread(before_B)
-    return token_advantages(inputs, params, tokens, positions_N, tokens.lengths_B)
+    positions_N = torch.arange(
+        tokens.positions_N.numel(), device=tokens.positions_N.device
+    ) - tokens.repeat_per_token(before_B)
+    return compute_token_baseline_advantages(inputs, params, tokens, positions_N, tokens.lengths_B)

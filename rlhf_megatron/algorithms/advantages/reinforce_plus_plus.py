@@ -14,15 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import (
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
-    of_groups,
-    response_lengths,
+    count_response_tokens,
+    register_group_estimator,
 )
-from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens, whiten_, whitened_samples
-from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.advantages.response_tokens import (
+    ResponseTokens,
+    whiten_advantages_,
+    whiten_sample_advantages,
+)
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor
 
 
@@ -32,21 +36,33 @@ class ReinforcePlusPlusParams:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1:
-            raise ValueError(f"gamma ({self.gamma}) must be at least 0 and at most 1; 1.0 is usual.")
+            raise ValueError(
+                f"gamma ({self.gamma}) must be at least 0 and at most 1; 1.0 is usual."
+            )
 
 
-@ADV_ESTIMATORS.register("reinforce_plus_plus", ReinforcePlusPlusParams, needs=("token_rewards",), scope="step")
-def reinforce_plus_plus(inputs: AdvantageInputs, params: ReinforcePlusPlusParams) -> AdvantageOutputs:
+@ADV_ESTIMATORS.register(
+    "reinforce_plus_plus", ReinforcePlusPlusParams, needs=("token_rewards",), scope="step"
+)
+def reinforce_plus_plus(
+    inputs: AdvantageInputs, params: ReinforcePlusPlusParams
+) -> AdvantageOutputs:
     """One advantage a token. A token inside a response that the policy did not sample is no time step."""
     assert inputs.token_rewards_T is not None, "reinforce_plus_plus needs token_rewards"
-    tokens = ResponseTokens.of(inputs)
-    return AdvantageOutputs(tokens.put(whiten_(tokens.sums_to_go(inputs.token_rewards_T, params.gamma))))
+    tokens = ResponseTokens.from_inputs(inputs)
+    return AdvantageOutputs(
+        tokens.scatter_tokens(
+            whiten_advantages_(tokens.compute_sums_to_go(inputs.token_rewards_T, params.gamma))
+        )
+    )
 
 
-@of_groups("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: None) -> Tensor:
+@register_group_estimator("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(
+    rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None
+) -> Tensor:
     """A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it is the whitening's
     mean that it gets, which is 0 where all responses are of one length."""
-    is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
-    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
-    return whitened_samples(groups.advantages(rewards_B), lengths_B, is_kept_B)
+    is_kept_B = inputs.is_valid_B & (groups.count_valid_samples() > 1)[groups.index_B]
+    lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
+    return whiten_sample_advantages(groups.compute_advantages(rewards_B), lengths_B, is_kept_B)

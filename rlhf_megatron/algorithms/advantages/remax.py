@@ -13,8 +13,12 @@ that does not depend on the sampled tokens is a baseline without bias.
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+)
+from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 
 
 @ADV_ESTIMATORS.register("remax", needs=("token_rewards", "greedy_rewards"), scope="sample")
@@ -22,7 +26,9 @@ def remax(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     """One advantage a token; 0 where the greedy sample of the prompt is of masked status: there is no baseline."""
     assert inputs.token_rewards_T is not None, "remax needs token_rewards"
     assert inputs.greedy_rewards_B is not None, "remax needs greedy_rewards"
-    tokens = ResponseTokens.of(inputs)
-    baseline_N = tokens.spread(inputs.greedy_rewards_B.double())
-    advantages_N = (tokens.sums_to_go(inputs.token_rewards_T) - baseline_N).masked_fill_(baseline_N.isnan(), 0.0)
-    return AdvantageOutputs(tokens.put(advantages_N))
+    tokens = ResponseTokens.from_inputs(inputs)
+    baseline_N = tokens.repeat_per_token(inputs.greedy_rewards_B.double())
+    advantages_N = (tokens.compute_sums_to_go(inputs.token_rewards_T) - baseline_N).masked_fill_(
+        baseline_N.isnan(), 0.0
+    )
+    return AdvantageOutputs(tokens.scatter_tokens(advantages_N))

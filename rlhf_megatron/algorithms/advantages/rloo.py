@@ -10,14 +10,17 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
-from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    register_group_estimator,
+)
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor
 
 
-@of_groups("rloo")
-def rloo(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: None) -> Tensor:
+@register_group_estimator("rloo")
+def rloo(rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None) -> Tensor:
     """0 where no other sample of the group is valid."""
-    count_G = groups.counts()
+    count_G = groups.count_valid_samples()
     factor_G = count_G / (count_G - 1).clamp(min=1)
-    return groups.advantages(rewards_B) * factor_G[groups.index_B]
+    return groups.compute_advantages(rewards_B) * factor_G[groups.index_B]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.distillation.base import DISTILLATION_LOSSES
-from rlhf_megatron.registry import import_modules
+from rlhf_megatron.algorithms.distillation.distillation_loss import DISTILLATION_LOSSES
+from rlhf_megatron.registry import import_package_modules
 
-import_modules(__name__, __path__)
+import_package_modules(__name__, __path__)
 
 __all__ = ["DISTILLATION_LOSSES"]

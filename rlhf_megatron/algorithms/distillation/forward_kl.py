@@ -3,7 +3,10 @@ the teacher says."""
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.distillation.base import DISTILLATION_LOSSES, DistillationParams
+from rlhf_megatron.algorithms.distillation.distillation_loss import (
+    DISTILLATION_LOSSES,
+    DistillationParams,
+)
 from rlhf_megatron.lazy import Tensor
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.distillation.base import DISTILLATION_LOSSES, DistillationParams
+from rlhf_megatron.algorithms.distillation.distillation_loss import (
+    DISTILLATION_LOSSES,
+    DistillationParams,
+)
 from rlhf_megatron.lazy import Tensor
 
 

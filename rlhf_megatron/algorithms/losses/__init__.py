@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.losses.base import (
+from rlhf_megatron.algorithms.losses.policy_loss import (
     PICKS,
     POLICY_LOSSES,
-    PickInputs,
     PolicyLossInputs,
     PolicyLossOutputs,
+    TokenPickInputs,
 )
-from rlhf_megatron.registry import import_modules
+from rlhf_megatron.registry import import_package_modules
 
-import_modules(__name__, __path__)
+import_package_modules(__name__, __path__)
 
-__all__ = ["PICKS", "POLICY_LOSSES", "PickInputs", "PolicyLossInputs", "PolicyLossOutputs"]
+__all__ = ["PICKS", "POLICY_LOSSES", "PolicyLossInputs", "PolicyLossOutputs", "TokenPickInputs"]

@@ -15,13 +15,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import check_clip_range, clamped_log_ratio, ppo_kl
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    check_clip_range,
+    compute_clamped_log_ratio,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 
 
 @dataclass(frozen=True)
 class CISPOParams:
-    clip_ratio_low: float = 1.0  # the weight is clipped to 1 - clip_ratio_low from below; 1: no bound
+    clip_ratio_low: float = (
+        1.0  # the weight is clipped to 1 - clip_ratio_low from below; 1: no bound
+    )
     clip_ratio_high: float = 4.0  # and to 1 + clip_ratio_high from above
 
     def __post_init__(self) -> None:
@@ -31,7 +41,10 @@ class CISPOParams:
 @POLICY_LOSSES.register("cispo", CISPOParams, needs=("advantages", "old_log_probs"))
 def cispo(inputs: PolicyLossInputs, params: CISPOParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the weight was clipped)."""
-    ratio_T = clamped_log_ratio(inputs).detach().exp()
+    ratio_T = compute_clamped_log_ratio(inputs).detach().exp()
     weight_T = ratio_T.clamp(1 - params.clip_ratio_low, 1 + params.clip_ratio_high)
-    metrics = {**ppo_kl(inputs), "actor/pg_clipfrac": (weight_T != ratio_T).to(ratio_T.dtype)}
+    metrics = {
+        **make_ppo_kl_metric(inputs),
+        "actor/pg_clipfrac": (weight_T != ratio_T).to(ratio_T.dtype),
+    }
     return PolicyLossOutputs(-weight_T * inputs.advantages_T * inputs.log_probs_T, metrics)

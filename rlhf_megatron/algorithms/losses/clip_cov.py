@@ -18,15 +18,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import (
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    check_clip_range,
+    compute_clamped_log_ratio,
+    compute_clipped_loss,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
     PICKS,
     POLICY_LOSSES,
-    PickInputs,
     PolicyLossInputs,
     PolicyLossOutputs,
+    TokenPickInputs,
 )
-from rlhf_megatron.algorithms.losses.covariance import as_mask, check_share, picked_count, token_covariances
-from rlhf_megatron.algorithms.losses.ratio import check_clip_range, clamped_log_ratio, clipped_loss, ppo_kl
+from rlhf_megatron.algorithms.losses.token_covariance import (
+    check_token_share,
+    compute_token_covariances,
+    count_picked_tokens,
+    make_index_mask,
+)
 from rlhf_megatron.lazy import Tensor
 
 
@@ -40,7 +50,7 @@ class ClipCovParams:
 
     def __post_init__(self) -> None:
         check_clip_range(self.clip_ratio_low, self.clip_ratio_high, "0.2, 0.2")
-        check_share("clip_cov_ratio", self.clip_cov_ratio)
+        check_token_share("clip_cov_ratio", self.clip_cov_ratio)
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(
                 f"clip_cov_lb ({self.clip_cov_lb}) must be below clip_cov_ub ({self.clip_cov_ub}); 1 and 5 are usual."
@@ -48,24 +58,31 @@ class ClipCovParams:
 
 
 @PICKS.register("clip_cov")
-def pick_clip_cov(inputs: PickInputs, params: ClipCovParams) -> Tensor:
+def pick_clip_cov_tokens(inputs: TokenPickInputs, params: ClipCovParams) -> Tensor:
     """[T] bool."""
-    index_N, covariances_N = token_covariances(inputs)
+    index_N, covariances_N = compute_token_covariances(inputs)
     is_candidate_N = (covariances_N > params.clip_cov_lb) & (covariances_N < params.clip_cov_ub)
     candidates = index_N[is_candidate_N]
-    drawn = inputs.noise_T[candidates].argsort(stable=True)[: picked_count(params.clip_cov_ratio, index_N.numel())]
-    return as_mask(candidates[drawn], inputs.trains_T)
+    drawn = inputs.noise_T[candidates].argsort(stable=True)[
+        : count_picked_tokens(params.clip_cov_ratio, index_N.numel())
+    ]
+    return make_index_mask(candidates[drawn], inputs.trains_T)
 
 
-@POLICY_LOSSES.register("clip_cov", ClipCovParams, needs=("advantages", "old_log_probs", "is_picked"))
+@POLICY_LOSSES.register(
+    "clip_cov", ClipCovParams, needs=("advantages", "old_log_probs", "is_picked")
+)
 def clip_cov(inputs: PolicyLossInputs, params: ClipCovParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (of the ratio clip), actor/pg_picked (1: picked)."""
     assert inputs.is_picked_T is not None, "clip_cov needs is_picked"
-    token_loss_T, is_clipped_T = clipped_loss(
-        inputs.advantages_T, clamped_log_ratio(inputs).exp(), params.clip_ratio_low, params.clip_ratio_high
+    token_loss_T, is_clipped_T = compute_clipped_loss(
+        inputs.advantages_T,
+        compute_clamped_log_ratio(inputs).exp(),
+        params.clip_ratio_low,
+        params.clip_ratio_high,
     )
     metrics = {
-        **ppo_kl(inputs),
+        **make_ppo_kl_metric(inputs),
         "actor/pg_clipfrac": is_clipped_T.to(token_loss_T.dtype),
         "actor/pg_picked": inputs.is_picked_T.to(token_loss_T.dtype),
     }

@@ -19,8 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    compute_clamped_log_ratio,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 from rlhf_megatron.lazy import Tensor, torch
 
 LARGEST_LOG_P = -1e-8
@@ -28,41 +35,58 @@ LARGEST_LOG_P = -1e-8
 
 @dataclass(frozen=True)
 class DPPOTVParams:
-    clip_ratio_low: float = 0.15  # a token of negative advantage is out below p_old - clip_ratio_low
+    clip_ratio_low: float = (
+        0.15  # a token of negative advantage is out below p_old - clip_ratio_low
+    )
     clip_ratio_high: float = 0.15  # one of positive advantage above p_old + clip_ratio_high
     clip_ratio_c: float = 20.0  # bound on the importance weight
 
     def __post_init__(self) -> None:
-        for name, value in (("clip_ratio_low", self.clip_ratio_low), ("clip_ratio_high", self.clip_ratio_high)):
+        for name, value in (
+            ("clip_ratio_low", self.clip_ratio_low),
+            ("clip_ratio_high", self.clip_ratio_high),
+        ):
             if not value > 0:
                 usual = type(self).clip_ratio_low  # of the authors' runs
-                raise ValueError(f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual.")
+                raise ValueError(
+                    f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual."
+                )
         if not self.clip_ratio_c > 1:
             raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be above 1; 20 is usual.")
 
 
 @dataclass(frozen=True)
 class DPPOKLParams(DPPOTVParams):
-    clip_ratio_low: float = 0.05  # nats: a token of negative advantage that became rarer is out beyond
-    clip_ratio_high: float = 0.05  # nats: one of positive advantage that became likelier is out beyond
+    clip_ratio_low: float = (
+        0.05  # nats: a token of negative advantage that became rarer is out beyond
+    )
+    clip_ratio_high: float = (
+        0.05  # nats: one of positive advantage that became likelier is out beyond
+    )
 
 
-def _divergence_loss(
-    inputs: PolicyLossInputs, moved_T: Tensor, divergence_T: Tensor, params: DPPOTVParams
+def _compute_divergence_loss(
+    inputs: PolicyLossInputs, prob_change_T: Tensor, divergence_T: Tensor, params: DPPOTVParams
 ) -> PolicyLossOutputs:
-    """`moved_T`: its sign tells whether the token became likelier; `divergence_T`: how far it went, at least 0."""
+    """`prob_change_T`: its sign tells whether the token became likelier; `divergence_T`: how far it went, at least 0."""
     advantages_T = inputs.advantages_T
     is_out_T = torch.where(
         advantages_T > 0,
-        (moved_T > 0) & (divergence_T > params.clip_ratio_high),
-        (moved_T < 0) & (divergence_T > params.clip_ratio_low),
+        (prob_change_T > 0) & (divergence_T > params.clip_ratio_high),
+        (prob_change_T < 0) & (divergence_T > params.clip_ratio_low),
     )
-    weight_T = clamped_log_ratio(inputs).detach().exp().clamp(max=params.clip_ratio_c).masked_fill(is_out_T, 0.0)
-    metrics = {**ppo_kl(inputs), "actor/pg_clipfrac": is_out_T.to(weight_T.dtype)}
+    weight_T = (
+        compute_clamped_log_ratio(inputs)
+        .detach()
+        .exp()
+        .clamp(max=params.clip_ratio_c)
+        .masked_fill(is_out_T, 0.0)
+    )
+    metrics = {**make_ppo_kl_metric(inputs), "actor/pg_clipfrac": is_out_T.to(weight_T.dtype)}
     return PolicyLossOutputs(-advantages_T * weight_T * inputs.log_probs_T, metrics)
 
 
-def _moved(inputs: PolicyLossInputs) -> Tensor:
+def _compute_prob_change(inputs: PolicyLossInputs) -> Tensor:
     """[T] p - p_old, without grad."""
     return inputs.log_probs_T.detach().exp() - inputs.old_log_probs_T.exp()
 
@@ -75,11 +99,11 @@ def dppo_kl(inputs: PolicyLossInputs, params: DPPOKLParams) -> PolicyLossOutputs
     heads_T = log_p_old_T.exp() * (log_p_old_T - log_p_T)
     rest_T, rest_old_T = -log_p_T.expm1(), -log_p_old_T.expm1()
     divergence_T = heads_T + rest_old_T * (rest_old_T.log() - rest_T.log())
-    return _divergence_loss(inputs, _moved(inputs), divergence_T, params)
+    return _compute_divergence_loss(inputs, _compute_prob_change(inputs), divergence_T, params)
 
 
 @POLICY_LOSSES.register("dppo_tv", DPPOTVParams, needs=("advantages", "old_log_probs"))
 def dppo_tv(inputs: PolicyLossInputs, params: DPPOTVParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
-    moved_T = _moved(inputs)
-    return _divergence_loss(inputs, moved_T, moved_T.abs(), params)
+    moved_T = _compute_prob_change(inputs)
+    return _compute_divergence_loss(inputs, moved_T, moved_T.abs(), params)

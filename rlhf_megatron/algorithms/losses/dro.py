@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import ppo_kl
+from rlhf_megatron.algorithms.losses.importance_ratio import make_ppo_kl_metric
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 
 
 @dataclass(frozen=True)
@@ -33,4 +37,4 @@ def dro(inputs: PolicyLossInputs, params: DROParams) -> PolicyLossOutputs:
     """Per-token loss; metric actor/ppo_kl."""
     moved_T = inputs.log_probs_T - inputs.old_log_probs_T
     loss_T = 0.5 * params.dro_beta * moved_T.square() - inputs.advantages_T * inputs.log_probs_T
-    return PolicyLossOutputs(loss_T, ppo_kl(inputs))
+    return PolicyLossOutputs(loss_T, make_ppo_kl_metric(inputs))

@@ -20,8 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import ppo_kl, sequence_ratio
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    compute_sequence_ratio,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 from rlhf_megatron.lazy import torch
 
 
@@ -31,13 +38,21 @@ class GeoMeanParams:
     clip_ratio_high: float = 0.4  # and to clip_ratio_high from above
 
     def __post_init__(self) -> None:
-        for name, value in (("clip_ratio_low", self.clip_ratio_low), ("clip_ratio_high", self.clip_ratio_high)):
+        for name, value in (
+            ("clip_ratio_low", self.clip_ratio_low),
+            ("clip_ratio_high", self.clip_ratio_high),
+        ):
             if not value > 0:
-                raise ValueError(f"{name} ({value}) must be positive, a bound of the log-ratio; 0.4 is usual.")
+                raise ValueError(
+                    f"{name} ({value}) must be positive, a bound of the log-ratio; 0.4 is usual."
+                )
 
 
 @POLICY_LOSSES.register(
-    "geo_mean", GeoMeanParams, needs=("advantages", "old_log_probs", "sequences"), aggregation="seq-mean-token-mean"
+    "geo_mean",
+    GeoMeanParams,
+    needs=("advantages", "old_log_probs", "sequences"),
+    aggregation="seq-mean-token-mean",
 )
 def geo_mean(inputs: PolicyLossInputs, params: GeoMeanParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token's own log-ratio was clipped)."""
@@ -45,6 +60,6 @@ def geo_mean(inputs: PolicyLossInputs, params: GeoMeanParams) -> PolicyLossOutpu
     log_ratio_T = inputs.log_probs_T - inputs.old_log_probs_T
     bounded_T = log_ratio_T.detach().clamp(-params.clip_ratio_low, params.clip_ratio_high)
     is_clipped_T = torch.where(advantages_T < 0, bounded_T > log_ratio_T, bounded_T < log_ratio_T)
-    ratio_T = sequence_ratio(inputs, torch.where(is_clipped_T, bounded_T, log_ratio_T))
-    metrics = {**ppo_kl(inputs), "actor/pg_clipfrac": is_clipped_T.to(ratio_T.dtype)}
+    ratio_T = compute_sequence_ratio(inputs, torch.where(is_clipped_T, bounded_T, log_ratio_T))
+    metrics = {**make_ppo_kl_metric(inputs), "actor/pg_clipfrac": is_clipped_T.to(ratio_T.dtype)}
     return PolicyLossOutputs(-advantages_T * ratio_T, metrics)

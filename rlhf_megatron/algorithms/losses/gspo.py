@@ -19,8 +19,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import check_clip_range, clipped_loss, ppo_kl, sequence_ratio
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    check_clip_range,
+    compute_clipped_loss,
+    compute_sequence_ratio,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 
 
 @dataclass(frozen=True)
@@ -33,12 +42,18 @@ class GSPOParams:
 
 
 @POLICY_LOSSES.register(
-    "gspo", GSPOParams, needs=("advantages", "old_log_probs", "sequences"), aggregation="seq-mean-token-mean"
+    "gspo",
+    GSPOParams,
+    needs=("advantages", "old_log_probs", "sequences"),
+    aggregation="seq-mean-token-mean",
 )
 def gspo(inputs: PolicyLossInputs, params: GSPOParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl (of tokens), actor/pg_clipfrac (1 on all tokens of a clipped sequence)."""
-    ratio_T = sequence_ratio(inputs, inputs.log_probs_T - inputs.old_log_probs_T)
-    token_loss_T, is_clipped_T = clipped_loss(
+    ratio_T = compute_sequence_ratio(inputs, inputs.log_probs_T - inputs.old_log_probs_T)
+    token_loss_T, is_clipped_T = compute_clipped_loss(
         inputs.advantages_T, ratio_T, params.clip_ratio_low, params.clip_ratio_high
     )
-    return PolicyLossOutputs(token_loss_T, {**ppo_kl(inputs), "actor/pg_clipfrac": is_clipped_T.to(ratio_T.dtype)})
+    return PolicyLossOutputs(
+        token_loss_T,
+        {**make_ppo_kl_metric(inputs), "actor/pg_clipfrac": is_clipped_T.to(ratio_T.dtype)},
+    )

@@ -17,15 +17,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import (
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    compute_clamped_log_ratio,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
     PICKS,
     POLICY_LOSSES,
-    PickInputs,
     PolicyLossInputs,
     PolicyLossOutputs,
+    TokenPickInputs,
 )
-from rlhf_megatron.algorithms.losses.covariance import as_mask, check_share, picked_count, token_covariances
-from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+from rlhf_megatron.algorithms.losses.token_covariance import (
+    check_token_share,
+    compute_token_covariances,
+    count_picked_tokens,
+    make_index_mask,
+)
 from rlhf_megatron.lazy import Tensor, torch
 
 
@@ -35,26 +43,31 @@ class KLCovParams:
     ppo_kl_coef: float = 1.0  # weight of a picked token's KL term; the paper's
 
     def __post_init__(self) -> None:
-        check_share("kl_cov_ratio", self.kl_cov_ratio)
+        check_token_share("kl_cov_ratio", self.kl_cov_ratio)
         if not self.ppo_kl_coef > 0:
             raise ValueError(f"ppo_kl_coef ({self.ppo_kl_coef}) must be positive; 1 is usual.")
 
 
 @PICKS.register("kl_cov")
-def pick_kl_cov(inputs: PickInputs, params: KLCovParams) -> Tensor:
+def pick_kl_cov_tokens(inputs: TokenPickInputs, params: KLCovParams) -> Tensor:
     """[T] bool."""
-    index_N, covariances_N = token_covariances(inputs)
+    index_N, covariances_N = compute_token_covariances(inputs)
     by_noise_N = inputs.noise_T[index_N].argsort(stable=True)
     order_N = by_noise_N[covariances_N[by_noise_N].argsort(descending=True, stable=True)]
-    return as_mask(index_N[order_N[: picked_count(params.kl_cov_ratio, index_N.numel())]], inputs.trains_T)
+    return make_index_mask(
+        index_N[order_N[: count_picked_tokens(params.kl_cov_ratio, index_N.numel())]],
+        inputs.trains_T,
+    )
 
 
 @POLICY_LOSSES.register("kl_cov", KLCovParams, needs=("advantages", "old_log_probs", "is_picked"))
 def kl_cov(inputs: PolicyLossInputs, params: KLCovParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_picked (1: picked)."""
     assert inputs.is_picked_T is not None, "kl_cov needs is_picked"
-    log_ratio_T = clamped_log_ratio(inputs)
+    log_ratio_T = compute_clamped_log_ratio(inputs)
     free_T = -inputs.advantages_T * log_ratio_T.exp()
-    token_loss_T = torch.where(inputs.is_picked_T, free_T + params.ppo_kl_coef * log_ratio_T.abs(), free_T)
-    metrics = {**ppo_kl(inputs), "actor/pg_picked": inputs.is_picked_T.to(free_T.dtype)}
+    token_loss_T = torch.where(
+        inputs.is_picked_T, free_T + params.ppo_kl_coef * log_ratio_T.abs(), free_T
+    )
+    metrics = {**make_ppo_kl_metric(inputs), "actor/pg_picked": inputs.is_picked_T.to(free_T.dtype)}
     return PolicyLossOutputs(token_loss_T, metrics)

@@ -16,8 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs, tells_gradient
-from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+    mark_returns_gradient,
+)
 from rlhf_megatron.lazy import torch
 
 
@@ -29,15 +34,19 @@ class PPOClipParams:
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_ratio_low <= 1:
-            raise ValueError(f"clip_ratio_low ({self.clip_ratio_low}) must be in (0, 1]; 0.2 is usual.")
+            raise ValueError(
+                f"clip_ratio_low ({self.clip_ratio_low}) must be in (0, 1]; 0.2 is usual."
+            )
         if self.clip_ratio_high <= 0:
-            raise ValueError(f"clip_ratio_high ({self.clip_ratio_high}) must be positive; 0.2 to 0.28 is usual.")
+            raise ValueError(
+                f"clip_ratio_high ({self.clip_ratio_high}) must be positive; 0.2 to 0.28 is usual."
+            )
         if self.clip_ratio_c <= 1:
             raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be above 1; 3 is usual.")
 
 
 @POLICY_LOSSES.register("ppo_clip", PPOClipParams, needs=("advantages", "old_log_probs"))
-@tells_gradient
+@mark_returns_gradient
 def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac, actor/pg_clipfrac_lower (0 or 1 a token).
 
@@ -47,13 +56,20 @@ def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutpu
     advantages_T = inputs.advantages_T
     raw_T = inputs.log_probs_T.detach() - inputs.old_log_probs_T
     log_ratio_T = raw_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    is_inside_T = raw_T.eq_(log_ratio_T)  # 1.0 or 0.0: without a bool tensor each of these is several times faster
+    is_inside_T = raw_T.eq_(
+        log_ratio_T
+    )  # 1.0 or 0.0: without a bool tensor each of these is several times faster
     free_T = log_ratio_T.exp().mul_(advantages_T)
-    upper_T, other_T = advantages_T * (1 - params.clip_ratio_low), advantages_T * (1 + params.clip_ratio_high)
+    upper_T, other_T = (
+        advantages_T * (1 - params.clip_ratio_low),
+        advantages_T * (1 + params.clip_ratio_high),
+    )
     torch.maximum(upper_T, other_T, out=upper_T)  # few temporaries: they share a cache
     lower_T = torch.mul(advantages_T, params.clip_ratio_c, out=other_T).clamp_(max=0)
     kept_T = free_T.clamp(lower_T, upper_T)
-    grad_T = torch.eq(kept_T, free_T, out=torch.empty_like(free_T)).mul_(free_T).mul_(is_inside_T).neg_()
+    grad_T = (
+        torch.eq(kept_T, free_T, out=torch.empty_like(free_T)).mul_(free_T).mul_(is_inside_T).neg_()
+    )
     metrics = {
         "actor/ppo_kl": log_ratio_T.neg_(),
         "actor/pg_clipfrac": torch.lt(kept_T, free_T, out=upper_T),

@@ -13,12 +13,16 @@ correction weights multiply it. Its value means nothing; its gradient is all.
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import ppo_kl
+from rlhf_megatron.algorithms.losses.importance_ratio import make_ppo_kl_metric
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 
 
 @POLICY_LOSSES.register("gpg", needs=("advantages",))
 @POLICY_LOSSES.register("reinforce", needs=("advantages",))
 def reinforce(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
     """Per-token loss; metric actor/ppo_kl."""
-    return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, ppo_kl(inputs))
+    return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, make_ppo_kl_metric(inputs))

@@ -17,8 +17,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+from rlhf_megatron.algorithms.losses.importance_ratio import (
+    compute_clamped_log_ratio,
+    make_ppo_kl_metric,
+)
+from rlhf_megatron.algorithms.losses.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 from rlhf_megatron.lazy import torch
 
 
@@ -30,14 +37,23 @@ class SAPOParams:
     def __post_init__(self) -> None:
         for name, value in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
             if not value > 0:
-                raise ValueError(f"{name} ({value}) must be positive; 1.0 (tau_pos) and 1.05 (tau_neg) are usual.")
+                raise ValueError(
+                    f"{name} ({value}) must be positive; 1.0 (tau_pos) and 1.05 (tau_neg) are usual."
+                )
 
 
-@POLICY_LOSSES.register("sapo", SAPOParams, needs=("advantages", "old_log_probs"), aggregation="seq-mean-token-mean")
+@POLICY_LOSSES.register(
+    "sapo", SAPOParams, needs=("advantages", "old_log_probs"), aggregation="seq-mean-token-mean"
+)
 def sapo(inputs: PolicyLossInputs, params: SAPOParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/sapo_gate (share of the gradient that the gate lets through)."""
     advantages_T = inputs.advantages_T
-    tau_T = torch.full_like(advantages_T, params.tau_neg).masked_fill_(advantages_T > 0, params.tau_pos)
-    gate_T = torch.sigmoid(tau_T * (clamped_log_ratio(inputs).exp() - 1))
+    tau_T = torch.full_like(advantages_T, params.tau_neg).masked_fill_(
+        advantages_T > 0, params.tau_pos
+    )
+    gate_T = torch.sigmoid(tau_T * (compute_clamped_log_ratio(inputs).exp() - 1))
     share_T = (4 * gate_T * (1 - gate_T)).detach()
-    return PolicyLossOutputs(-advantages_T * gate_T * 4 / tau_T, {**ppo_kl(inputs), "actor/sapo_gate": share_T})
+    return PolicyLossOutputs(
+        -advantages_T * gate_T * 4 / tau_T,
+        {**make_ppo_kl_metric(inputs), "actor/sapo_gate": share_T},
+    )

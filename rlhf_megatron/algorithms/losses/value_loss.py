@@ -13,11 +13,13 @@ Not a policy loss, so it is not registered as one.
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.policy_loss import PolicyLossOutputs
 from rlhf_megatron.lazy import Tensor, torch
 
 
-def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float) -> PolicyLossOutputs:
+def compute_value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float
+) -> PolicyLossOutputs:
     """Per-token loss with its gradient with respect to the values; `cliprange_value` 0: no clip.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac (1 where the clipped distance was the larger one), critic/vpred_mean.
@@ -30,10 +32,16 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clipra
         lower_T, upper_T = old_values_T - cliprange_value, old_values_T + cliprange_value
         near_T = torch.clamp(values_T, lower_T, upper_T, out=upper_T)
         clipped_T = near_T.sub_(returns_T).square_().mul_(0.5)
-        distance_T.mul_(torch.le(clipped_T, token_loss_T, out=lower_T))  # the held value has no gradient
+        distance_T.mul_(
+            torch.le(clipped_T, token_loss_T, out=lower_T)
+        )  # the held value has no gradient
         is_clipped_T = torch.gt(clipped_T, token_loss_T, out=lower_T)
         torch.maximum(token_loss_T, clipped_T, out=token_loss_T)
     else:
         is_clipped_T = torch.zeros_like(token_loss_T)
-    metrics = {"critic/vf_loss": token_loss_T, "critic/vf_clipfrac": is_clipped_T, "critic/vpred_mean": values_T}
+    metrics = {
+        "critic/vf_loss": token_loss_T,
+        "critic/vf_clipfrac": is_clipped_T,
+        "critic/vpred_mean": values_T,
+    }
     return PolicyLossOutputs(token_loss_T, metrics, distance_T)

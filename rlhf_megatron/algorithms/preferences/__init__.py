@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.preferences.base import PREFERENCE_LOSSES, Pairs, PreferenceLoss
-from rlhf_megatron.registry import import_modules
+from rlhf_megatron.algorithms.preferences.preference_loss import (
+    PREFERENCE_LOSSES,
+    PreferenceLossOutputs,
+    PreferencePairs,
+)
+from rlhf_megatron.registry import import_package_modules
 
-import_modules(__name__, __path__)
+import_package_modules(__name__, __path__)
 
-__all__ = ["PREFERENCE_LOSSES", "Pairs", "PreferenceLoss"]
+__all__ = ["PREFERENCE_LOSSES", "PreferenceLossOutputs", "PreferencePairs"]

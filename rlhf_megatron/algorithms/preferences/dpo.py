@@ -13,7 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_megatron.algorithms.preferences.base import PREFERENCE_LOSSES, Pairs, PreferenceLoss
+from rlhf_megatron.algorithms.preferences.preference_loss import (
+    PREFERENCE_LOSSES,
+    PreferenceLossOutputs,
+    PreferencePairs,
+)
 from rlhf_megatron.lazy import Tensor, torch
 
 
@@ -27,7 +31,9 @@ class DPOParams:
         if not self.beta > 0:
             raise ValueError(f"beta ({self.beta}) must be positive; use 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 0.5; use 0.1.")
+            raise ValueError(
+                f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 0.5; use 0.1."
+            )
         if self.label_smoothing and self.loss_type != "robust":
             raise ValueError(
                 f"label_smoothing ({self.label_smoothing}) would be ignored by loss_type {self.loss_type}; use robust."
@@ -35,17 +41,17 @@ class DPOParams:
 
 
 @PREFERENCE_LOSSES.register("dpo", DPOParams, needs=("ref_log_probs",))
-def dpo(pairs: Pairs, params: DPOParams) -> PreferenceLoss:
+def dpo(pairs: PreferencePairs, params: DPOParams) -> PreferenceLossOutputs:
     """One loss a pair; rewards are beta x log-ratio."""
     chosen_P = pairs.chosen_P - pairs.ref_chosen_P
     rejected_P = pairs.rejected_P - pairs.ref_rejected_P
     rewards = params.beta * chosen_P.detach(), params.beta * rejected_P.detach()
     if params.loss_type == "ipo":
         chosen_P, rejected_P = chosen_P / pairs.num_chosen_P, rejected_P / pairs.num_rejected_P
-    return PreferenceLoss(_of_margins(chosen_P - rejected_P, params), *rewards)
+    return PreferenceLossOutputs(_compute_margin_loss(chosen_P - rejected_P, params), *rewards)
 
 
-def _of_margins(h_P: Tensor, params: DPOParams) -> Tensor:
+def _compute_margin_loss(h_P: Tensor, params: DPOParams) -> Tensor:
     log_sigmoid = torch.nn.functional.logsigmoid
     scaled_P = params.beta * h_P
     if params.loss_type == "sigmoid":

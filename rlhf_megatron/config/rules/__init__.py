@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.errors import ConfigProblem
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
-Findings: TypeAlias = Iterator[Problem | None]
-Rule: TypeAlias = Callable[[Loaded], Findings]
-Idle: TypeAlias = tuple[bool, tuple[str, ...], str, str]
+OptionalProblems: TypeAlias = Iterator[ConfigProblem | None]
+Rule: TypeAlias = Callable[[LoadedConfig], OptionalProblems]
+IdleSettings: TypeAlias = tuple[bool, tuple[str, ...], str, str]
 """(whether the settings are idle, the settings, the switch that decides, how to make them act)"""
-IdleRule: TypeAlias = Callable[[RunConfig], Iterable[Idle]]
+IdleRule: TypeAlias = Callable[[RunConfig], Iterable[IdleSettings]]
 
 RULES: list[Rule] = []
 IDLE_RULES: list[IdleRule] = []
@@ -23,45 +23,49 @@ I = TypeVar("I", bound=IdleRule)  # noqa: E741
 
 
 @dataclass(frozen=True)
-class Check:
+class PreflightCheck:
     """A look at what a configuration points to, beyond the rules: files, this machine, running servers."""
 
-    reads: tuple[str, ...]  # settings or sections; it is left out where one of them is known to be wrong
+    required_keys: tuple[
+        str, ...
+    ]  # settings or sections; it is left out where one of them is known to be wrong
     run: Callable[[RunConfig], object]  # raises ConfigError, ValueError or OSError
-    instead: Check | None = None  # where it is left out
+    fallback: PreflightCheck | None = None  # where it is left out
 
 
 NAME_RULE = "must be a name of printable characters, 200 bytes at most, as files and pages bear it; shorten it"
 
 
-def is_name(text: str) -> bool:
+def is_valid_name(text: str) -> bool:
     """Whether `NAME_RULE` holds."""
     return bool(text.strip()) and text.isprintable() and len(text.encode()) <= 200
 
 
-def wrong(is_so: object, text: str, keys: tuple[str, ...] = ()) -> Problem | None:
-    """The problem that there is where `is_so`."""
-    return Problem(text, keys) if is_so else None
+def make_problem_if(
+    condition: object, text: str, keys: tuple[str, ...] = ()
+) -> ConfigProblem | None:
+    """The problem that there is where `condition`."""
+    return ConfigProblem(text, keys) if condition else None
 
 
-def told(findings: Findings) -> Iterator[Problem]:
+def drop_none(problems: OptionalProblems) -> Iterator[ConfigProblem]:
     """Drop the findings that are no problem."""
-    return (problem for problem in findings if problem is not None)
+    return (problem for problem in problems if problem is not None)
 
 
-def rule(function: R) -> R:
+def register_rule(rule_function: R) -> R:
     """Register a generator of contradictions. It touches no file; `rules.files` has those that do."""
-    RULES.append(function)
-    return function
+    RULES.append(rule_function)
+    return rule_function
 
 
-def rule_of_rl(function: R) -> R:
+def register_rl_rule(rule_function: R) -> R:
     """Register a rule of the job train: other jobs leave its sections at their defaults."""
-    RULES.append(lambda loaded: function(loaded) if loaded.config.job == "train" else iter(()))
-    return function
+    RULES.append(lambda loaded: rule_function(loaded) if loaded.config.job == "train" else iter(()))
+    return rule_function
 
 
-def idle(function: I) -> I:
+def register_idle_rule(rule_function: I) -> I:
     """Register a table of settings that would be ignored."""
-    IDLE_RULES.append(function)
-    return function
+    IDLE_RULES.append(rule_function)
+    return rule_function

@@ -10,76 +10,85 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
-from rlhf_megatron.config import correction
-from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.keys import join, leaves, value_of
+from rlhf_megatron.config import rollout_correction_rules
+from rlhf_megatron.config.errors import ConfigProblem
+from rlhf_megatron.config.key_paths import get_config_value, join_key_path, list_setting_leaves
 from rlhf_megatron.config.rules import (
     IDLE_RULES,
     RULES,
-    algorithm,
-    batches,
-    data,
-    engines,
-    fsdp,
-    machines,
-    model,
-    reward_model,
-    run,
-    schedule,
-    sft,
-    told,
+    algorithm_rules,
+    batch_rules,
+    data_rules,
+    drop_none,
+    engine_machines,
+    engine_rules,
+    fsdp_rules,
+    model_rules,
+    reward_model_rules,
+    run_rules,
+    schedule_rules,
+    supervised_rules,
 )
-from rlhf_megatron.config.rules.files import file_problems
-from rlhf_megatron.config.rules.model import model_problems
-from rlhf_megatron.config.rules.run import GPUS, NODES, megatron_sections, world_size
+from rlhf_megatron.config.rules.file_rules import find_file_problems
+from rlhf_megatron.config.rules.model_rules import find_policy_model_problems
+from rlhf_megatron.config.rules.run_rules import GPUS, NODES, compute_world_size, list_pool_layouts
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
-from rlhf_megatron.config.schema.fields import Interval
-from rlhf_megatron.config.source import DEFAULT, Loaded
+from rlhf_megatron.config.schema.setting_fields import Interval
+from rlhf_megatron.config.yaml_nodes import DEFAULT, LoadedConfig
 
 _REGISTERED = (
-    run,
-    batches,
-    model,
-    fsdp,
-    reward_model,
-    algorithm,
-    engines,
-    machines,
-    correction,
-    data,
-    schedule,
-    sft,
+    run_rules,
+    batch_rules,
+    model_rules,
+    fsdp_rules,
+    reward_model_rules,
+    algorithm_rules,
+    engine_rules,
+    engine_machines,
+    rollout_correction_rules,
+    data_rules,
+    schedule_rules,
+    supervised_rules,
 )
 """Rules register as their file is imported."""
 
 
-def ignored(loaded: Loaded) -> Iterator[Problem]:
+def find_ignored_settings(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
     """One problem for each setting that somebody wrote and nothing will read. null asks for nothing."""
-    for is_idle, keys, switch, fix in chain.from_iterable(find(loaded.config) for find in IDLE_RULES):
+    for is_idle, keys, switch, fix in chain.from_iterable(
+        find(loaded.config) for find in IDLE_RULES
+    ):
         if not is_idle:
             continue
         for prefix in keys:
-            for key in loaded.set_keys(prefix):
+            for key in loaded.list_set_keys(prefix):
                 try:
-                    value = value_of(loaded.config, key)
+                    value = get_config_value(loaded.config, key)
                 except KeyError:  # an entry that could not be read, which has a message of its own
                     continue
-                if value is not None and loaded.origin(key).layer >= loaded.layer(switch):
-                    yield Problem(
-                        f"{key} ({_show(value)}) would be ignored because {switch} is"
-                        f" {_show(value_of(loaded.config, switch))}; remove it, or {fix}.",
+                if value is not None and loaded.find_origin(key).layer >= loaded.find_layer(switch):
+                    yield ConfigProblem(
+                        f"{key} ({_format_value(value)}) would be ignored because {switch} is"
+                        f" {_format_value(get_config_value(loaded.config, switch))}; remove it, or {fix}.",
                         (key, switch),
                     )
-    for section, megatron, num_ranks in megatron_sections(loaded.config):
-        yield from _nothing_to_share(loaded, section, megatron, num_ranks)
+    for section, megatron, num_ranks in list_pool_layouts(loaded.config):
+        yield from _find_useless_sharing_settings(loaded, section, megatron, num_ranks)
 
 
-def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
+def _find_useless_sharing_settings(
+    loaded: LoadedConfig, section: str, megatron: MegatronConfig, num_ranks: int
+) -> Iterator[ConfigProblem]:
     """Optimizer shards, and gradients to be reduced, where one rank alone trains each parameter."""
     c = loaded.config
-    if num_ranks != m.tensor_model_parallel_size * m.pipeline_model_parallel_size or m.context_parallel_size != 1:
+    if (
+        num_ranks != megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+        or megatron.context_parallel_size != 1
+    ):
         return
-    sizes = [f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
+    sizes = [
+        f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")
+    ]
     of_job = (GPUS, NODES, "algorithm.adv_estimator") if section.startswith("actor") else ()
     switches = (
         *of_job,
@@ -90,18 +99,20 @@ def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks
     )  # those of other pools are not the actor's
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         key = f"{section}.{name}"
-        is_later = loaded.origin(key).layer >= max(loaded.layer(switch) for switch in switches)
-        if value_of(c, key) and is_later:
-            yield Problem(
+        is_later = loaded.find_origin(key).layer >= max(
+            loaded.find_layer(switch) for switch in switches
+        )
+        if get_config_value(c, key) and is_later:
+            yield ConfigProblem(
                 f"{key} (true) would be ignored because data- and context-parallel size are both 1"
                 f" ({num_ranks} ranks for {section}.tensor_model_parallel_size x pipeline_model_parallel_size ="
-                f" {m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size}); set it to false, or use"
+                f" {megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size}); set it to false, or use"
                 f" {2 * num_ranks} ranks.",
                 (key, *switches),
             )
 
 
-def _show(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple) and any(map(is_dataclass, value)):
@@ -109,99 +120,130 @@ def _show(value: object) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-__all__ = ["check_world_size", "problems_of", "problems_of_files", "validate", "validate_model"]
+__all__ = [
+    "check_world_size",
+    "find_config_problems",
+    "list_file_problems",
+    "validate_config",
+    "validate_model_config",
+]
 
 
-def validate(source: RunConfig | Loaded) -> list[str]:
+def validate_config(source: RunConfig | LoadedConfig) -> list[str]:
     """List settings that contradict each other, lie out of range or would be ignored. Given a Loaded, each problem says
     where the setting was written.
     """
-    return [str(problem) for problem in problems_of(_loaded(source))]
+    return [str(problem) for problem in find_config_problems(_wrap_config(source))]
 
 
-def validate_model(source: RunConfig | Loaded, hf_config: Mapping[str, Any]) -> list[str]:
+def validate_model_config(
+    source: RunConfig | LoadedConfig, hf_config: Mapping[str, Any]
+) -> list[str]:
     """The configuration against the model's parsed config.json."""
-    loaded = _loaded(source)
-    return [str(_located(loaded, problem)) for problem in model_problems(loaded.config, hf_config)]
+    loaded = _wrap_config(source)
+    return [
+        str(_add_location(loaded, problem))
+        for problem in find_policy_model_problems(loaded.config, hf_config)
+    ]
 
 
-def check_world_size(config: RunConfig, actual: int) -> list[str]:
-    """`actual`: the number of processes that the launcher started (WORLD_SIZE)."""
-    expected = world_size(config)
-    if actual == expected:
+def check_world_size(config: RunConfig, num_processes: int) -> list[str]:
+    """`num_processes`: the number of processes that the launcher started (WORLD_SIZE)."""
+    expected = compute_world_size(config)
+    if num_processes == expected:
         return []
     return [
-        f"the launcher started {actual} processes (WORLD_SIZE), but trainer.nnodes x n_gpus_per_node is"
+        f"the launcher started {num_processes} processes (WORLD_SIZE), but trainer.nnodes x n_gpus_per_node is"
         f" {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} = {expected}; start it with"
         f" NNODES={config.trainer.nnodes} NPROC_PER_NODE={config.trainer.n_gpus_per_node} launch/torchrun.sh (of"
         " torchrun: --nnodes, --nproc-per-node), or change the settings."
     ]
 
 
-def ranges(loaded: Loaded) -> Iterator[Problem]:
+def find_numbers_out_of_range(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
     """Every number, also in a list or an entry of one, against its interval in the schema."""
-    for key, setting, number, bounds in _numbers(RunConfig, loaded.config):
+    for key, setting, number, bounds in _list_bounded_numbers(RunConfig, loaded.config):
         if number not in bounds:
-            default = f"the default is {_show(value_of(RunConfig(), setting))}" if key == setting else "correct it"
-            yield Problem(f"{key} ({number}) must be {bounds.told(number)}; {default}.", (key,))
+            default = (
+                f"the default is {_format_value(get_config_value(RunConfig(), setting))}"
+                if key == setting
+                else "correct it"
+            )
+            yield ConfigProblem(
+                f"{key} ({number}) must be {bounds.violation_message(number)}; {default}.", (key,)
+            )
 
 
-def _numbers(cls: type, section: Any, path: str = "", setting: str = "") -> Iterator[tuple[str, str, float, Interval]]:
+def _list_bounded_numbers(
+    cls: type, section: Any, path: str = "", setting: str = ""
+) -> Iterator[tuple[str, str, float, Interval]]:
     """(key of a number, the setting that it is or stands in, the number, where it must lie)"""
-    for leaf in leaves(cls):
-        key, value = join(path, leaf.key), value_of(section, leaf.key)
+    for leaf in list_setting_leaves(cls):
+        key, value = join_key_path(path, leaf.key), get_config_value(section, leaf.key)
         items = [(key, value)]
         if isinstance(value, dict):  # of parameters, their own dataclass says what they may be
-            items = [] if leaf.type == dict[str, Any] else [(f"{key}.{name}", item) for name, item in value.items()]
+            items = (
+                []
+                if leaf.type == dict[str, Any]
+                else [(f"{key}.{name}", item) for name, item in value.items()]
+            )
         elif isinstance(value, tuple):
-            items = [(f"{key}[{i}]" if is_dataclass(item) else key, item) for i, item in enumerate(value)]
+            items = [
+                (f"{key}[{i}]" if is_dataclass(item) else key, item) for i, item in enumerate(value)
+            ]
         for where, item in items:
             if is_dataclass(item):
-                yield from _numbers(type(item), item, where, setting or key)
+                yield from _list_bounded_numbers(type(item), item, where, setting or key)
             elif isinstance(item, int | float) and not isinstance(item, bool):
                 yield where, setting or key, item, leaf.bounds
 
 
-def problems_of(loaded: Loaded) -> list[Problem]:
+def find_config_problems(loaded: LoadedConfig) -> list[ConfigProblem]:
     """Apply all rules that need no file; a problem names the place where the value was written.
 
     What is out of range is not complained about twice: the other rules see the default in its place.
     """
-    found = list(ranges(loaded))
+    found = list(find_numbers_out_of_range(loaded))
     impossible = {key for problem in found for key in problem.keys}
-    sane = replace(loaded, config=_with_defaults(loaded.config, RunConfig(), "", impossible))
-    for rule in (*RULES, ignored):
-        found += [problem for problem in told(rule(sane)) if impossible.isdisjoint(problem.keys)]
-    return [_located(loaded, problem) for problem in found]
+    sane = replace(loaded, config=_replace_by_defaults(loaded.config, RunConfig(), "", impossible))
+    for rule in (*RULES, find_ignored_settings):
+        found += [
+            problem for problem in drop_none(rule(sane)) if impossible.isdisjoint(problem.keys)
+        ]
+    return [_add_location(loaded, problem) for problem in found]
 
 
-def _with_defaults(section: Any, default: Any, path: str, keys: Collection[str]) -> Any:
+def _replace_by_defaults(section: Any, default: Any, path: str, keys: Collection[str]) -> Any:
     """The section with `default`'s values for those keys that are numbers."""
     changed = {}
     for f in fields(section):
-        key, value = join(path, f.name), getattr(section, f.name)
+        key, value = join_key_path(path, f.name), getattr(section, f.name)
         if is_dataclass(value):
-            changed[f.name] = _with_defaults(value, getattr(default, f.name), key, keys)
+            changed[f.name] = _replace_by_defaults(value, getattr(default, f.name), key, keys)
         elif key in keys and not isinstance(value, dict | tuple):
             changed[f.name] = getattr(default, f.name)
     return replace(section, **changed)
 
 
-def problems_of_files(loaded: Loaded) -> list[Problem]:
+def list_file_problems(loaded: LoadedConfig) -> list[ConfigProblem]:
     """List problems of the model, tokenizer and data on disk."""
-    return [_located(loaded, problem) for problem in file_problems(loaded.config)]
+    return [_add_location(loaded, problem) for problem in find_file_problems(loaded.config)]
 
 
-def _loaded(source: RunConfig | Loaded) -> Loaded:
-    return source if isinstance(source, Loaded) else Loaded.of(source)
+def _wrap_config(source: RunConfig | LoadedConfig) -> LoadedConfig:
+    return source if isinstance(source, LoadedConfig) else LoadedConfig.from_config(source)
 
 
-def _located(loaded: Loaded, problem: Problem) -> Problem:
+def _add_location(loaded: LoadedConfig, problem: ConfigProblem) -> ConfigProblem:
     """The problem with the origins of its keys, as far as somebody wrote them."""
-    origins = {key: loaded.origin(key) for key in problem.keys}
-    written = [(key, origin) for key, origin in origins.items() if origin is not DEFAULT and origin.source != "code"]
-    if problem.where or not written:
+    origins = {key: loaded.find_origin(key) for key in problem.keys}
+    written = [
+        (key, origin)
+        for key, origin in origins.items()
+        if origin is not DEFAULT and origin.source != "code"
+    ]
+    if problem.location or not written:
         return problem
     if len(problem.keys) == 1:
-        return replace(problem, where=str(written[0][1]))
-    return replace(problem, where=", ".join(f"{key}: {origin}" for key, origin in written))
+        return replace(problem, location=str(written[0][1]))
+    return replace(problem, location=", ".join(f"{key}: {origin}" for key, origin in written))

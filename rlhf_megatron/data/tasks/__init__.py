@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_megatron.data.rows import TaskRows
-from rlhf_megatron.registry import Registry, import_modules
+from rlhf_megatron.data.data_rows import TaskRows
+from rlhf_megatron.registry import Registry, import_package_modules
 
 TASKS: Registry[Callable[[Any], TaskRows]] = Registry("task")
 
-import_modules(__name__, __path__)
+import_package_modules(__name__, __path__)

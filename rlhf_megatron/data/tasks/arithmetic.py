@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_megatron.data.rows import PromptRow, TaskRows
+from rlhf_megatron.data.data_rows import PromptRow, TaskRows
 from rlhf_megatron.data.tasks import TASKS
 
 Operation = Literal["add", "sub", "mul"]
@@ -28,22 +28,29 @@ class AdditionParams:
 
 
 @TASKS.register("addition", AdditionParams)
-def addition(params: AdditionParams) -> TaskRows:
+def generate_addition_rows(params: AdditionParams) -> TaskRows:
     """Zero-padded addition, "07+45=" -> "052". All pairs of summands, shuffled; the first `num_val` are held out."""
     width = params.num_digits
     numbers = range(10**width)
     rows = [
-        PromptRow(f"{a:0{width}d}+{b:0{width}d}=", f"{a + b:0{width + 1}d}", "addition", f"addition: {a}+{b}")
+        PromptRow(
+            f"{a:0{width}d}+{b:0{width}d}=",
+            f"{a + b:0{width + 1}d}",
+            "addition",
+            f"addition: {a}+{b}",
+        )
         for a in numbers
         for b in numbers
     ]
     random.Random(params.split_seed).shuffle(rows)
-    return _split(rows, params.num_val)
+    return _split_held_out(rows, params.num_val)
 
 
 @dataclass(frozen=True)
-class FewShotParams:
-    operation: tuple[Operation, ...] | Operation = "add"  # sub: the result is 1..9, what is taken away 1..9
+class FewShotAdditionParams:
+    operation: tuple[Operation, ...] | Operation = (
+        "add"  # sub: the result is 1..9, what is taken away 1..9
+    )
     num_val: int = 20  # of the 81 problems of an operation, held out
     num_shots: int = 3  # solved problems before the question, of its operation
     shots_seed: int = 5  # of the solved problems, the same in every prompt
@@ -57,7 +64,9 @@ class FewShotParams:
                 f"operation ({list(self.operations)}) must name one or more that differ; use [add, sub, mul]."
             )
         for operation in self.operations:
-            _check_num_val(self.num_val, 81 - max(1, len(set(_solved(self, operation)))))
+            _check_num_val(
+                self.num_val, 81 - max(1, len(set(_draw_solved_problems(self, operation))))
+            )
 
     @property
     def has_own_shots(self) -> bool:
@@ -68,48 +77,58 @@ class FewShotParams:
         return (self.operation,) if isinstance(self.operation, str) else self.operation
 
 
-@TASKS.register("few_shot_addition", FewShotParams)
-def few_shot_addition(params: FewShotParams) -> TaskRows:
+@TASKS.register("few_shot_addition", FewShotAdditionParams)
+def generate_few_shot_addition_rows(params: FewShotAdditionParams) -> TaskRows:
     """One-digit problems behind solved ones, for a pretrained model: "2+3=5\\n4+8=12\\n...7+6=" -> "13".
 
     A problem that stands solved in the prompt is never held out. Each of several operations has its own source name.
     """
-    parts = [_of_operation(params, operation) for operation in params.operations]
+    parts = [_generate_operation_rows(params, operation) for operation in params.operations]
     return TaskRows(
         train=tuple(row for part in parts for row in part.train),
         held_out=tuple(row for part in parts for row in part.held_out),
     )
 
 
-def _of_operation(params: FewShotParams, operation: Operation) -> TaskRows:
+def _generate_operation_rows(params: FewShotAdditionParams, operation: Operation) -> TaskRows:
     sign, compute = OPERATIONS[operation]
-    solved = _solved(params, operation)
+    solved = _draw_solved_problems(params, operation)
     shots = "".join(f"{a}{sign}{b}={compute(a, b)}\n" for a, b in solved)
     source = f"few_shot_{operation}"
-    problems = [_operands(operation, x, y) for x in range(1, 10) for y in range(1, 10)]
+    problems = [_order_operands(operation, x, y) for x in range(1, 10) for y in range(1, 10)]
     random.Random(params.split_seed).shuffle(problems)
-    problems.sort(key=lambda problem: problem in solved)  # stable: solved ones last, out of the held-out part
+    problems.sort(
+        key=lambda problem: problem in solved
+    )  # stable: solved ones last, out of the held-out part
     rows = [
-        PromptRow(f"{shots}{a}{sign}{b}=", str(compute(a, b)), source, f"{source}: {a}{sign}{b}") for a, b in problems
+        PromptRow(f"{shots}{a}{sign}{b}=", str(compute(a, b)), source, f"{source}: {a}{sign}{b}")
+        for a, b in problems
     ]
-    return _split(rows, params.num_val)
+    return _split_held_out(rows, params.num_val)
 
 
-def _operands(operation: Operation, x: int, y: int) -> tuple[int, int]:
+def _order_operands(operation: Operation, x: int, y: int) -> tuple[int, int]:
     return (x + y, x) if operation == "sub" else (x, y)
 
 
-def _solved(params: FewShotParams, operation: Operation) -> list[tuple[int, int]]:
+def _draw_solved_problems(
+    params: FewShotAdditionParams, operation: Operation
+) -> list[tuple[int, int]]:
     """The problems that stand solved in every prompt."""
     chance = random.Random(params.shots_seed)
-    return [_operands(operation, chance.randint(1, 9), chance.randint(1, 9)) for _ in range(params.num_shots)]
+    return [
+        _order_operands(operation, chance.randint(1, 9), chance.randint(1, 9))
+        for _ in range(params.num_shots)
+    ]
 
 
-def _check_num_val(num_val: int, most: int) -> None:
-    if not 1 <= num_val <= most:
-        raise ValueError(f"num_val ({num_val}) must be from 1 to {most}, so that both sets have problems.")
+def _check_num_val(num_val: int, max_num_val: int) -> None:
+    if not 1 <= num_val <= max_num_val:
+        raise ValueError(
+            f"num_val ({num_val}) must be from 1 to {max_num_val}, so that both sets have problems."
+        )
 
 
-def _split(rows: Sequence[PromptRow], num_val: int) -> TaskRows:
+def _split_held_out(rows: Sequence[PromptRow], num_val: int) -> TaskRows:
     """The first `num_val` rows are held out."""
     return TaskRows(train=tuple(rows[num_val:]), held_out=tuple(rows[:num_val]))

@@ -24,9 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_megatron.rewards.process_tree import descendants
-from rlhf_megatron.rewards.sandbox import harness, layers
-from rlhf_megatron.rewards.sandbox.layers import LANDLOCK, NAMESPACES, SECCOMP, Limits
+from rlhf_megatron.rewards.process_tree import iterate_descendants
+from rlhf_megatron.rewards.sandbox import harness, sandbox_layers
+from rlhf_megatron.rewards.sandbox.sandbox_layers import (
+    LANDLOCK,
+    NAMESPACES,
+    SECCOMP,
+    SandboxLimits,
+)
 
 LOOK_S = 0.02  # between two looks at the working sandbox
 END_S = 5.0  # in which a killed one must be gone
@@ -36,7 +41,7 @@ MESSAGE_BYTES = 1 << 16
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def resident_bytes(pid: int) -> int:
+def read_resident_bytes(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * PAGE
@@ -44,14 +49,14 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def num_threads(pid: int) -> int:
+def count_process_threads(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
 
 
-def is_over(folder: str, limits: Limits) -> bool:
+def is_folder_over_limits(folder: str, limits: SandboxLimits) -> bool:
     """Whether a folder has too many files, too many bytes on disk, or is too deep to be looked through."""
     count = size = 0
     waiting = [(folder, 0)]
@@ -69,53 +74,57 @@ def is_over(folder: str, limits: Limits) -> bool:
     return False
 
 
-def remove(folder: str) -> None:
+def remove_folder(folder: str) -> None:
     """Remove a folder, also one that a program has closed to itself, and folders deeper than Python recurses."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], check=False, capture_output=True)
 
 
 @dataclass
-class Lane:
+class SandboxLane:
     """A sandbox: made, handed out once, ended."""
 
     pid: int
-    folder: str | None  # of its own on disk, where it has no file system of its own
+    work_dir: str | None  # of its own on disk, where it has no file system of its own
     connection: socket.socket | None  # until it is handed out
-    why: str | None = None  # the guardian ended it
+    end_reason: str | None = None  # the guardian ended it
     peak_bytes: int = 0
     has_ended: bool = False
 
 
 @dataclass
-class Guardian:
+class SandboxGuardian:
     control: socket.socket
-    limits: Limits
-    readable: tuple[str, ...]
+    limits: SandboxLimits
+    readable_paths: tuple[str, ...]
     num_warm: int
-    in_force: tuple[str, ...] = ()
-    missing: dict[str, str] = field(default_factory=dict)  # layer -> why it is not there
-    warm: list[Lane] = field(default_factory=list)
-    working: Lane | None = None
-    folder: str = ""
-    num_looks: int = 0
+    active_layers: tuple[str, ...] = ()
+    missing_layers: dict[str, str] = field(default_factory=dict)  # layer -> why it is not there
+    waiting_lanes: list[SandboxLane] = field(default_factory=list)
+    working_lane: SandboxLane | None = None
+    work_dir: str = ""
+    num_checks: int = 0
 
-    def choose_layers(self, wanted: Sequence[str]) -> None:
-        """Keep those of `wanted` that this kernel gives an ordinary process here: each is tried."""
-        self.missing = {name: "not asked for" for name in layers.LAYERS if name not in wanted}
-        for name in [name for name in layers.LAYERS if name in wanted]:
-            self.in_force = (name,)
-            error = self._try()
+    def choose_layers(self, requested_layers: Sequence[str]) -> None:
+        """Keep those of `requested_layers` that this kernel gives an ordinary process here: each is tried."""
+        self.missing_layers = {
+            name: "not asked for" for name in sandbox_layers.LAYERS if name not in requested_layers
+        }
+        for name in [name for name in sandbox_layers.LAYERS if name in requested_layers]:
+            self.active_layers = (name,)
+            error = self._try_layers()
             if error is not None:
-                self.missing[name] = error
-        self.in_force = tuple(name for name in layers.LAYERS if name not in self.missing)
-        while self.in_force and (error := self._try()) is not None:
-            self.missing[self.in_force[0]] = error
-            self.in_force = self.in_force[1:]
+                self.missing_layers[name] = error
+        self.active_layers = tuple(
+            name for name in sandbox_layers.LAYERS if name not in self.missing_layers
+        )
+        while self.active_layers and (error := self._try_layers()) is not None:
+            self.missing_layers[self.active_layers[0]] = error
+            self.active_layers = self.active_layers[1:]
 
-    def _try(self) -> str | None:
+    def _try_layers(self) -> str | None:
         """Try a sandbox of these layers; return None, or what is wrong with it."""
-        lane = self.make()
+        lane = self.make_lane()
         assert lane.connection is not None
         lane.connection.settimeout(START_S)
         try:
@@ -123,18 +132,18 @@ class Guardian:
         except (OSError, ValueError) as error:
             said = {"error": str(error)}
         lane.connection.close()
-        self.end(lane)
+        self.end_lane(lane)
         return said.get("error")
 
-    def make(self) -> Lane:
+    def make_lane(self) -> SandboxLane:
         ours, theirs = socket.socketpair()
         gate, their_gate = socket.socketpair()
-        has_own_files = NAMESPACES in self.in_force
-        folder = None if has_own_files else tempfile.mkdtemp(dir=self.folder)
+        has_own_files = NAMESPACES in self.active_layers
+        folder = None if has_own_files else tempfile.mkdtemp(dir=self.work_dir)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_lane(theirs, their_gate, parent, folder)
+            self._become_lane(theirs, their_gate, parent, folder)
         theirs.close()
         their_gate.close()
         with gate:
@@ -142,16 +151,18 @@ class Guardian:
                 gate.settimeout(START_S)
                 with contextlib.suppress(OSError):
                     if gate.recv(1):
-                        layers.map_users(pid)
+                        sandbox_layers.map_namespace_users(pid)
                         gate.send(b"m")
-        return Lane(pid, folder, ours)
+        return SandboxLane(pid, folder, ours)
 
-    def _be_lane(self, connection: socket.socket, gate: socket.socket, parent: int, folder: str | None) -> None:
+    def _become_lane(
+        self, connection: socket.socket, gate: socket.socket, parent_pid: int, work_dir: str | None
+    ) -> None:
         """Does not return."""
         try:
             os.setsid()
-            layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
+            sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
             for caught in (signal.SIGCHLD, signal.SIGTERM):
@@ -162,8 +173,8 @@ class Guardian:
             kept = sorted((connection.fileno(), gate.fileno()))
             for first, end in zip((3, kept[0] + 1, kept[1] + 1), (*kept, 4096), strict=True):
                 os.closerange(first, end)
-            if NAMESPACES in self.in_force:
-                layers.unshare()
+            if NAMESPACES in self.active_layers:
+                sandbox_layers.unshare_namespaces()
                 gate.send(b"u")
                 if gate.recv(1) != b"m":
                     raise OSError("this user cannot be mapped into a user namespace")
@@ -172,137 +183,158 @@ class Guardian:
                     connection.close()
                     os.waitpid(init, 0)
                     os._exit(0)
-                layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)
-                layers.view(self.readable, self.limits)
-                layers.become_inside_user()
-                layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+                sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
+                sandbox_layers.enter_private_root(self.readable_paths, self.limits)
+                sandbox_layers.become_inside_user()
+                sandbox_layers.invoke_prctl(
+                    sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL
+                )  # a change of user clears it
             gate.close()
-            self._take_layers(folder)
-            harness.serve(connection, self.limits.output_bytes, NAMESPACES in self.in_force)
+            self._apply_layers(work_dir)
+            harness.serve_programs(
+                connection, self.limits.output_bytes, NAMESPACES in self.active_layers
+            )
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.write(
-                    connection.fileno(), json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n"
+                    connection.fileno(),
+                    json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n",
                 )
         finally:
             os._exit(0)
 
-    def _take_layers(self, folder: str | None) -> None:
-        has_own_root = NAMESPACES in self.in_force
-        work = folder or "/tmp"
+    def _apply_layers(self, work_dir: str | None) -> None:
+        has_own_root = NAMESPACES in self.active_layers
+        work = work_dir or "/tmp"
         os.chdir(work)
         tempfile.tempdir = work
         os.environ["HOME"] = os.environ["TMPDIR"] = work
-        layers.set_limits(self.limits, counts_all_of_user=not has_own_root)
-        layers.no_new_privileges()
-        layers.prctl(layers.PR_SET_DUMPABLE, 0)  # no process of the same user reads or changes this one
-        if LANDLOCK in self.in_force:
+        sandbox_layers.set_resource_limits(self.limits, counts_all_of_user=not has_own_root)
+        sandbox_layers.forbid_new_privileges()
+        sandbox_layers.invoke_prctl(
+            sandbox_layers.PR_SET_DUMPABLE, 0
+        )  # no process of the same user reads or changes this one
+        if LANDLOCK in self.active_layers:
             proc = ("/proc", "/dev") if has_own_root else ("/dev/urandom", "/dev/random")
-            layers.landlock((*self.readable, *proc), ("/dev/null", work))
+            sandbox_layers.apply_landlock((*self.readable_paths, *proc), ("/dev/null", work))
         if has_own_root or os.getuid() == 0:
-            layers.drop_capabilities()
-        if SECCOMP in self.in_force:
-            scoped = has_own_root or (LANDLOCK in self.in_force and layers.landlock_version() >= 6)
-            layers.seccomp(denies_metadata=not has_own_root, denies_signals=not scoped)
+            sandbox_layers.drop_capabilities()
+        if SECCOMP in self.active_layers:
+            scoped = has_own_root or (
+                LANDLOCK in self.active_layers and sandbox_layers.query_landlock_version() >= 6
+            )
+            sandbox_layers.apply_seccomp_filter(
+                denies_metadata=not has_own_root, denies_signals=not scoped
+            )
 
-    def serve(self) -> None:
+    def serve_requests(self) -> None:
         """Until the other side goes."""
         while True:
-            self._refill()
-            readable, _, _ = select.select([self.control], [], [], LOOK_S if self.working else 1.0)
-            self._reap()
-            if self.working is not None:
-                self._look(self.working)
+            self._refill_waiting_lanes()
+            readable, _, _ = select.select(
+                [self.control], [], [], LOOK_S if self.working_lane else 1.0
+            )
+            self._reap_children()
+            if self.working_lane is not None:
+                self._check_lane_limits(self.working_lane)
             if readable:
                 data = self.control.recv(MESSAGE_BYTES)
                 if not data:
                     return
-                self._answer(json.loads(data))
+                self._answer_request(json.loads(data))
 
-    def _refill(self) -> None:
-        for lane in [lane for lane in self.warm if lane.has_ended]:
-            self.warm.remove(lane)
-            self._forget(lane)
-        while len(self.warm) < self.num_warm:
-            self.warm.append(self.make())
+    def _refill_waiting_lanes(self) -> None:
+        for lane in [lane for lane in self.waiting_lanes if lane.has_ended]:
+            self.waiting_lanes.remove(lane)
+            self._release_lane(lane)
+        while len(self.waiting_lanes) < self.num_warm:
+            self.waiting_lanes.append(self.make_lane())
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _answer_request(self, message: dict[str, Any]) -> None:
         if "take" in message:
-            assert self.working is None, "one program at a time"
-            self.working = lane = self.warm.pop(0) if self.warm else self.make()
+            assert self.working_lane is None, "one program at a time"
+            self.working_lane = lane = (
+                self.waiting_lanes.pop(0) if self.waiting_lanes else self.make_lane()
+            )
             assert lane.connection is not None
-            socket.send_fds(self.control, [json.dumps({"lane": lane.pid}).encode()], [lane.connection.fileno()])
+            socket.send_fds(
+                self.control, [json.dumps({"lane": lane.pid}).encode()], [lane.connection.fileno()]
+            )
             lane.connection.close()
             lane.connection = None
-        elif self.working is not None:
-            lane, self.working = self.working, None
-            self.end(lane)
-            told = {"ended": lane.pid, "why": lane.why, "peak_mib": lane.peak_bytes >> 20}
+        elif self.working_lane is not None:
+            lane, self.working_lane = self.working_lane, None
+            self.end_lane(lane)
+            told = {"ended": lane.pid, "why": lane.end_reason, "peak_mib": lane.peak_bytes >> 20}
             self.control.send(json.dumps(told).encode())
 
-    def _tree(self) -> list[int]:
+    def _list_working_pids(self) -> list[int]:
         """All processes below this one but those of sandboxes that wait, which may be starting theirs."""
-        return list(descendants(os.getpid(), {lane.pid for lane in self.warm}))
+        return list(iterate_descendants(os.getpid(), {lane.pid for lane in self.waiting_lanes}))
 
-    def _look(self, lane: Lane) -> None:
-        tree = self._tree()
-        resident = sum(map(resident_bytes, tree))
+    def _check_lane_limits(self, lane: SandboxLane) -> None:
+        tree = self._list_working_pids()
+        resident = sum(map(read_resident_bytes, tree))
         lane.peak_bytes = max(lane.peak_bytes, resident)
         if resident > self.limits.memory_mib << 20:
-            lane.why = lane.why or "memory"
-        elif sum(map(num_threads, tree)) > self.limits.processes + 3:  # with those that stand around the program
-            lane.why = lane.why or "processes"
-        elif lane.folder is not None and self.num_looks % 3 == 0:
-            lane.why = lane.why or ("files" if is_over(lane.folder, self.limits) else None)
-        self.num_looks += 1
-        if lane.why:
-            self._kill_tree()
+            lane.end_reason = lane.end_reason or "memory"
+        elif (
+            sum(map(count_process_threads, tree)) > self.limits.processes + 3
+        ):  # with those that stand around the program
+            lane.end_reason = lane.end_reason or "processes"
+        elif lane.work_dir is not None and self.num_checks % 3 == 0:
+            lane.end_reason = lane.end_reason or (
+                "files" if is_folder_over_limits(lane.work_dir, self.limits) else None
+            )
+        self.num_checks += 1
+        if lane.end_reason:
+            self._kill_working_processes()
 
-    def _kill_tree(self) -> None:
+    def _kill_working_processes(self) -> None:
         """Kill all descendants, also those that fork faster than one look can see and those that have left their
         parents.
         """
         deadline = time.monotonic() + END_S
-        while (tree := self._tree()) and time.monotonic() < deadline:
+        while (tree := self._list_working_pids()) and time.monotonic() < deadline:
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in tree:
                     with contextlib.suppress(OSError):
                         os.kill(pid, number)
-            self._reap()
+            self._reap_children()
             time.sleep(0.001)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                for lane in (*self.warm, *filter(None, [self.working])):
+                for lane in (*self.waiting_lanes, *filter(None, [self.working_lane])):
                     lane.has_ended = lane.has_ended or lane.pid == pid
 
-    def end(self, lane: Lane) -> None:
+    def end_lane(self, lane: SandboxLane) -> None:
         """End the working sandbox, and with it all processes that do not belong to a waiting one."""
-        self._kill_tree()
-        self._forget(lane)
+        self._kill_working_processes()
+        self._release_lane(lane)
 
-    def _forget(self, lane: Lane) -> None:
+    def _release_lane(self, lane: SandboxLane) -> None:
         if lane.connection is not None:
             lane.connection.close()
-        if lane.folder is not None:
-            remove(lane.folder)
+        if lane.work_dir is not None:
+            remove_folder(lane.work_dir)
 
     def close(self) -> None:
-        lanes, self.warm = self.warm, []
-        self._kill_tree()
-        for lane in (*lanes, *filter(None, [self.working])):
-            self._forget(lane)
-        if self.folder:
-            remove(self.folder)
+        lanes, self.waiting_lanes = self.waiting_lanes, []
+        self._kill_working_processes()
+        for lane in (*lanes, *filter(None, [self.working_lane])):
+            self._release_lane(lane)
+        if self.work_dir:
+            remove_folder(self.work_dir)
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    layers.prctl(layers.PR_SET_PDEATHSIG, signal.SIGTERM)
-    layers.prctl(layers.PR_SET_CHILD_SUBREAPER, 1)
+    sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGTERM)
+    sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_CHILD_SUBREAPER, 1)
     message = json.loads(control.recv(MESSAGE_BYTES))
     try:
         for name in (*harness.MODULES, "typing", "traceback", *message["preload"]):
@@ -313,16 +345,22 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     readable = tuple(dict.fromkeys(path for path in message["readable"] if os.path.lexists(path)))
-    guardian = Guardian(control, Limits(**message["limits"]), readable, message["num_warm"])
-    guardian.folder = tempfile.mkdtemp(prefix="sandbox-")
+    guardian = SandboxGuardian(
+        control, SandboxLimits(**message["limits"]), readable, message["num_warm"]
+    )
+    guardian.work_dir = tempfile.mkdtemp(prefix="sandbox-")
     try:
         guardian.choose_layers(message["layers"])
-        if NAMESPACES in guardian.in_force:  # programs have file systems of their own
-            remove(guardian.folder)
-            guardian.folder = ""
-        told = {"in_force": guardian.in_force, "missing": guardian.missing, "landlock": layers.landlock_version()}
+        if NAMESPACES in guardian.active_layers:  # programs have file systems of their own
+            remove_folder(guardian.work_dir)
+            guardian.work_dir = ""
+        told = {
+            "in_force": guardian.active_layers,
+            "missing": guardian.missing_layers,
+            "landlock": sandbox_layers.query_landlock_version(),
+        }
         control.send(json.dumps(told).encode())
-        guardian.serve()
+        guardian.serve_requests()
     except (BrokenPipeError, ConnectionResetError):
         pass
     finally:

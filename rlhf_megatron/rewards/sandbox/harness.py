@@ -54,45 +54,68 @@ ERROR_CHARS = 2000  # of the end of what was written to stderr
 VALUE = 3  # descriptor of the value that a function returned
 
 
-def serve(connection: socket.socket, output_bytes: int, is_init: bool) -> None:
+def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) -> None:
     """Answer a line a run until the other side closes. `is_init`: this is process 1 of a namespace of its own."""
-    with connection.makefile("rb") as lines, open(connection.fileno(), "wb", 0, closefd=False) as answers:
+    with (
+        connection.makefile("rb") as lines,
+        open(connection.fileno(), "wb", 0, closefd=False) as answers,
+    ):
         answers.write(b'{"ready": true}\n')  # not `send`, which seccomp refuses
         program = json.loads(lines.readline() or b"null")
         for line in lines:
             try:
-                answer = run(program, json.loads(line), output_bytes, is_init)
-            except (OSError, MemoryError) as error:  # the program has used up room or processes in an earlier run
-                answer = {"code": 1, "stdout": "", "stderr": f"no room for a further run: {error}", "value": None}
+                answer = run_in_fork(program, json.loads(line), output_bytes, is_init)
+            except (
+                OSError,
+                MemoryError,
+            ) as error:  # the program has used up room or processes in an earlier run
+                answer = {
+                    "code": 1,
+                    "stdout": "",
+                    "stderr": f"no room for a further run: {error}",
+                    "value": None,
+                }
             text = memoryview(json.dumps(answer).encode() + b"\n")
             while text:
                 text = text[answers.write(text) :]
 
 
-def run(program: dict[str, Any], given: dict[str, Any], output_bytes: int, is_init: bool) -> dict[str, Any]:
-    """`given`: "stdin" as text, or the "arguments" of the program's function."""
+def run_in_fork(
+    program: dict[str, Any], run_input: dict[str, Any], output_bytes: int, is_init: bool
+) -> dict[str, Any]:
+    """`run_input`: "stdin" as text, or the "arguments" of the program's function."""
     with contextlib.ExitStack() as stack:
         stdin, *written = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(VALUE + 1)]
-        stdin.write(given.get("stdin", "").encode("utf-8", "surrogateescape"))
+        stdin.write(run_input.get("stdin", "").encode("utf-8", "surrogateescape"))
         stdin.seek(0)
         child = os.fork()
         if child == 0:
-            be_program(program, given, (stdin, *written))
-        code = wait(child, is_init)
-        texts = [read(file, output_bytes) for file in written]
+            become_program(program, run_input, (stdin, *written))
+        code = wait_for_program(child, is_init)
+        texts = [read_output(file, output_bytes) for file in written]
     size = max(len(text) for text in texts)
     if size > output_bytes:
-        return {"code": 1, "stdout": "", "stderr": f"more than {output_bytes} bytes were written", "value": None}
+        return {
+            "code": 1,
+            "stdout": "",
+            "stderr": f"more than {output_bytes} bytes were written",
+            "value": None,
+        }
     stdout, stderr, returned = (text.decode("utf-8", "replace") for text in texts)
-    return {"code": code, "stdout": stdout, "stderr": stderr[-ERROR_CHARS:], "value": returned or None}
+    return {
+        "code": code,
+        "stdout": stdout,
+        "stderr": stderr[-ERROR_CHARS:],
+        "value": returned or None,
+    }
 
 
-def wait(child: int, is_init: bool) -> int:
+def wait_for_program(child_pid: int, is_init: bool) -> int:
     """Return the exit code, negative for a signal. What the program left behind in its namespace is ended."""
     code = None
     while code is None:
         pid, status = os.waitpid(-1, 0)
-        if pid == child:
+        if pid == child_pid:
             code = os.waitstatus_to_exitcode(status)
     if is_init:
         while True:
@@ -104,12 +127,14 @@ def wait(child: int, is_init: bool) -> int:
     return code
 
 
-def read(file: IO[bytes], output_bytes: int) -> bytes:
+def read_output(file: IO[bytes], output_bytes: int) -> bytes:
     file.seek(0)
     return file.read(output_bytes + 1)
 
 
-def be_program(program: dict[str, Any], given: dict[str, Any], files: tuple[IO[bytes], ...]) -> None:
+def become_program(
+    program: dict[str, Any], run_input: dict[str, Any], files: tuple[IO[bytes], ...]
+) -> None:
     """Does not return."""
     try:
         for number, file in enumerate([os.dup(file.fileno()) for file in files]):
@@ -118,12 +143,12 @@ def be_program(program: dict[str, Any], given: dict[str, Any], files: tuple[IO[b
         signal.set_wakeup_fd(-1)
         for caught in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(caught, signal.SIG_DFL)
-        os._exit(execute(program, given))
+        os._exit(execute_program(program, run_input))
     except BaseException:
         os._exit(1)
 
 
-def execute(program: dict[str, Any], given: dict[str, Any]) -> int:
+def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
     """Return the exit code."""
     main = types.ModuleType("__main__")
     for name in [name for name in sys.modules if name.split(".")[0] == "rlhf_megatron"]:
@@ -135,9 +160,11 @@ def execute(program: dict[str, Any], given: dict[str, Any]) -> int:
         exec(PRELUDE, main.__dict__)
         exec(compile(program["code"], "program", "exec", dont_inherit=True), main.__dict__)
         if program["function"] is not None:
-            value = function_of(main, program["function"])(*given["arguments"])
+            value = find_program_function(main, program["function"])(*run_input["arguments"])
             with open(VALUE, "w", closefd=False) as file:
-                json.dump(value, file, default=lambda one: one.tolist())  # numbers and arrays of numpy
+                json.dump(
+                    value, file, default=lambda one: one.tolist()
+                )  # numbers and arrays of numpy
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -145,17 +172,19 @@ def execute(program: dict[str, Any], given: dict[str, Any]) -> int:
 
         traceback.print_exc()
         code = 1
-    end_as_python_does()
+    finish_interpreter()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__):
         try:
             if stream is not None and not stream.closed:  # as at the end of any Python program
                 stream.flush()
-        except Exception:  # the program has closed the file below it, or put something else in its place
+        except (
+            Exception
+        ):  # the program has closed the file below it, or put something else in its place
             code = code or 1
     return code & 255
 
 
-def end_as_python_does() -> None:
+def finish_interpreter() -> None:
     """Wait for the threads that the program has not joined, and call what it has left for its end."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -163,7 +192,11 @@ def end_as_python_does() -> None:
     atexit._run_exitfuncs()
 
 
-def function_of(main: types.ModuleType, name: str) -> Any:
+def find_program_function(main: types.ModuleType, name: str) -> Any:
     """Return a function of the program, or a method of its class Solution."""
     solution = getattr(main, "Solution", None)
-    return getattr(solution(), name) if solution is not None and hasattr(solution, name) else getattr(main, name)
+    return (
+        getattr(solution(), name)
+        if solution is not None and hasattr(solution, name)
+        else getattr(main, name)
+    )

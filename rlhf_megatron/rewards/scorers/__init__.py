@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.registry import import_modules
-from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, Reward, RewardResult, RewardSample, is_masked
+from rlhf_megatron.registry import import_package_modules
+from rlhf_megatron.rewards.scorers.reward_types import (
+    OWN_PROCESS,
+    REWARDS,
+    Reward,
+    RewardResult,
+    RewardSample,
+    is_masked,
+)
 
-import_modules(__name__, __path__)
+import_package_modules(__name__, __path__)
 
 __all__ = ["OWN_PROCESS", "REWARDS", "Reward", "RewardResult", "RewardSample", "is_masked"]

@@ -16,105 +16,133 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlhf_megatron.rewards.scorers.answer import ONE_TEXT
-from rlhf_megatron.rewards.scorers.base import MALFORMED, MAX_SCORE, REWARDS, RewardResult, RewardSample, bad_label
+from rlhf_megatron.rewards.scorers.answer_params import ONE_TEXT
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MALFORMED,
+    MAX_SCORE,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_bad_label_result,
+)
 
 END_CHARS, BOX_CHARS = 300, 100  # of the response, in which an answer is looked for
 
 
 @dataclass(frozen=True)
-class RuleParams:
-    labels: ClassVar[tuple[str, str]]  # regular expression of those that an answer can equal, and what that is
+class BenchmarkRuleParams:
+    answerable_labels: ClassVar[
+        tuple[str, str]
+    ]  # regular expression of those that an answer can equal, and what that is
     wrong_score: float = 0.0  # of an answer that is not right or malformed; a right one scores 1
 
     def __post_init__(self) -> None:
         if not -MAX_SCORE <= self.wrong_score <= 0:
-            raise ValueError(f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual.")
+            raise ValueError(
+                f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual."
+            )
 
-    def label_problem(self, label: str, is_json: bool = False) -> str:
+    def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """See `base.Labelled`. A label may be a whole solution, say."""
-        pattern, form = self.labels
+        pattern, form = self.answerable_labels
         if is_json:
             return f"is no text; {ONE_TEXT}"
         return (
-            "" if re.fullmatch(pattern, label.strip()) else f"can equal no answer, which is {form}; cut that out of it"
+            ""
+            if re.fullmatch(pattern, label.strip())
+            else f"can equal no answer, which is {form}; cut that out of it"
         )
 
 
 @dataclass(frozen=True)
-class Gsm8kParams(RuleParams):
-    labels = r"-?[0-9.,]*", "a number of digits, commas and points"
+class Gsm8kParams(BenchmarkRuleParams):
+    answerable_labels = r"-?[0-9.,]*", "a number of digits, commas and points"
 
 
 @dataclass(frozen=True)
-class MathParams(RuleParams):
-    labels = r"(?s)(?!.*\\boxed).*", r"what stands within \boxed{...}"
+class MathParams(BenchmarkRuleParams):
+    answerable_labels = r"(?s)(?!.*\\boxed).*", r"what stands within \boxed{...}"
 
 
 @dataclass(frozen=True)
-class MathDapoParams(RuleParams):
-    labels = ".*", "on one line"
+class MathDapoParams(BenchmarkRuleParams):
+    answerable_labels = ".*", "on one line"
     wrong_score: float = -1.0  # of an answer that is not right or malformed; a right one scores 1
 
 
-def _compared(sample: RewardSample, params: RuleParams, answer: str | None, form: Callable[[str], str]) -> RewardResult:
-    """Compare label and answer. `form`: what the rules leave of a text; where it raises, texts count as they are."""
-    if problem := params.label_problem(sample.label):
-        return bad_label(sample.label, problem)
+def _score_normalised_answer(
+    sample: RewardSample,
+    params: BenchmarkRuleParams,
+    answer: str | None,
+    normalise: Callable[[str], str],
+) -> RewardResult:
+    """Compare label and answer. `normalise`: what the rules leave of a text; where it raises, texts count as they are."""
+    if problem := params.find_label_problem(sample.label):
+        return make_bad_label_result(sample.label, problem)
     try:
-        right, found = form(sample.label), None if answer is None else form(answer)
+        right, found = normalise(sample.label), None if answer is None else normalise(answer)
     except (IndexError, ValueError):
         right, found = sample.label, answer
     if not right:
-        return bad_label(sample.label, "equals an empty answer")
+        return make_bad_label_result(sample.label, "equals an empty answer")
     return RewardResult(0.0, MALFORMED) if found is None else RewardResult(float(found == right))
 
 
 @REWARDS.register("gsm8k", Gsm8kParams)
-def gsm8k(sample: RewardSample, params: Gsm8kParams) -> RewardResult:
+def score_gsm8k(sample: RewardSample, params: Gsm8kParams) -> RewardResult:
     """Read the number behind the last "#### ". Commas do not count, nor those of the label, nor what follows it."""
     found = re.findall(r"#### (-?[0-9.,]+)", sample.response[-END_CHARS:])
-    return _compared(sample, params, found[-1] if found else None, lambda text: text.strip().replace(",", ""))
+    return _score_normalised_answer(
+        sample, params, found[-1] if found else None, lambda text: text.strip().replace(",", "")
+    )
 
 
 @REWARDS.register("math", MathParams)
-def math(sample: RewardSample, params: MathParams) -> RewardResult:
+def score_math(sample: RewardSample, params: MathParams) -> RewardResult:
     r"""Read the answer in the last \boxed{...}."""
-    return _compared(sample, params, _in_last_box(sample.response), _plain)
+    return _score_normalised_answer(
+        sample, params, _find_last_box(sample.response), _normalise_math
+    )
 
 
 @REWARDS.register("math_dapo", MathDapoParams)
-def math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
+def score_math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
     r"""Read the answer behind the last "Answer:"; where there is none, in a \boxed{...} at the end, as it is."""
     end = sample.response[-END_CHARS:]
     if found := re.findall(r"(?i)answer\s*:\s*([^\n]+)", end):
-        return _compared(sample, params, found[-1], _minerva)
-    return _compared(sample, params, _braced(end[-BOX_CHARS:], "\\boxed{"), str)
+        return _score_normalised_answer(sample, params, found[-1], _normalise_minerva)
+    return _score_normalised_answer(
+        sample, params, _find_last_braced(end[-BOX_CHARS:], "\\boxed{"), str
+    )
 
 
-def _braced(text: str, begin: str) -> str | None:
-    """Return the content of the last `begin`, which ends with a brace, up to the brace that closes it."""
-    start = text.rfind(begin)
+def _find_last_braced(text: str, opening: str) -> str | None:
+    """Return the content of the last `opening`, which ends with a brace, up to the brace that closes it."""
+    start = text.rfind(opening)
     depth = 0
-    for place in range(start + len(begin) - 1, len(text)) if start >= 0 else ():
+    for place in range(start + len(opening) - 1, len(text)) if start >= 0 else ():
         depth += (text[place] == "{") - (text[place] == "}")
         if depth == 0:
-            return text[start + len(begin) : place]
+            return text[start + len(opening) : place]
     return None
 
 
-def _in_last_box(text: str) -> str | None:
+def _find_last_box(text: str) -> str | None:
     r"""Return its content; that of "\boxed 5$", without braces, stands above all others."""
     if "\\boxed " in text:
         return text.split("\\boxed ")[-1].split("$")[0]
     start = text.rfind("\\boxed")
-    return _braced(text[start:], "\\boxed{") if start >= 0 and text.startswith("\\boxed{", start) else None
+    return (
+        _find_last_braced(text[start:], "\\boxed{")
+        if start >= 0 and text.startswith("\\boxed{", start)
+        else None
+    )
 
 
 LEFT_OUT = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 
 
-def _plain(text: str) -> str:
+def _normalise_math(text: str) -> str:
     """Apply the rules of MATH, in their order. Raises IndexError and ValueError for what they do not know."""
     for what in LEFT_OUT[0]:
         text = text.replace(what, "")
@@ -130,20 +158,26 @@ def _plain(text: str) -> str:
     sides = text.split("=")
     text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
     first, *others = text.split("\\sqrt")
-    text = first + "".join("\\sqrt" + (one if one[0] == "{" else f"{{{one[0]}}}{one[1:]}") for one in others)
-    text = _fractions(text.replace(" ", ""))
+    text = first + "".join(
+        "\\sqrt" + (one if one[0] == "{" else f"{{{one[0]}}}{one[1:]}") for one in others
+    )
+    text = _brace_fractions(text.replace(" ", ""))
     text = "\\frac{1}{2}" if text == "0.5" else text
     whole = re.fullmatch(r"(0|-?[1-9]\d*)/(0|-?[1-9]\d*)", text, re.ASCII)
     return f"\\frac{{{whole.group(1)}}}{{{whole.group(2)}}}" if whole else text
 
 
-def _fractions(text: str) -> str:
+def _brace_fractions(text: str) -> str:
     r"""Write \frac12 and \frac1{72} with braces. Raises IndexError."""
     first, *others = text.split("\\frac")
     for one in others:
         if one[0] != "{" and len(one) < 2:
             return text
-        ends = one if one[0] == "{" else f"{{{one[0]}}}" + (one[1:] if one[1] == "{" else f"{{{one[1]}}}{one[2:]}")
+        ends = (
+            one
+            if one[0] == "{"
+            else f"{{{one[0]}}}" + (one[1:] if one[1] == "{" else f"{{{one[1]}}}{one[2:]}")
+        )
         first += "\\frac" + ends
     return first
 
@@ -153,10 +187,55 @@ REPLACED = (
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
 )
 WORDS = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
-    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
-    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
-    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+    *(
+        "square",
+        "ways",
+        "integers",
+        "dollars",
+        "mph",
+        "inches",
+        "hours",
+        "km",
+        "units",
+        "\\ldots",
+        "sue",
+        "points",
+    ),
+    *(
+        "feet",
+        "minutes",
+        "digits",
+        "cents",
+        "degrees",
+        "cm",
+        "gm",
+        "pounds",
+        "meters",
+        "meals",
+        "edges",
+        "students",
+    ),
+    *(
+        "childrentickets",
+        "multiples",
+        "\\text{s}",
+        "\\text{.}",
+        "\\text{\ns}",
+        "\\text{}^2",
+        "\\text{}^3",
+    ),
+    *(
+        "\\text{\n}",
+        "\\text{}",
+        "\\mathrm{th}",
+        "^\\circ",
+        "^{\\circ}",
+        "\\;",
+        ",\\!",
+        "{,}",
+        '"',
+        "\\dots",
+    ),
 )
 UNWRAPPED = (
     (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
@@ -167,7 +246,7 @@ UNWRAPPED = (
 )
 
 
-def _minerva(text: str) -> str:
+def _normalise_minerva(text: str) -> str:
     """Apply the rules of Minerva, in their order."""
     text = text.split("=")[-1]
     for before, after in (*REPLACED, *((word, "") for word in WORDS)):

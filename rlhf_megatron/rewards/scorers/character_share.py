@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample, check_pattern
+from rlhf_megatron.rewards.scorers.reward_types import (
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    check_pattern,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class CharacterShareParams:
 
 
 @REWARDS.register("character_share", CharacterShareParams)
-def character_share(sample: RewardSample, params: CharacterShareParams) -> RewardResult:
+def score_character_share(sample: RewardSample, params: CharacterShareParams) -> RewardResult:
     """An empty response scores 0. The label is not read."""
     matches = sum(bool(re.fullmatch(params.pattern, character)) for character in sample.response)
     return RewardResult(matches / max(1, len(sample.response)))

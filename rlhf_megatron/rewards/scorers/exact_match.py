@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.answer import AnswerParams
-from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, bad_label
+from rlhf_megatron.rewards.scorers.answer_params import AnswerParams
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MALFORMED,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_bad_label_result,
+)
 
 
 @dataclass(frozen=True)
@@ -14,9 +20,13 @@ class ExactMatchParams(AnswerParams):
 
 
 @REWARDS.register("exact_match", ExactMatchParams)
-def exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult:
+def score_exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult:
     """White space around answer and label does not count."""
-    if problem := params.label_problem(sample.label):
-        return bad_label(sample.label, problem)
-    answer = params.cut(sample)
-    return RewardResult(0.0, MALFORMED) if answer is None else RewardResult(float(answer == sample.label.strip()))
+    if problem := params.find_label_problem(sample.label):
+        return make_bad_label_result(sample.label, problem)
+    answer = params.extract_answer(sample)
+    return (
+        RewardResult(0.0, MALFORMED)
+        if answer is None
+        else RewardResult(float(answer == sample.label.strip()))
+    )

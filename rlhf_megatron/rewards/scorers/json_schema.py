@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from rlhf_megatron.rewards.scorers.answer import last_block
-from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.scorers.answer_params import find_last_block
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MALFORMED,
+    OWN_PROCESS,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_masked_result,
+)
 
 SIMPLE: tuple[Any, ...] = (None, {}, [], "", 0)
 
@@ -19,15 +26,15 @@ class JsonSchemaParams:
 
     def __post_init__(self) -> None:
         if self.schema:
-            _validator(json.dumps(self.schema))
+            _make_validator(json.dumps(self.schema))
 
     def prepare(self) -> None:
         """Import the library. Raises ValueError when it is not installed."""
-        _validator("{}")
+        _make_validator("{}")
 
 
 @lru_cache(maxsize=64)
-def _validator(schema: str) -> Any:
+def _make_validator(schema: str) -> Any:
     """Return the validator of draft 2020-12, or of the draft that `$schema` names. Raises ValueError for text that is
     no schema.
     """
@@ -46,22 +53,26 @@ def _validator(schema: str) -> Any:
         kind.check_schema(found)
     except SchemaError as error:
         raise ValueError(f"schema at {error.json_path}: {error.message:.200}.") from error
-    return kind(found, format_checker=kind.FORMAT_CHECKER, registry=Registry())  # which fetches nothing
+    return kind(
+        found, format_checker=kind.FORMAT_CHECKER, registry=Registry()
+    )  # which fetches nothing
 
 
 @REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))
-def json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
+def score_json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
     """Read the last fenced block, marked as JSON or not at all, or where there is none the whole response. What is no
     JSON is malformed."""
     try:
-        validator = _validator(json.dumps(params.schema) if params.schema else sample.label)
+        validator = _make_validator(json.dumps(params.schema) if params.schema else sample.label)
     except (ValueError, TypeError) as error:
-        return masked("bad_label", f"The label is no schema: {error}")
+        return make_masked_result("bad_label", f"The label is no schema: {error}")
     from referencing.exceptions import Unresolvable
 
-    block = last_block(sample.response, ("json",))
+    block = find_last_block(sample.response, ("json",))
     try:
-        value = json.loads(sample.response if block is None else block, parse_constant=_refuse)
+        value = json.loads(
+            sample.response if block is None else block, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError):
         return RewardResult(0.0, MALFORMED)
     try:
@@ -69,14 +80,14 @@ def json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
     except OverflowError:  # an integer too large for the schema's fraction
         return RewardResult(0.0)
     except Unresolvable as error:  # a $ref that leads nowhere
-        return masked("bad_label", f"The schema cannot be followed: {error}")
+        return make_masked_result("bad_label", f"The schema cannot be followed: {error}")
     except RecursionError as error:
-        if _is_endless(validator):
-            return masked("bad_label", f"The schema leads in circles: {error}")
+        if _is_endless_schema(validator):
+            return make_masked_result("bad_label", f"The schema leads in circles: {error}")
         return RewardResult(0.0)  # the value is too deep
 
 
-def _is_endless(validator: Any) -> bool:
+def _is_endless_schema(validator: Any) -> bool:
     """Tell whether a schema follows itself without going deeper into the value."""
     try:
         for simple in SIMPLE:
@@ -86,5 +97,5 @@ def _is_endless(validator: Any) -> bool:
     return False
 
 
-def _refuse(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")

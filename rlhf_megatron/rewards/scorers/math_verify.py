@@ -16,8 +16,15 @@ from itertools import groupby
 from math import log10
 from typing import Any
 
-from rlhf_megatron.rewards.scorers.answer import AnswerParams, last_boxed, parse_answer
-from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.scorers.answer_params import AnswerParams, find_last_boxed, parse_answer
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MALFORMED,
+    OWN_PROCESS,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_masked_result,
+)
 
 MAX_DEPTH = 10  # of brackets; the parser's time doubles with each of them
 MAX_DIGITS = 100_000  # of a power that would be worked out
@@ -31,12 +38,16 @@ CHOOSE = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)\s*\}|\\choose|\bC\s*\(\s*(\d+)")
 SHRUNK = "9" * 7  # stands for a number of more digits than an exponent may have
 
 
-def is_too_large(text: str) -> bool:
+def is_formula_too_large(text: str) -> bool:
     """Return True for brackets nested too deeply, and for powers, factorials and binomials of numbers too large."""
-    return _depth(text) > MAX_DEPTH or _has_large_power(text) or _has_large_factorial(text)
+    return (
+        _measure_bracket_depth(text) > MAX_DEPTH
+        or _has_large_power(text)
+        or _has_large_factorial(text)
+    )
 
 
-def _depth(text: str) -> int:
+def _measure_bracket_depth(text: str) -> int:
     deepest = depth = 0
     for character in text:
         if OPENING.match(character):
@@ -49,11 +60,13 @@ def _depth(text: str) -> int:
 
 def _has_large_power(text: str) -> bool:
     """Innermost powers are replaced by their value until none is left."""
-    while match := _innermost_power(text):
+    while match := _find_innermost_power(text):
         base, exponent = match.group(1), match.group(2) or match.group(3)
         if len(exponent) >= len(SHRUNK) and base.strip("0") not in ("", "1"):
             return True
-        digits = int(exponent) * log10(max(1, int(base[: len(SHRUNK)])) * 10.0 ** max(0, len(base) - len(SHRUNK)))
+        digits = int(exponent) * log10(
+            max(1, int(base[: len(SHRUNK)])) * 10.0 ** max(0, len(base) - len(SHRUNK))
+        )
         if digits > MAX_DIGITS:
             return True
         value = str(int(base) ** int(exponent)) if digits < len(SHRUNK) else SHRUNK
@@ -61,7 +74,7 @@ def _has_large_power(text: str) -> bool:
     return False
 
 
-def _innermost_power(text: str) -> re.Match[str] | None:
+def _find_innermost_power(text: str) -> re.Match[str] | None:
     """The last one, so that of 2^3^4 it is 3^4."""
     return next(reversed(list(POWER.finditer(text))), None) if "^" in text else None
 
@@ -118,60 +131,74 @@ class MathVerifyParams(AnswerParams):
                 f"the reward math_verify needs a package that is not there ({error});"
                 " pip install 'rlhf-megatron[math]'."
             ) from error
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that it has no time-out
+        logging.getLogger("math_verify").setLevel(
+            logging.ERROR
+        )  # it warns at each call that it has no time-out
         for text in REHEARSAL:
-            math_verify.verify(_parse(text), _parse(text), timeout_seconds=None)
+            math_verify.verify(_parse_formula(text), _parse_formula(text), timeout_seconds=None)
 
-    def label_problem(self, label: str, is_json: bool = False) -> str:
+    def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """See `base.Labelled`. A long label may have a short value."""
         return (
-            "" if not is_json and len(label.strip()) > self.max_answer_chars else super().label_problem(label, is_json)
+            ""
+            if not is_json and len(label.strip()) > self.max_answer_chars
+            else super().find_label_problem(label, is_json)
         )
 
-    def key(self, sample: RewardSample) -> str:
+    def make_result_key(self, sample: RewardSample) -> str:
         """Return what the result depends on."""
-        answer = cut_answer(sample, self)
+        answer = extract_math_answer(sample, self)
         return json.dumps([answer and (answer.text, answer.is_prose), sample.label.strip()])
 
 
 @dataclass(frozen=True)
-class Answer:
+class MathAnswer:
     text: str
     is_prose: bool  # the answer stands somewhere in it
 
 
 @REWARDS.register("math_verify", MathVerifyParams, needs=(OWN_PROCESS,))
-def math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
+def score_math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
     """A label that cannot be read as mathematics is masked, unless the answer is the same text."""
-    answer = cut_answer(sample, params)
+    answer = extract_math_answer(sample, params)
     if answer is None:
         return RewardResult(0.0, MALFORMED)
     label = sample.label.strip()
-    return RewardResult(1.0) if answer.text == label else _compare(label, answer, params.max_answer_chars)
+    return (
+        RewardResult(1.0)
+        if answer.text == label
+        else _compare_by_algebra(label, answer, params.max_answer_chars)
+    )
 
 
-def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
+def extract_math_answer(sample: RewardSample, params: MathVerifyParams) -> MathAnswer | None:
     """Return the answer, or the text that it stands in; None if none can be read."""
-    if not params.can_read(sample):
+    if not params.can_read_response(sample):
         return None
     text = parse_answer(sample.response, params.pattern)
-    boxed = last_boxed(sample.response) if params.pattern is None else None
-    is_prose = params.pattern is None and boxed is None and PROSE.search(sample.response) is not None
+    boxed = find_last_boxed(sample.response) if params.pattern is None else None
+    is_prose = (
+        params.pattern is None and boxed is None and PROSE.search(sample.response) is not None
+    )
     text = text if boxed is None else boxed
-    return Answer(text, is_prose) if text and (is_prose or len(text) <= params.max_answer_chars) else None
+    return (
+        MathAnswer(text, is_prose)
+        if text and (is_prose or len(text) <= params.max_answer_chars)
+        else None
+    )
 
 
-def _compare(label: str, answer: Answer, max_chars: int) -> RewardResult:
+def _compare_by_algebra(label: str, answer: MathAnswer, max_chars: int) -> RewardResult:
     """Compare by algebra. It has no time limit of its own: the process that it runs in has one."""
     from math_verify import verify
 
-    expected = [] if is_too_large(label) else _parse_label(label)
+    expected = [] if is_formula_too_large(label) else _parse_label(label)
     if not expected:
-        return masked("bad_label", f"math-verify cannot read the label {label!r}.")
+        return make_masked_result("bad_label", f"math-verify cannot read the label {label!r}.")
     try:
-        found = _found_in(answer.text, max_chars) if answer.is_prose else []
-        if not found and len(answer.text) <= max_chars and not is_too_large(answer.text):
-            found = _parse(answer.text)
+        found = _parse_prose(answer.text, max_chars) if answer.is_prose else []
+        if not found and len(answer.text) <= max_chars and not is_formula_too_large(answer.text):
+            found = _parse_formula(answer.text)
         if not found:
             return RewardResult(0.0, MALFORMED)
         return RewardResult(float(verify(expected, found, timeout_seconds=None)))
@@ -181,18 +208,20 @@ def _compare(label: str, answer: Answer, max_chars: int) -> RewardResult:
 
 @lru_cache(maxsize=4096)
 def _parse_label(label: str) -> Any:
-    return _parse(label)
+    return _parse_formula(label)
 
 
-def _parse(text: str) -> Any:
+def _parse_formula(text: str) -> Any:
     """Return what math-verify reads in a formula, best guess first; empty if it reads nothing."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    return parse(f"${text.strip('$ ').rstrip('.')}$", extraction_config=configs, parsing_timeout=None)
+    return parse(
+        f"${text.strip('$ ').rstrip('.')}$", extraction_config=configs, parsing_timeout=None
+    )
 
 
-def _found_in(text: str, max_chars: int) -> list[Any]:
+def _parse_prose(text: str, max_chars: int) -> list[Any]:
     """Return what math-verify's `parse` finds in prose: of its patterns' matches the last one of the best kind that it
     can read ("final answer is" before "answer" before any formula or number). Large ones are refused first.
 
@@ -202,12 +231,16 @@ def _found_in(text: str, max_chars: int) -> list[Any]:
     from math_verify.parser import extract_match, get_extraction_regexes
 
     kinds = get_extraction_regexes([LatexExtractionConfig(), ExprExtractionConfig()])
-    patterns = [(priority, pattern, kind) for of_kind, kind in kinds for pattern, priority in of_kind]
+    patterns = [
+        (priority, pattern, kind) for of_kind, kind in kinds for pattern, priority in of_kind
+    ]
     for _, alike in groupby(sorted(patterns, key=lambda one: one[0]), key=lambda one: one[0]):
         matches = [(match, kind) for _, pattern, kind in alike for match in pattern.finditer(text)]
-        for match, kind in sorted(matches, key=lambda one: (one[0].end(), -one[0].start()), reverse=True):
+        for match, kind in sorted(
+            matches, key=lambda one: (one[0].end(), -one[0].start()), reverse=True
+        ):
             answer = max(filter(None, match.groupdict().values()), key=len, default="")
-            if len(answer) > max_chars or is_too_large(answer):
+            if len(answer) > max_chars or is_formula_too_large(answer):
                 raise ValueError(f"the answer {answer[:80]!r} is too large.")
             value, as_text = extract_match(match, kind)
             if value is not None:

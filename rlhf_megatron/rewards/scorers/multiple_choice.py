@@ -9,54 +9,71 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.answer import last_boxed
-from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, bad_label
+from rlhf_megatron.rewards.scorers.answer_params import find_last_boxed
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MALFORMED,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_bad_label_result,
+)
 
 
 @dataclass(frozen=True)
 class MultipleChoiceParams:
     letters: str = "ABCDEFGHIJ"  # of the choices
-    lenient: bool = False  # true: where none is named as the answer, the last capital letter that stands alone
+    lenient: bool = (
+        False  # true: where none is named as the answer, the last capital letter that stands alone
+    )
     allow_truncated: bool = False  # true: also read a response that ended by length
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters):
-            raise ValueError(f"letters ({self.letters!r}) must be two capital letters or more, each once.")
+        if not re.fullmatch("[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(
+            self.letters
+        ):
+            raise ValueError(
+                f"letters ({self.letters!r}) must be two capital letters or more, each once."
+            )
 
-    def label_problem(self, label: str, is_json: bool = False) -> str:
+    def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """See `base.Labelled`."""
-        if not is_json and letter_of(label, self.letters) is not None:
+        if not is_json and read_choice_letter(label, self.letters) is not None:
             return ""
         return f"begins with none of the letters {self.letters}, as C, (C) or C. with the text of the choice behind it"
 
 
-def letter_of(text: str, letters: str) -> str | None:
+def read_choice_letter(text: str, letters: str) -> str | None:
     """Return the letter of a label or of a box: C, (C), C. or C) with the text of the choice behind it."""
     found = re.match(rf"\s*(?:\\[a-z]+\{{)?\(?([{letters}])(?:[).:}}]|\s*$)", text, re.IGNORECASE)
     return found.group(1).upper() if found else None
 
 
-def chosen_letter(response: str, letters: str, lenient: bool) -> str | None:
+def find_chosen_letter(response: str, letters: str, is_lenient: bool) -> str | None:
     """Return the letter of the last statement of an answer, or None."""
-    box = last_boxed(response)
+    box = find_last_boxed(response)
     stated = rf"(?i:answer\s*(?:is|:)[\s*:]*)(?:[$(]\(?\**)?([{letters}])\b(?!')"
     said = [(match.end(), match.group(1)) for match in re.finditer(stated, response)]
-    if box is not None and (letter := letter_of(box, letters)):
+    if box is not None and (letter := read_choice_letter(box, letters)):
         said.append((response.rindex(box), letter))
-    if not said and lenient:
-        said = [(match.end(), match.group()) for match in re.finditer(rf"\b[{letters}]\b(?!')", response)]
+    if not said and is_lenient:
+        said = [
+            (match.end(), match.group())
+            for match in re.finditer(rf"\b[{letters}]\b(?!')", response)
+        ]
     return max(said)[1] if said else None
 
 
 @REWARDS.register("multiple_choice", MultipleChoiceParams)
-def multiple_choice(sample: RewardSample, params: MultipleChoiceParams) -> RewardResult:
+def score_multiple_choice(sample: RewardSample, params: MultipleChoiceParams) -> RewardResult:
     """A label that is none of the letters is masked."""
-    if problem := params.label_problem(sample.label):
-        return bad_label(sample.label, problem)
+    if problem := params.find_label_problem(sample.label):
+        return make_bad_label_result(sample.label, problem)
     can_read = sample.finish_reason != "length" or params.allow_truncated
-    letter = chosen_letter(sample.response, params.letters, params.lenient) if can_read else None
+    letter = (
+        find_chosen_letter(sample.response, params.letters, params.lenient) if can_read else None
+    )
     return (
         RewardResult(0.0, MALFORMED)
         if letter is None
-        else RewardResult(float(letter == letter_of(sample.label, params.letters)))
+        else RewardResult(float(letter == read_choice_letter(sample.label, params.letters)))
     )

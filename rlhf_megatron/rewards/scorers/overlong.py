@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.reward_types import REWARDS, RewardResult, RewardSample
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class OverlongParams:
 
     def __post_init__(self) -> None:
         if not 1 <= self.buffer <= self.max_len:
-            raise ValueError(f"buffer ({self.buffer} tokens) must be from 1 to max_len ({self.max_len}).")
+            raise ValueError(
+                f"buffer ({self.buffer} tokens) must be from 1 to max_len ({self.max_len})."
+            )
 
     @property
     def acts_from(self) -> int:
@@ -26,6 +28,6 @@ class OverlongParams:
 
 
 @REWARDS.register("overlong", OverlongParams)
-def overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
+def score_overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
     """Return the punishment, from -1 to 0: min(-(num_tokens - (max_len - buffer)) / buffer, 0), and not below -1."""
     return RewardResult(-min(1.0, max(0.0, (sample.num_tokens - params.acts_from) / params.buffer)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.reward_types import REWARDS, RewardResult, RewardSample
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RepetitionParams:
 
 
 @REWARDS.register("repetition", RepetitionParams)
-def repetition(sample: RewardSample, params: RepetitionParams) -> RewardResult:
+def score_repetition(sample: RewardSample, params: RepetitionParams) -> RewardResult:
     """Return from -1 to 0: distinct runs / runs - 1. A response of fewer words than a run scores 0."""
     words = sample.response.lower().split()
     count = len(words) - params.num_words + 1

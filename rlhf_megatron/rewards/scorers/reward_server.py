@@ -14,9 +14,20 @@ from functools import cache
 from typing import Any, Literal
 
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.rewards.endpoint import Asked, Endpoint, EndpointError, Refused
-from rlhf_megatron.rewards.replicas import ask_any, longest_s
-from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.endpoint_replicas import ask_any_replica, compute_max_wait_s
+from rlhf_megatron.rewards.reward_endpoint import (
+    RewardEndpoint,
+    RewardEndpointAnswer,
+    RewardEndpointError,
+    RewardEndpointRefusedError,
+)
+from rlhf_megatron.rewards.scorers.reward_types import (
+    OWN_PROCESS,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_masked_result,
+)
 
 PROBE = "2+2=4"  # which every tokenizer spells
 TOLERANCE = 1e-2  # between replicas, of scores of about 1: half-precision kernels differ by less, random biases by more
@@ -26,19 +37,29 @@ TOLERANCE = 1e-2  # between replicas, of scores of about 1: half-precision kerne
 class RewardServerParams:
     """Whom to ask, and what about."""
 
-    servers: tuple[Endpoint, ...]  # replicas of one model, with the path, such as http://HOST:30000/classify
-    ending: str = ""  # text behind the response, such as <|im_end|>, that the model was trained to score at
+    servers: tuple[
+        RewardEndpoint, ...
+    ]  # replicas of one model, with the path, such as http://HOST:30000/classify
+    ending: str = (
+        ""  # text behind the response, such as <|im_end|>, that the model was trained to score at
+    )
     model: str = "default"  # name of the model, for /v1/embeddings
-    tokenizer: str | None = None  # directory; its ids are sent. null: text, to which servers may add tokens
+    tokenizer: str | None = (
+        None  # directory; its ids are sent. null: text, to which servers may add tokens
+    )
     mean: float = 0.0  # subtracted from a score
     std: float = 1.0  # by which it is divided then
-    activation: Literal["none", "sigmoid"] = "none"  # sigmoid: a score s becomes 1 / (1 + exp(-s)) in the end
+    activation: Literal["none", "sigmoid"] = (
+        "none"  # sigmoid: a score s becomes 1 / (1 + exp(-s)) in the end
+    )
     patience_s: float = 120.0  # in which some server must answer; later the sample is masked
     rest_s: float = 10.0  # that a server which failed is asked only where no other answers
 
     def __post_init__(self) -> None:
         if not self.servers:
-            raise ValueError("servers must name one server at least, as {url: http://HOST:30000/classify}.")
+            raise ValueError(
+                "servers must name one server at least, as {url: http://HOST:30000/classify}."
+            )
         for server in self.servers:
             if server.url.rstrip("/").endswith("/v1/classify"):
                 raise ValueError(
@@ -48,79 +69,94 @@ class RewardServerParams:
         if not self.std > 0:
             raise ValueError(f"std ({self.std}) must be above 0.")
         if min(self.patience_s, self.rest_s) < 0:
-            raise ValueError(f"patience_s ({self.patience_s}) and rest_s ({self.rest_s}) must be at least 0.")
+            raise ValueError(
+                f"patience_s ({self.patience_s}) and rest_s ({self.rest_s}) must be at least 0."
+            )
 
     @property
     def waits_s(self) -> float:
         """Seconds that a sample may wait for a server, whose fault it is then."""
-        return longest_s(self.servers, self.patience_s)
+        return compute_max_wait_s(self.servers, self.patience_s)
 
     def prepare(self) -> str | None:
         """Return which servers answer. Raises ValueError where none does, or what they answer is no score."""
         scores, silent = {}, []
         for server in self.servers:
             try:
-                scores[server.url], _ = _ask(server, self, PROBE)
-            except EndpointError as error:
+                scores[server.url], _ = _request_score(server, self, PROBE)
+            except RewardEndpointError as error:
                 silent.append(str(error))
         if not scores:
             raise ValueError(f"no server of the reward model gives a score. {' '.join(silent)}")
-        compare(scores)
-        return "; ".join([f"reward model: {len(scores)} of {len(self.servers)} servers answer", *silent])
+        check_same_scores(scores)
+        return "; ".join(
+            [f"reward model: {len(scores)} of {len(self.servers)} servers answer", *silent]
+        )
 
-    def scaled(self, score: float) -> float:
+    def scale_score(self, score: float) -> float:
         """Return the reward of a score."""
         score = (score - self.mean) / self.std
         return 0.5 + 0.5 * math.tanh(0.5 * score) if self.activation == "sigmoid" else score
 
 
-def compare(scores: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
-    """Raises ValueError where servers score one text differently. `scores`: by server."""
-    low, high = min(scores.values()), max(scores.values())
+def check_same_scores(scores_by_server: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
+    """Raises ValueError where servers score one text differently. `scores_by_server`: by server."""
+    low, high = min(scores_by_server.values()), max(scores_by_server.values())
     if high - low > tolerance * max(1.0, abs(low), abs(high)):
         raise ValueError(
-            f"servers score one text differently ({dict(scores)}): they serve different models, or SGLang has made up a"
+            f"servers score one text differently ({dict(scores_by_server)}): they serve different models, or SGLang has made up a"
             " bias of the head that the checkpoint lacks; write score.bias (0) into the checkpoint."
         )
 
 
 @REWARDS.register("reward_server", RewardServerParams, needs=(OWN_PROCESS,))
-def reward_server(sample: RewardSample, params: RewardServerParams) -> RewardResult:
+def score_by_reward_server(sample: RewardSample, params: RewardServerParams) -> RewardResult:
     """The part `failovers` counts the servers that failed before one answered; `retries` are those of that one."""
     text = f"{sample.prompt}{sample.response}{params.ending}"
     try:
-        found, num_failed = ask_any(
-            params.servers, params.patience_s, params.rest_s, lambda server: _ask(server, params, text)
+        found, num_failed = ask_any_replica(
+            params.servers,
+            params.patience_s,
+            params.rest_s,
+            lambda server: _request_score(server, params, text),
         )
-    except EndpointError as error:
-        return masked(error.why, str(error))
+    except RewardEndpointError as error:
+        return make_masked_result(error.mask_reason, str(error))
     score, asked = found
     parts = {"failovers": num_failed, "retries": asked.num_retries, "latency_s": asked.latency_s}
-    return RewardResult(params.scaled(score), parts=parts)
+    return RewardResult(params.scale_score(score), parts=parts)
 
 
 @cache
-def _tokenizer(directory: str) -> Tokenizer:
+def _load_tokenizer_once(directory: str) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def _ask(server: Endpoint, params: RewardServerParams, text: str) -> tuple[float, Asked]:
+def _request_score(
+    server: RewardEndpoint, params: RewardServerParams, text: str
+) -> tuple[float, RewardEndpointAnswer]:
     """Raises EndpointError."""
     is_openai = server.url.rstrip("/").endswith("/embeddings")
 
-    def body(text: str) -> dict[str, Any]:
-        what = text if params.tokenizer is None else list(_tokenizer(params.tokenizer).encode(text))
+    def make_body(text: str) -> dict[str, Any]:
+        what = (
+            text
+            if params.tokenizer is None
+            else list(_load_tokenizer_once(params.tokenizer).encode(text))
+        )
         if not what:
-            raise Refused("the sample has no text.")  # an SGLang server takes harm from an empty list
+            raise RewardEndpointRefusedError(
+                "the sample has no text."
+            )  # an SGLang server takes harm from an empty list
         if is_openai:
             return {"model": params.model, "input": what}
         return {"text" if params.tokenizer is None else "input_ids": what}
 
-    asked = server.ask(body(text), body(PROBE))
-    return number_of(asked.answer, server.url, is_openai), asked
+    asked = server.post_with_retries(make_body(text), make_body(PROBE))
+    return read_single_score(asked.answer, server.url, is_openai), asked
 
 
-def number_of(answer: Any, url: str, is_openai: bool = False) -> float:
+def read_single_score(answer: Any, url: str, is_openai: bool = False) -> float:
     """Return the score that a server's answer holds. Raises EndpointError where it is none."""
     try:
         if is_openai:
@@ -128,9 +164,11 @@ def number_of(answer: Any, url: str, is_openai: bool = False) -> float:
         numbers = (answer[0] if isinstance(answer, list) else answer)["embedding"]
         count, score = len(numbers), float(numbers[0])
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise Refused(f"{url} answered {str(answer)[:200]}, which has no embedding.") from error
+        raise RewardEndpointRefusedError(
+            f"{url} answered {str(answer)[:200]}, which has no embedding."
+        ) from error
     if count != 1 or not math.isfinite(score):
-        raise Refused(
+        raise RewardEndpointRefusedError(
             f"{url} answered {count} numbers, the first {score:g}, in place of one score: serve a model of one"
             " label, with an architecture that the server knows as a reward model."
         )

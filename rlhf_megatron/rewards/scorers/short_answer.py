@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Literal
 
-from rlhf_megatron.rewards.scorers.answer import AnswerParams
-from rlhf_megatron.rewards.scorers.base import MALFORMED, REWARDS, RewardResult, RewardSample, bad_label
+from rlhf_megatron.rewards.scorers.answer_params import AnswerParams
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MALFORMED,
+    REWARDS,
+    RewardResult,
+    RewardSample,
+    make_bad_label_result,
+)
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -26,28 +32,32 @@ class ShortAnswerParams(AnswerParams):
     """Without a pattern the whole response is the answer."""
 
     pattern: str | None = r"(?s)<answer>(.*?)</answer>"
-    score: Literal["exact", "f1", "contains"] = "exact"  # contains: a right answer stands in the answer
+    score: Literal["exact", "f1", "contains"] = (
+        "exact"  # contains: a right answer stands in the answer
+    )
 
-    def label_problem(self, label: str, is_json: bool = False) -> str:
+    def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """See `base.Labelled`."""
         return (
-            "" if right_answers(label) else "has no words to compare with: a text, a list of texts or {'target': ...}"
+            ""
+            if list_right_answers(label)
+            else "has no words to compare with: a text, a list of texts or {'target': ...}"
         )
 
 
-def normalised(text: str) -> str:
+def normalise_answer(text: str) -> str:
     """Return a text in small letters, without punctuation and articles, one blank between words."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def f1(answer: str, right: str) -> float:
+def compute_word_f1(answer: str, right_answer: str) -> float:
     """Return the harmonic mean of precision and recall of words, both normalised."""
-    words, wanted = answer.split(), right.split()
+    words, wanted = answer.split(), right_answer.split()
     num_same = sum((Counter(words) & Counter(wanted)).values())
     return 2 * num_same / (len(words) + len(wanted)) if num_same else 0.0
 
 
-def right_answers(label: str) -> list[str]:
+def list_right_answers(label: str) -> list[str]:
     """List the right answers of a label: text, a JSON list of texts, or Search-R1's {"target": ...}, also where that is
     JSON within JSON. Empty ones, and what is neither text nor number, are dropped.
     """
@@ -61,21 +71,21 @@ def right_answers(label: str) -> list[str]:
         found = label
     texts = found if isinstance(found, list) else [found]
     is_text = [isinstance(text, str | int | float) and not isinstance(text, bool) for text in texts]
-    return [text for text in map(normalised, map(str, compress(texts, is_text))) if text]
+    return [text for text in map(normalise_answer, map(str, compress(texts, is_text))) if text]
 
 
 @REWARDS.register("short_answer", ShortAnswerParams)
-def short_answer(sample: RewardSample, params: ShortAnswerParams) -> RewardResult:
+def score_short_answer(sample: RewardSample, params: ShortAnswerParams) -> RewardResult:
     """The best over all right answers. A label without words is masked: an empty answer would equal it."""
-    rights = right_answers(sample.label)
-    if problem := params.label_problem(sample.label):
-        return bad_label(sample.label, problem)
-    answer = params.cut(sample)
+    rights = list_right_answers(sample.label)
+    if problem := params.find_label_problem(sample.label):
+        return make_bad_label_result(sample.label, problem)
+    answer = params.extract_answer(sample)
     if answer is None:
         return RewardResult(0.0, MALFORMED)
-    text = normalised(answer)
+    text = normalise_answer(answer)
     if params.score == "f1":
-        return RewardResult(max(f1(text, right) for right in rights))
+        return RewardResult(max(compute_word_f1(text, right) for right in rights))
     if params.score == "contains":
         return RewardResult(float(any(f" {right} " in f" {text} " for right in rights)))
     return RewardResult(float(text in rights))

@@ -4,9 +4,9 @@ Started as `python -m rlhf_megatron.runtime.torchrun.agent`.
 
 torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
 torchrun kills the ranks soon after a signal; here they get it and end by themselves, when the run's state is saved
-(`runtime.stopping`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
+(`runtime.stop_signals`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
 channel's secret is drawn here and all sockets are on the loopback interface. On several, gloo takes the interface that
-leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.torchrun.nodes`).
+leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.torchrun.node_watch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-if __name__ == "__main__":  # what comes while torch is imported waits until `Ranks.take_signals`
+if (
+    __name__ == "__main__"
+):  # what comes while torch is imported waits until `LocalRanks.take_signals`
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
 
 # Read when torch is imported. A store that goes away is an ordinary end here, no reason for a stack trace in C++.
@@ -36,14 +38,19 @@ from torch.distributed.elastic.multiprocessing.api import SignalException  # noq
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 from torch.distributed.run import parse_args, run  # noqa: E402
 
-from rlhf_megatron.resharding.transfer_dir import make_transfer_dir  # noqa: E402
-from rlhf_megatron.rollout.sockets import interface_towards  # noqa: E402
-from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
-from rlhf_megatron.runtime.processes import AGENT_ENV, AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
-from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
-from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, told  # noqa: E402
-from rlhf_megatron.runtime.torchrun.stores import bind_stores  # noqa: E402
-from rlhf_megatron.stop import STOPPED_EXIT_CODE, startup_exit_code  # noqa: E402
+from rlhf_megatron.rollout.socket_limits import find_interface_towards  # noqa: E402
+from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory  # noqa: E402
+from rlhf_megatron.runtime.message_channel import SECRET_ENV, SECRET_FILE_ENV, generate_secret  # noqa: E402
+from rlhf_megatron.runtime.process_control import (  # noqa: E402
+    AGENT_ENV,
+    AGENTS_PARENT_ENV,
+    die_with_parent,
+    find_children_with_variable,
+)
+from rlhf_megatron.runtime.stop_signals import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
+from rlhf_megatron.runtime.torchrun.node_watch import OtherNodesWatcher, format_early_exit  # noqa: E402
+from rlhf_megatron.runtime.torchrun.torchrun_stores import bind_torchrun_stores  # noqa: E402
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, get_startup_exit_code  # noqa: E402
 
 ELASTIC = "torch.distributed.elastic"
 USAGE_EXIT_CODE = 2
@@ -51,108 +58,120 @@ STOP_LIMIT_S = 1800.0  # where STOP_LIMIT_ENV does not say
 OTHERS_ENDED_LIMIT_S = 30.0  # the same when another node has ended
 
 
-class Ranks:
+class LocalRanks:
     """The ranks of this machine, as far as signals go."""
 
-    def __init__(self, limit_s: float, pids: Callable[[], list[int]]) -> None:
-        """`pids`: of those that run."""
-        self._limit_s = limit_s
-        self._pids = pids
-        self._has_limit = False
+    def __init__(self, stop_limit_s: float, list_pids: Callable[[], list[int]]) -> None:
+        """`list_pids`: of those that run."""
+        self._stop_limit_s = stop_limit_s
+        self._list_pids = list_pids
+        self._is_kill_scheduled = False
 
-    def take_signals(self) -> None:
+    def forward_signals(self) -> None:
         """Signals go to the ranks; the agent goes on until they have ended. On the main thread.
 
         Every version of torch sets its own handler when it starts the ranks, and looks for it in its module.
         """
-        assert hasattr(elastic_processes, "_terminate_process_handler"), "this torch takes signals in another way"
-        self._torchs_handler = elastic_processes._terminate_process_handler
-        setattr(elastic_processes, "_terminate_process_handler", self._on_signal)  # noqa: B010  mypy sees a function
-        for number in SIGNALS:  # torch sets those that it knows once more; SIGUSR1 only newer versions do
-            signal.signal(number, self._on_signal)
+        assert hasattr(elastic_processes, "_terminate_process_handler"), (
+            "this torch takes signals in another way"
+        )
+        self._torch_handler = elastic_processes._terminate_process_handler
+        setattr(elastic_processes, "_terminate_process_handler", self._forward_signal)  # noqa: B010  mypy sees a function
+        for (
+            number
+        ) in SIGNALS:  # torch sets those that it knows once more; SIGUSR1 only newer versions do
+            signal.signal(number, self._forward_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    def end(self) -> None:
+    def request_end(self) -> None:
         """The run is over elsewhere. On any thread."""
-        self._limit_s = OTHERS_ENDED_LIMIT_S
+        self._stop_limit_s = OTHERS_ENDED_LIMIT_S
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number not in SIGNALS:
-            self._torchs_handler(number, frame)
-        pids = self._pids()
+    def _forward_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        if signal_number not in SIGNALS:
+            self._torch_handler(signal_number, frame)
+        pids = self._list_pids()
         if not pids:  # not started yet, or all ended
-            os._exit(startup_exit_code(number))
-        _send(pids, number)
-        if not self._has_limit:
-            self._has_limit = True
-            timer = threading.Timer(self._limit_s, self._kill_late)
+            os._exit(get_startup_exit_code(signal_number))
+        _send_signal(pids, signal_number)
+        if not self._is_kill_scheduled:
+            self._is_kill_scheduled = True
+            timer = threading.Timer(self._stop_limit_s, self._kill_late_ranks)
             timer.daemon = True
             timer.start()
 
-    def kill(self) -> None:
+    def kill_ranks(self) -> None:
         """Kill the ranks, from any thread."""
-        _send(self._pids(), signal.SIGKILL)
+        _send_signal(self._list_pids(), signal.SIGKILL)
 
-    def _kill_late(self) -> None:
-        pids = self._pids()
-        sys.stderr.write(f"the ranks {pids} have not ended within {self._limit_s:g} s of a signal; they are killed\n")
-        _send(pids, signal.SIGKILL)
+    def _kill_late_ranks(self) -> None:
+        pids = self._list_pids()
+        sys.stderr.write(
+            f"the ranks {pids} have not ended within {self._stop_limit_s:g} s of a signal; they are killed\n"
+        )
+        _send_signal(pids, signal.SIGKILL)
 
 
-def _send(pids: Sequence[int], number: int) -> None:
+def _send_signal(pids: Sequence[int], signal_number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
 
 
-def main(arguments: Sequence[str], running: Callable[[], list[int]] | None = None) -> int:
+def main(arguments: Sequence[str], list_rank_pids: Callable[[], list[int]] | None = None) -> int:
     """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when no rank failed.
 
-    `running`: the ranks' processes, where they do not begin with an interpreter."""
+    `list_rank_pids`: the ranks' processes, where they do not begin with an interpreter."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if not _HAS_LOG_LEVEL:
         del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
-    pids = running or (lambda: children_with("TORCHELASTIC_RUN_ID"))
-    ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)), pids)
-    ranks.take_signals()
+    pids = list_rank_pids or (lambda: find_children_with_variable("TORCHELASTIC_RUN_ID"))
+    ranks = LocalRanks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)), pids)
+    ranks.forward_signals()
     if parent := os.environ.pop(AGENTS_PARENT_ENV, None):
         die_with_parent(signal.SIGTERM, int(parent))
     os.environ[AGENT_ENV] = str(os.getpid())
-    bind_stores()
+    bind_torchrun_stores()
     parsed = parse_args(list(arguments))
     others = None
     if parsed.standalone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if SECRET_FILE_ENV not in os.environ:
-            os.environ[SECRET_ENV] = new_secret()
+            os.environ[SECRET_ENV] = generate_secret()
     else:
-        if interface := interface_towards(parsed.master_addr):
+        if interface := find_interface_towards(parsed.master_addr):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank, ranks.end, ranks.kill)
-    code = _run_aside(parsed)
+        others = OtherNodesWatcher(
+            parsed.master_addr,
+            parsed.master_port,
+            parsed.node_rank,
+            ranks.request_end,
+            ranks.kill_ranks,
+        )
+    code = _run_with_temporary_log_dir(parsed)
     if others is not None:
-        others.leave(code)
-        if others.ended is not None:
-            reason, code = others.ended
-            sys.stderr.write(told(reason))
+        others.report_exit(code)
+        if others.early_exit is not None:
+            reason, code = others.early_exit
+            sys.stderr.write(format_early_exit(reason))
     return code
 
 
-def _run_aside(parsed: argparse.Namespace) -> int:
+def _run_with_temporary_log_dir(torchrun_args: argparse.Namespace) -> int:
     """torchrun leaves a directory of error files behind; here it goes with the agent, or when the next one starts."""
-    if parsed.log_dir is not None:
-        return _run(parsed)
-    with make_transfer_dir(tempfile.gettempdir(), 0) as aside:
-        parsed.log_dir = str(aside.path)
-        return _run(parsed)
+    if torchrun_args.log_dir is not None:
+        return _run_torchrun(torchrun_args)
+    with make_transfer_directory(tempfile.gettempdir(), 0) as aside:
+        torchrun_args.log_dir = str(aside.path)
+        return _run_torchrun(torchrun_args)
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run_torchrun(torchrun_args: argparse.Namespace) -> int:
     try:
-        run(parsed)
+        run(torchrun_args)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         codes = [failures.exitcode for _, failures in sorted(error.failures.items())]
@@ -161,12 +180,12 @@ def _run(parsed: argparse.Namespace) -> int:
         if code == STOPPED_EXIT_CODE and failure.exitcode < 0:  # torchrun told the others to end
             code = failure.exitcode
         if -code in SIGNALS:  # a rank that can tell the controller of a signal takes it
-            return startup_exit_code(-code)
+            return get_startup_exit_code(-code)
         return 128 - code if code < 0 else code
     except SignalException as error:
         return 128 + error.sigval
     except (DistNetworkError, DistStoreError) as error:
-        place = f"{parsed.master_addr}:{parsed.master_port}"
+        place = f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
         sys.stderr.write(
             f"no rendezvous at {place} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}\n"
             "On node 0 the port must be free; on the others it must be reachable. Set MASTER_PORT to another port.\n"
@@ -179,4 +198,6 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # a thread of torch's store that is in C++ while the interpreter shuts down aborts the process
+    os._exit(
+        exit_code
+    )  # a thread of torch's store that is in C++ while the interpreter shuts down aborts the process

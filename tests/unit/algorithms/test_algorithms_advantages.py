@@ -7,7 +7,7 @@ import torch
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
 from rlhf_megatron.algorithms.advantages.grpo import GRPOParams, grpo
-from rlhf_megatron.algorithms.groups import group_advantages
+from rlhf_megatron.algorithms.prompt_groups import compute_group_advantages
 
 
 def advantages(
@@ -42,8 +42,11 @@ def test_divided_by_the_unbiased_standard_deviation() -> None:
 
 def test_epsilon_is_added_to_the_deviation_and_not_under_the_root() -> None:
     # 0, 2e-6: mean 1e-6, deviation sqrt(2) * 1e-6
-    found = group_advantages(
-        torch.tensor([0, 2e-6], dtype=torch.float64), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(), 1e-6
+    found = compute_group_advantages(
+        torch.tensor([0, 2e-6], dtype=torch.float64),
+        torch.zeros(2, dtype=torch.int64),
+        torch.ones(2).bool(),
+        1e-6,
     )
     assert found.tolist() == pytest.approx([-1 / (math.sqrt(2) + 1), 1 / (math.sqrt(2) + 1)])
 
@@ -84,7 +87,11 @@ def test_a_sample_s_advantage_stands_on_its_response_tokens_only() -> None:
 
 def test_registered_with_its_parameters_and_needs() -> None:
     entry = ADV_ESTIMATORS.get("grpo")
-    assert entry.build is grpo and entry.params is GRPOParams and set(entry.needs) == {"rewards", "group_ids"}
+    assert (
+        entry.build is grpo
+        and entry.params is GRPOParams
+        and set(entry.needs) == {"rewards", "group_ids"}
+    )
     with pytest.raises(ValueError, match=r"advantage estimator 'grop'.*'grpo'"):
         ADV_ESTIMATORS.get("grop")
     with pytest.raises(ValueError, match="epsilon"):

@@ -9,28 +9,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
-from rlhf_megatron.algorithms.sequences import Sequences
+from rlhf_megatron.algorithms.rollout_correction.correction_params import (
+    CorrectionParams,
+    ImportanceWeightParams,
+    RejectionFilter,
+)
+from rlhf_megatron.algorithms.row_sequences import RowSequences
 from rlhf_megatron.config.schema import ActorConfig, KernelsConfig, PolicyLossConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, MiniBatch, TrainBatch, gain, select
-from rlhf_megatron.data.codec import decode, encode
-from rlhf_megatron.observe.metrics.batch import valid_samples
-from rlhf_megatron.scheduler.advantages import correction_columns
-from rlhf_megatron.scheduler.mini_batches import weighed
-from rlhf_megatron.workers.losses import CorrectedRowLoss, RowLoss, make_row_losses
+from rlhf_megatron.controller.observe.metrics.batch_metrics import make_valid_sample_mask
+from rlhf_megatron.controller.scheduler.advantage_stage import compute_correction_columns
+from rlhf_megatron.controller.scheduler.mini_batches import make_actor_mini_batch
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    MiniBatch,
+    TrainBatch,
+    add_columns,
+    select_samples,
+)
+from rlhf_megatron.data.codec import decode_message, encode_message
+from rlhf_megatron.ranks.workers.actor_losses import CorrectedRowLoss, RowLoss, make_row_losses
 
-COLUMNS = ("loss_weights", "metric_weights", "advantages", "old_log_probs", "rollout_log_probs", "correction_weights")
+COLUMNS = (
+    "loss_weights",
+    "metric_weights",
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "correction_weights",
+)
 IMPORTANCES = {
     "none": None,
-    "token": Importance("token", 1.6),
-    "sequence": Importance("sequence", 1.8),
-    "icepop": Importance("token", 2.5, 0.6),
-    "sequence icepop": Importance("sequence", 2.5, 0.3),
+    "token": ImportanceWeightParams("token", 1.6),
+    "sequence": ImportanceWeightParams("sequence", 1.8),
+    "icepop": ImportanceWeightParams("token", 2.5, 0.6),
+    "sequence icepop": ImportanceWeightParams("sequence", 2.5, 0.3),
 }
 FILTERS = {
     "none": (),
-    "token": (Filter("token_k1", 2.0, 0.6), Filter("token_k3", 0.4)),
-    "sequence": (Filter("seq_mean_k1", 1.6, 0.7), Filter("seq_max_k2", 1.2)),
+    "token": (RejectionFilter("token_k1", 2.0, 0.6), RejectionFilter("token_k3", 0.4)),
+    "sequence": (RejectionFilter("seq_mean_k1", 1.6, 0.7), RejectionFilter("seq_max_k2", 1.2)),
 }
 
 
@@ -39,11 +56,17 @@ class Case:
     batch: AnnotatedBatch  # of the policy before the update
     advantages: Tensor
 
-    def mini_batch(self, params: CorrectionParams, is_bypass: bool, mode: str = "token-mean") -> MiniBatch:
+    def mini_batch(
+        self, params: CorrectionParams, is_bypass: bool, mode: str = "token-mean"
+    ) -> MiniBatch:
         """Of the whole step, as the controller makes it."""
-        columns, _ = correction_columns(self.batch, valid_samples(self.batch), params, is_bypass)
-        train = gain(TrainBatch, self.batch, advantages=self.advantages, **columns)
-        return weighed(decode(encode(train)), mode, is_bypass=is_bypass)  # as a journal gives it back
+        columns, _ = compute_correction_columns(
+            self.batch, make_valid_sample_mask(self.batch), params, is_bypass
+        )
+        train = add_columns(TrainBatch, self.batch, advantages=self.advantages, **columns)
+        return make_actor_mini_batch(
+            decode_message(encode_message(train)), mode, is_bypass=is_bypass
+        )  # as a journal gives it back
 
 
 def make_case(seed: int = 0, num_samples: int = 9, scale: float = 0.4) -> Case:
@@ -78,30 +101,45 @@ def make_case(seed: int = 0, num_samples: int = 9, scale: float = 0.4) -> Case:
     return Case(batch, torch.randn(count, generator=generator).masked_fill(~mask, 0.0))
 
 
-def row_loss_of(loss: str, correction: CorrectionParams | None, **kernels: bool) -> RowLoss | CorrectedRowLoss:
-    params = {"clip_ratio_low": 0.9, "clip_ratio_high": 9.0, "clip_ratio_c": 20.0} if loss == "ppo_clip" else {}
-    config = ActorConfig(policy_loss=PolicyLossConfig(loss, params), kernels=KernelsConfig(**kernels))
+def row_loss_of(
+    loss: str, correction: CorrectionParams | None, **kernels: bool
+) -> RowLoss | CorrectedRowLoss:
+    params = (
+        {"clip_ratio_low": 0.9, "clip_ratio_high": 9.0, "clip_ratio_c": 20.0}
+        if loss == "ppo_clip"
+        else {}
+    )
+    config = ActorConfig(
+        policy_loss=PolicyLossConfig(loss, params), kernels=KernelsConfig(**kernels)
+    )
     plain = make_row_losses(config)["policy"]
     return plain if correction is None else CorrectedRowLoss(plain, correction)
 
 
 def gradient(
-    row_loss: RowLoss | CorrectedRowLoss, batch: MiniBatch, log_probs: Tensor, parts: list[list[int]] | None = None
+    row_loss: RowLoss | CorrectedRowLoss,
+    batch: MiniBatch,
+    log_probs: Tensor,
+    parts: list[list[int]] | None = None,
 ) -> tuple[float, Tensor, dict[str, float]]:
     """(loss, d loss / d log-probs [T], metrics) over micro-batches of these samples."""
     leaf = log_probs.clone().requires_grad_()
     total, metrics = 0.0, {}
     token_of = torch.arange(batch.num_tokens)
     for part in parts or [list(range(len(batch)))]:
-        chosen = select(batch, part)
+        chosen = select_samples(batch, part)
         picked = torch.cat([token_of[batch.offsets[i] : batch.offsets[i + 1]] for i in part])
         mask = chosen.response_mask
         ids = torch.arange(len(part)).repeat_interleave(chosen.lengths)[mask]
-        columns = {name: getattr(chosen, name)[mask] for name in COLUMNS if getattr(chosen, name) is not None}
+        columns = {
+            name: getattr(chosen, name)[mask]
+            for name in COLUMNS
+            if getattr(chosen, name) is not None
+        }
         rows = leaf[picked][mask]
         dtype = rows.dtype
         columns = {name: column.to(dtype) for name, column in columns.items()}
-        sequences = Sequences(ids, len(part)) if row_loss.needs_sequences else None
+        sequences = RowSequences(ids, len(part)) if row_loss.needs_sequences else None
         value, shares = row_loss(rows, None, columns, sequences)
         value.backward()
         total += value.item()
@@ -116,23 +154,33 @@ def all_params() -> list[CorrectionParams]:
         for filters in FILTERS.values():
             if importance is not None or filters:
                 found.append(CorrectionParams(importance, filters=filters))
-                found.append(CorrectionParams(importance, importance is not None, filters, veto=0.35))
+                found.append(
+                    CorrectionParams(importance, importance is not None, filters, veto=0.35)
+                )
     return found
 
 
 def names(params: CorrectionParams) -> str:
-    importance = "none" if params.importance is None else f"{params.importance.level}{params.importance.low or ''}"
+    importance = (
+        "none"
+        if params.importance is None
+        else f"{params.importance.level}{params.importance.low or ''}"
+    )
     return f"{importance}-{'+'.join(one.name for one in params.filters)}-{params.veto}"
 
 
 @pytest.mark.parametrize("params", all_params(), ids=names)
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_both_modes_have_one_gradient_where_the_policy_has_not_moved(params: CorrectionParams, mode: str) -> None:
+def test_both_modes_have_one_gradient_where_the_policy_has_not_moved(
+    params: CorrectionParams, mode: str
+) -> None:
     """Reinforce with the same weights, rejection and denominators, whoever makes them."""
     case = make_case(3)
     start = case.batch.old_log_probs
     assert start is not None
-    decoupled = gradient(row_loss_of("reinforce", None), case.mini_batch(params, False, mode), start.double())
+    decoupled = gradient(
+        row_loss_of("reinforce", None), case.mini_batch(params, False, mode), start.double()
+    )
     moving = row_loss_of("reinforce", params)
     batch = case.mini_batch(params, True, mode)
     bypass = gradient(moving, batch, start.double())
@@ -140,7 +188,9 @@ def test_both_modes_have_one_gradient_where_the_policy_has_not_moved(params: Cor
     assert decoupled[1].abs().max() > 0
     torch.testing.assert_close(bypass[1], decoupled[1], rtol=3e-7, atol=1e-12)
     cut = gradient(moving, batch, start.double(), [[4, 0], [8, 7, 1], [2], [3, 5, 6]])
-    torch.testing.assert_close(cut[1], bypass[1], rtol=1e-13, atol=1e-16)  # whatever the micro-batches
+    torch.testing.assert_close(
+        cut[1], bypass[1], rtol=1e-13, atol=1e-16
+    )  # whatever the micro-batches
     assert cut[2] == pytest.approx(bypass[2], rel=1e-12)
     single = gradient(moving, batch, start)
     torch.testing.assert_close(single[1].double(), bypass[1], rtol=2e-5, atol=1e-8)
@@ -151,13 +201,19 @@ def test_the_ratio_of_bypass_is_the_weight_of_decoupled_where_nothing_is_clipped
     case = make_case(1, scale=0.1)
     start = case.batch.old_log_probs
     assert start is not None
-    weights = CorrectionParams(Importance("token", 50.0))
-    decoupled = gradient(row_loss_of("ppo_clip", None), case.mini_batch(weights, False), start.double())
-    bypass = gradient(row_loss_of("ppo_clip", None), case.mini_batch(CorrectionParams(), True), start.double())
+    weights = CorrectionParams(ImportanceWeightParams("token", 50.0))
+    decoupled = gradient(
+        row_loss_of("ppo_clip", None), case.mini_batch(weights, False), start.double()
+    )
+    bypass = gradient(
+        row_loss_of("ppo_clip", None), case.mini_batch(CorrectionParams(), True), start.double()
+    )
     torch.testing.assert_close(bypass[1], decoupled[1], rtol=1e-6, atol=1e-12)
     moved = start.double() + 0.05
     decoupled = gradient(row_loss_of("ppo_clip", None), case.mini_batch(weights, False), moved)
-    bypass = gradient(row_loss_of("ppo_clip", None), case.mini_batch(CorrectionParams(), True), moved)
+    bypass = gradient(
+        row_loss_of("ppo_clip", None), case.mini_batch(CorrectionParams(), True), moved
+    )
     torch.testing.assert_close(bypass[1], decoupled[1], rtol=1e-6, atol=1e-12)
 
 
@@ -186,9 +242,11 @@ def test_moving_weights_by_a_plain_loop(importance: str) -> None:
         num_rejected += 0 if keep else len(log)
         product = torch.tensor(sum(log)).exp().item()
         for t, r in zip(tokens, ratio, strict=True):
-            w = {"token": min(r, 1.6), "sequence": min(product, 1.8), "icepop": r if 0.6 <= r <= 2.5 else 0.0}[
-                importance
-            ]
+            w = {
+                "token": min(r, 1.6),
+                "sequence": min(product, 1.8),
+                "icepop": r if 0.6 <= r <= 2.5 else 0.0,
+            }[importance]
             expected[t] = -case.advantages[t] * w * keep / num_tokens
     assert 0 < num_rejected < num_tokens
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-9)
@@ -196,7 +254,9 @@ def test_moving_weights_by_a_plain_loop(importance: str) -> None:
 
 
 @pytest.mark.parametrize("is_bypass", [False, True])
-def test_rejection_changes_no_denominator_and_leaves_out_kl_and_entropy_too(is_bypass: bool) -> None:
+def test_rejection_changes_no_denominator_and_leaves_out_kl_and_entropy_too(
+    is_bypass: bool,
+) -> None:
     case = make_case(2)
     start = case.batch.old_log_probs
     assert start is not None
@@ -210,11 +270,21 @@ def test_rejection_changes_no_denominator_and_leaves_out_kl_and_entropy_too(is_b
     assert 0 < int(kept.sum()) < int((all_grad != 0).sum())
     assert torch.equal(grad[kept], all_grad[kept])
     if not is_bypass:
-        assert torch.equal(corrected.loss_weights != 0, kept | (corrected.loss_weights != 0) & (case.advantages == 0))
+        assert torch.equal(
+            corrected.loss_weights != 0,
+            kept | (corrected.loss_weights != 0) & (case.advantages == 0),
+        )
     assert torch.equal(corrected.metric_weights, plain.metric_weights)
 
 
-@pytest.mark.parametrize("params", [CorrectionParams(Importance("token", 2.0), True, (Filter("token_k2", 1e-9),), 0.9)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        CorrectionParams(
+            ImportanceWeightParams("token", 2.0), True, (RejectionFilter("token_k2", 1e-9),), 0.9
+        )
+    ],
+)
 def test_a_batch_of_which_all_is_rejected_has_loss_and_gradient_0(params: CorrectionParams) -> None:
     case = make_case(4)
     start = case.batch.old_log_probs
@@ -222,15 +292,26 @@ def test_a_batch_of_which_all_is_rejected_has_loss_and_gradient_0(params: Correc
     for is_bypass in (False, True):
         row_loss = row_loss_of("reinforce", params if is_bypass else None)
         value, grad, metrics = gradient(row_loss, case.mini_batch(params, is_bypass), start)
-        assert value == 0 and torch.equal(grad, torch.zeros_like(grad)) and all(x == x for x in metrics.values())
+        assert (
+            value == 0
+            and torch.equal(grad, torch.zeros_like(grad))
+            and all(x == x for x in metrics.values())
+        )
 
 
 def test_a_rank_without_rows_has_loss_0() -> None:
-    params = CorrectionParams(Importance("sequence"), filters=FILTERS["token"], veto=0.1)
+    params = CorrectionParams(
+        ImportanceWeightParams("sequence"), filters=FILTERS["token"], veto=0.1
+    )
     row_loss = row_loss_of("reinforce", params)
     empty = torch.zeros(0)
     columns = dict.fromkeys(COLUMNS[:-1], empty)
-    value, _ = row_loss(empty.clone().requires_grad_(), None, columns, Sequences(torch.zeros(0, dtype=torch.int64), 3))
+    value, _ = row_loss(
+        empty.clone().requires_grad_(),
+        None,
+        columns,
+        RowSequences(torch.zeros(0, dtype=torch.int64), 3),
+    )
     assert value.item() == 0
 
 
@@ -251,12 +332,19 @@ def test_the_mean_of_batch_norm_is_of_the_step_in_both_modes(level: str) -> None
     bypass = case.mini_batch(params, True)
     assert bypass.correction_weights is not None
     factor = raw.correction_weights[mask] / normed.correction_weights[mask]
-    assert bypass.correction_weights[mask].tolist() == pytest.approx((1 / factor).tolist(), rel=1e-6)
+    assert bypass.correction_weights[mask].tolist() == pytest.approx(
+        (1 / factor).tolist(), rel=1e-6
+    )
 
 
 def test_without_the_trainers_log_probs_there_is_nothing_to_correct_on_the_controller() -> None:
     case = make_case()
     batch = replace(case.batch, old_log_probs=None)
-    assert correction_columns(batch, valid_samples(batch), CorrectionParams(), True) == ({}, {})
-    train = gain(TrainBatch, batch, advantages=case.advantages)
-    assert torch.equal(weighed(train, "token-mean", is_bypass=True).old_log_probs, batch.rollout_log_probs)  # type: ignore[arg-type]
+    assert compute_correction_columns(
+        batch, make_valid_sample_mask(batch), CorrectionParams(), True
+    ) == ({}, {})
+    train = add_columns(TrainBatch, batch, advantages=case.advantages)
+    assert torch.equal(
+        make_actor_mini_batch(train, "token-mean", is_bypass=True).old_log_probs,
+        batch.rollout_log_probs,
+    )  # type: ignore[arg-type]

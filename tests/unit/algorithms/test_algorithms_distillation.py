@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.distillation import DISTILLATION_LOSSES
-from rlhf_megatron.algorithms.distillation.base import DistillationParams, outcomes
+from rlhf_megatron.algorithms.distillation.distillation_loss import (
+    DistillationParams,
+    normalize_top_k_log_probs,
+)
 
 BAR = 1e-6
 
@@ -17,7 +20,9 @@ def draw(number: int) -> tuple[Tensor, Tensor, Tensor]:
     """(student's logits [T, V], teacher's log-probs [T, V], the teacher's K likeliest tokens [T, K])."""
     generator = torch.Generator().manual_seed(number)
     tokens, vocabulary, count = 1 + number % 13, 5 + number % 8, 1 + number % 4
-    logits, of_teacher = 2 * torch.randn(2, tokens, vocabulary, generator=generator, dtype=torch.float64)
+    logits, of_teacher = 2 * torch.randn(
+        2, tokens, vocabulary, generator=generator, dtype=torch.float64
+    )
     teacher = of_teacher.log_softmax(-1)
     return logits, teacher, teacher.topk(count, -1).indices
 
@@ -26,10 +31,15 @@ def weights_of(logits: Tensor) -> Tensor:
     return torch.linspace(0.1, 1.0, len(logits), dtype=torch.float64)
 
 
-def found(name: str, logits: Tensor, teacher: Tensor, ids: Tensor, has_tail: bool) -> tuple[Tensor, Tensor]:
+def found(
+    name: str, logits: Tensor, teacher: Tensor, ids: Tensor, has_tail: bool
+) -> tuple[Tensor, Tensor]:
     """([T] loss, gradient of its weighted sum by the logits)."""
     leaf = logits.clone().requires_grad_()
-    pair = (outcomes(log_p.gather(-1, ids), has_tail) for log_p in (leaf.log_softmax(-1), teacher))
+    pair = (
+        normalize_top_k_log_probs(log_p.gather(-1, ids), has_tail)
+        for log_p in (leaf.log_softmax(-1), teacher)
+    )
     loss = DISTILLATION_LOSSES.get(name).build(*pair)
     return loss.detach(), torch.autograd.grad((loss * weights_of(logits)).sum(), leaf)[0]
 
@@ -72,11 +82,15 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_no_slope() -> None:
     logits = torch.tensor([[40.0, 0.0, 0.0], [0.3, 0.2, 0.1]])
     for name in ("forward_kl", "reverse_kl"):
         for has_tail in (True, False):
-            loss, gradient = found(name, logits, logits.log_softmax(-1), torch.tensor([[0, 1], [0, 1]]), has_tail)
+            loss, gradient = found(
+                name, logits, logits.log_softmax(-1), torch.tensor([[0, 1], [0, 1]]), has_tail
+            )
             assert loss.abs().max() <= BAR and gradient.abs().max() <= BAR
 
 
 def test_parameters() -> None:
-    with pytest.raises(ValueError, match=r"top_k \(1\) must be at least 1, and 2 without has_tail; use 16"):
+    with pytest.raises(
+        ValueError, match=r"top_k \(1\) must be at least 1, and 2 without has_tail; use 16"
+    ):
         DistillationParams(top_k=1, has_tail=False)
     assert DistillationParams().top_k == 16

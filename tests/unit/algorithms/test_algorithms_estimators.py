@@ -32,7 +32,10 @@ WHITENED = ("gdpo", "reinforce_plus_plus_baseline")
 
 
 def inputs_of(
-    rewards: list[float], groups: list[int], lengths: list[int] | None = None, valid: list[bool] | None = None
+    rewards: list[float],
+    groups: list[int],
+    lengths: list[int] | None = None,
+    valid: list[bool] | None = None,
 ) -> AdvantageInputs:
     """A prompt token and `lengths` response tokens a sample (or 1 each), rewarded at the last one; pi is 1/2."""
     count = len(rewards)
@@ -97,7 +100,9 @@ def test_opo_by_hand() -> None:
 def test_opo_counts_response_tokens_and_not_a_tool_s() -> None:
     inputs = inputs_of([8, 0], [0, 0], [1, 5])
     mask = inputs.response_mask_T.clone()
-    mask[4:6] = False  # of the second sample's 5 tokens (3 .. 7), 2 are a tool's: lengths 1 and 3 as above
+    mask[4:6] = (
+        False  # of the second sample's 5 tokens (3 .. 7), 2 are a tool's: lengths 1 and 3 as above
+    )
     outputs = ADV_ESTIMATORS.get("opo").build(replace(inputs, response_mask_T=mask), None)
     assert outputs.advantages_T.tolist() == [0, 6, 0, -2, 0, 0, -2, -2]
 
@@ -118,7 +123,9 @@ def test_gpg_counts_valid_samples_only() -> None:
 
 def test_gpg_counts_a_sample_at_the_mean_of_its_group_as_one_that_teaches() -> None:
     # 0, 1, 2: the middle one has advantage 0, but its group has spread: alpha = 5 / 3.
-    assert of_samples("gpg", inputs_of([0, 1, 2, 4, 4], [0, 0, 0, 1, 1])) == pytest.approx([-5 / 3, 0, 5 / 3, 0, 0])
+    assert of_samples("gpg", inputs_of([0, 1, 2, 4, 4], [0, 0, 0, 1, 1])) == pytest.approx(
+        [-5 / 3, 0, 5 / 3, 0, 0]
+    )
 
 
 def test_reinforce_plus_plus_baseline_by_hand() -> None:
@@ -133,7 +140,9 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
 def test_whitening_of_one_token_or_none_changes_nothing() -> None:
     # Of the two samples only the first has a token: its centered reward stands.
     assert of_samples("reinforce_plus_plus_baseline", inputs_of([5, 1], [0, 0], [1, 0]))[0] == 2
-    nothing = ADV_ESTIMATORS.get("reinforce_plus_plus_baseline").build(inputs_of([5, 1], [0, 0], [0, 0]), None)
+    nothing = ADV_ESTIMATORS.get("reinforce_plus_plus_baseline").build(
+        inputs_of([5, 1], [0, 0], [0, 0]), None
+    )
     assert nothing.advantages_T.tolist() == [0, 0]
 
 
@@ -146,11 +155,15 @@ def test_gdpo_by_hand() -> None:
     )
     params = GDPOParams(("a", "b"), (1.0, 0.5), norm_adv_by_std_in_grpo=False)
     scale = (0.5 / 3 + 1e-8) ** -0.5
-    assert of_samples("gdpo", inputs, params) == pytest.approx([0, 0, 0.5 * scale, -0.5 * scale], rel=1e-6)
+    assert of_samples("gdpo", inputs, params) == pytest.approx(
+        [0, 0, 0.5 * scale, -0.5 * scale], rel=1e-6
+    )
     # Divided by deviations sqrt(2), 2 sqrt(2) | -, sqrt(2): a +-1/sqrt(2), b -+1/sqrt(2) | +-1/sqrt(2); sum 0, 0 | ...
     divided = of_samples("gdpo", inputs, GDPOParams(("a", "b")))
     third = (2 * 0.5 / 3 + 1e-8) ** -0.5
-    assert divided == pytest.approx([0, 0, math.sqrt(0.5) * third, -math.sqrt(0.5) * third], rel=1e-5, abs=1e-6)
+    assert divided == pytest.approx(
+        [0, 0, math.sqrt(0.5) * third, -math.sqrt(0.5) * third], rel=1e-5, abs=1e-6
+    )
 
 
 def test_gdpo_tells_mixes_apart_that_grpo_does_not() -> None:
@@ -172,17 +185,28 @@ def test_gdpo_with_parts_that_some_samples_do_not_have() -> None:
     params = GDPOParams(("a", "b"), norm_adv_by_std_in_grpo=False)
     found = of_samples("gdpo", inputs, params)
     assert ADV_ESTIMATORS.get("gdpo").build(inputs, params).metrics == pytest.approx(
-        {f"gdpo/{key}/{name}": value for key in "ab" for name, value in statistics_of_0_and_1.items()}
+        {
+            f"gdpo/{key}/{name}": value
+            for key in "ab"
+            for name, value in statistics_of_0_and_1.items()
+        }
     )
     scale = (4 * 0.25 / 3 + 1e-8) ** -0.5
     assert found == pytest.approx([0.5 * scale, -0.5 * scale, -0.5 * scale, 0.5 * scale], rel=1e-6)
     # A source that is not in this step at all has no column.
-    assert of_samples("gdpo", inputs, GDPOParams(("a", "b", "c"), norm_adv_by_std_in_grpo=False)) == found
+    assert (
+        of_samples("gdpo", inputs, GDPOParams(("a", "b", "c"), norm_adv_by_std_in_grpo=False))
+        == found
+    )
 
 
 def test_gdpo_refuses_a_part_that_its_reward_does_not_return() -> None:
-    inputs = replace(inputs_of([1, 0], [0, 0]), reward_parts={"f": torch.ones(2), "f/good": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"'f/god', but reward 'f' returned no part 'god'.*one of f, f/good"):
+    inputs = replace(
+        inputs_of([1, 0], [0, 0]), reward_parts={"f": torch.ones(2), "f/good": torch.ones(2)}
+    )
+    with pytest.raises(
+        ValueError, match=r"'f/god', but reward 'f' returned no part 'god'.*one of f, f/good"
+    ):
         of_samples("gdpo", inputs, GDPOParams(("f/god",)))
     of_samples("gdpo", inputs, GDPOParams(("f/good",)))
 
@@ -192,7 +216,10 @@ def test_gdpo_refuses_a_part_that_its_reward_does_not_return() -> None:
     [
         (lambda: GDPOParams(()), r"gdpo_reward_keys \(\[\]\) must be distinct names"),
         (lambda: GDPOParams(("a", "a")), "must be distinct"),
-        (lambda: GDPOParams(("a", "b"), (1.0,)), r"gdpo_reward_weights \(\[1.0\]\) must be one a key \(2: a, b\)"),
+        (
+            lambda: GDPOParams(("a", "b"), (1.0,)),
+            r"gdpo_reward_weights \(\[1.0\]\) must be one a key \(2: a, b\)",
+        ),
         (lambda: GDPOParams(("a",), (0.0,)), "not all 0"),
         (lambda: GDPOParams(("a",), (math.nan,)), "must be numbers"),
         (lambda: GDPOParams(("a",), epsilon=-1.0), "epsilon"),
@@ -210,7 +237,10 @@ def test_wrong_parameters(make: Any, match: str) -> None:
 def test_a_group_with_one_valid_sample_gets_nothing(name: str) -> None:
     """Beside a group that teaches, in which all estimators find something; also where others of it are masked."""
     inputs = inputs_of(
-        [1, 0, 5, 7, math.nan, math.inf], [0, 0, 1, 2, 2, 3], [2, 1, 3, 1, 1, 1], [True] * 4 + [False] * 2
+        [1, 0, 5, 7, math.nan, math.inf],
+        [0, 0, 1, 2, 2, 3],
+        [2, 1, 3, 1, 1, 1],
+        [True] * 4 + [False] * 2,
     )
     outputs = ADV_ESTIMATORS.get(name).build(inputs, OF_GROUPS[name])
     # Samples own tokens 0..2, 3..4, 5..8, 9..10, 11..12, 13..14.
@@ -257,10 +287,14 @@ def test_masked_samples_are_in_no_statistic(name: str) -> None:
     assert torch.equal(found[is_theirs], expected) and found[~is_theirs].eq(0).all()
 
 
-SAMPLES = st.lists(st.tuples(st.integers(-8, 8), st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=12)
+SAMPLES = st.lists(
+    st.tuples(st.integers(-8, 8), st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=12
+)
 
 
-def drawn(samples: list[tuple[int, int, int, bool]], shift: float = 0.0, scale: float = 1.0) -> AdvantageInputs:
+def drawn(
+    samples: list[tuple[int, int, int, bool]], shift: float = 0.0, scale: float = 1.0
+) -> AdvantageInputs:
     return inputs_of(
         [scale * (reward + shift) for reward, _, _, _ in samples],
         [group for _, group, _, _ in samples],
@@ -272,9 +306,13 @@ def drawn(samples: list[tuple[int, int, int, bool]], shift: float = 0.0, scale: 
 @pytest.mark.parametrize("name", PARAMS)
 @given(samples=SAMPLES)
 @settings(max_examples=40, deadline=None)
-def test_a_shift_of_all_rewards_changes_nothing(name: str, samples: list[tuple[int, int, int, bool]]) -> None:
+def test_a_shift_of_all_rewards_changes_nothing(
+    name: str, samples: list[tuple[int, int, int, bool]]
+) -> None:
     estimator, params = ADV_ESTIMATORS.get(name).build, PARAMS[name]
-    plain, shifted = (estimator(drawn(samples, shift), params).advantages_T for shift in (0.0, 1024.0))
+    plain, shifted = (
+        estimator(drawn(samples, shift), params).advantages_T for shift in (0.0, 1024.0)
+    )
     assert shifted.tolist() == pytest.approx(plain.tolist(), rel=1e-6, abs=1e-6)
 
 
@@ -284,11 +322,15 @@ def test_a_shift_of_all_rewards_changes_nothing(name: str, samples: list[tuple[i
 def test_a_scale_of_all_rewards(name: str, samples: list[tuple[int, int, int, bool]]) -> None:
     """Normalised ones do not change, but for their epsilon; the others scale."""
     counts = Counter(group for _, group, _, is_valid in samples if is_valid)
-    num_tokens = sum(length for _, group, length, is_valid in samples if is_valid and counts[group] > 1)
+    num_tokens = sum(
+        length for _, group, length, is_valid in samples if is_valid and counts[group] > 1
+    )
     assume(num_tokens > 1 or name not in WHITENED)  # a single token is not whitened
     estimator, params = ADV_ESTIMATORS.get(name).build, OF_GROUPS[name]
     params = replace(params, epsilon=0.0) if hasattr(params, "epsilon") else params
-    plain, scaled = (estimator(drawn(samples, 0.0, scale), params).advantages_T for scale in (1.0, 1024.0))
+    plain, scaled = (
+        estimator(drawn(samples, 0.0, scale), params).advantages_T for scale in (1.0, 1024.0)
+    )
     factor = 1.0 if name in (*WHITENED, "grpo", "grpo_passk") else 1024.0
     assert scaled.tolist() == pytest.approx((factor * plain).tolist(), rel=1e-4, abs=1e-6)
 
@@ -297,10 +339,14 @@ def plain_loop(name: str, inputs: AdvantageInputs) -> list[float]:
     """The formulas, sample by sample in Python floats; whitening over a padded list of tokens."""
     rewards, groups = inputs.rewards_B.tolist(), inputs.group_ids_B.tolist()
     valid, lengths = inputs.is_valid_B.tolist(), (inputs.offsets.diff() - 1).tolist()
-    members = {g: [j for j in range(len(rewards)) if groups[j] == g and valid[j]] for g in set(groups)}
+    members = {
+        g: [j for j in range(len(rewards)) if groups[j] == g and valid[j]] for g in set(groups)
+    }
     lonely = [not valid[i] or len(members[groups[i]]) < 2 for i in range(len(rewards))]
     found = []
-    num_flat = sum(valid[i] and len({rewards[j] for j in members[groups[i]]}) == 1 for i in range(len(rewards)))
+    num_flat = sum(
+        valid[i] and len({rewards[j] for j in members[groups[i]]}) == 1 for i in range(len(rewards))
+    )
     for i, group in enumerate(groups):
         theirs = [rewards[j] for j in members[group]]
         if lonely[i]:
@@ -317,7 +363,8 @@ def plain_loop(name: str, inputs: AdvantageInputs) -> list[float]:
             weights = [lengths[j] for j in members[group]]
             total = sum(weights)
             found.append(
-                rewards[i] - (sum(w * r for w, r in zip(weights, theirs, strict=True)) / total if total else 0)
+                rewards[i]
+                - (sum(w * r for w, r in zip(weights, theirs, strict=True)) / total if total else 0)
             )
         elif name == "gpg":
             found.append((rewards[i] - mean) * sum(valid) / max(sum(valid) - num_flat, 1))
@@ -330,17 +377,24 @@ def plain_loop(name: str, inputs: AdvantageInputs) -> list[float]:
         if len(tokens) > 1:
             mean = math.fsum(tokens) / len(tokens)
             variance = math.fsum((t - mean) ** 2 for t in tokens) / (len(tokens) - 1)
-            found = [0.0 if lonely[i] else (found[i] - mean) / math.sqrt(variance + 1e-8) for i in range(len(rewards))]
+            found = [
+                0.0 if lonely[i] else (found[i] - mean) / math.sqrt(variance + 1e-8)
+                for i in range(len(rewards))
+            ]
     return found
 
 
 @pytest.mark.parametrize("name", PARAMS)
 @given(samples=SAMPLES)
 @settings(max_examples=40, deadline=None)
-def test_ragged_batches_equal_a_plain_loop(name: str, samples: list[tuple[int, int, int, bool]]) -> None:
+def test_ragged_batches_equal_a_plain_loop(
+    name: str, samples: list[tuple[int, int, int, bool]]
+) -> None:
     inputs = drawn(samples)
     found = of_samples(name, inputs)
     expected = plain_loop(name, inputs)
-    for has_tokens, ours, theirs in zip((inputs.offsets.diff() > 1).tolist(), found, expected, strict=True):
+    for has_tokens, ours, theirs in zip(
+        (inputs.offsets.diff() > 1).tolist(), found, expected, strict=True
+    ):
         if has_tokens:
             assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)

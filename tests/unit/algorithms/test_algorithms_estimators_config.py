@@ -14,13 +14,13 @@ from config_samples import VALID
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.algorithm import reward_parts, term_parts
-from rlhf_megatron.config.rules.parts import OF_ESTIMATORS
-from rlhf_megatron.config.rules.run import has_critic
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.algorithm_rules import list_reward_parts, name_reward_term_parts
+from rlhf_megatron.config.rules.part_rules import OF_ESTIMATORS
+from rlhf_megatron.config.rules.run_rules import has_critic
+from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import AlgorithmConfig, RewardConfig, RewardTermConfig, RunConfig
-from rlhf_megatron.rewards.service.components import load_components
-from rlhf_megatron.scheduler.parts import load_parts
+from rlhf_megatron.controller.scheduler.algorithm_setup import load_algorithm_setup
+from rlhf_megatron.rewards.service.reward_components import load_reward_components
 
 NAMES = [
     "gae",
@@ -43,12 +43,14 @@ TERM = "{name: format, params: {pattern: a}}"
 
 def told(config: RunConfig) -> str:
     with pytest.raises(ConfigError) as error:
-        load_parts(config)
+        load_algorithm_setup(config)
     return "\n".join(error.value.problems)
 
 
 def of(name: str, **params: Any) -> RunConfig:
-    config = RunConfig(algorithm=AlgorithmConfig(adv_estimator=name, params={**PARAMS.get(name, {}), **params}))
+    config = RunConfig(
+        algorithm=AlgorithmConfig(adv_estimator=name, params={**PARAMS.get(name, {}), **params})
+    )
     return replace(config, data=replace(config.data, task="addition"))
 
 
@@ -67,7 +69,7 @@ def test_what_the_configuration_says_of_estimators_is_what_they_need() -> None:
 def test_an_estimator_runs_or_is_refused_by_what_it_lacks(name: str) -> None:
     missing = set(ADV_ESTIMATORS.get(name).needs) - OF_ESTIMATORS
     if not missing:
-        assert load_parts(of(name)).estimator is ADV_ESTIMATORS.get(name).build
+        assert load_algorithm_setup(of(name)).estimator is ADV_ESTIMATORS.get(name).build
         return
     lacks = ", ".join(sorted(missing))
     assert told(of(name)).startswith(
@@ -83,11 +85,12 @@ def test_an_estimator_of_values_brings_a_critic() -> None:
     def of_nothing_known(inputs: Any, params: None) -> None: ...
 
     try:
-        parts = load_parts(of("of_values"))
+        parts = load_algorithm_setup(of("of_values"))
         assert parts.needs_values and parts.needs_token_rewards and has_critic(of("of_values"))
         message = told(of("of_nothing_known"))
         assert (
-            "needs dreams, which this run does not compute; use one of" in message and "of_nothing" not in message[40:]
+            "needs dreams, which this run does not compute; use one of" in message
+            and "of_nothing" not in message[40:]
         )
     finally:
         del ADV_ESTIMATORS._entries["of_values"], ADV_ESTIMATORS._entries["of_nothing_known"]
@@ -130,7 +133,7 @@ def test_names_and_parameters(config: RunConfig, expected: str) -> None:
 def test_pairs(tmp_path: Path, section: str, overrides: list[str], expected: str | None) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(VALID + section)
-    found = validate(read_run_config(path, overrides))
+    found = validate_config(read_run_config(path, overrides))
     assert len(found) == (expected is not None), found
     assert expected is None or found[0].startswith(expected), found
 
@@ -138,16 +141,19 @@ def test_pairs(tmp_path: Path, section: str, overrides: list[str], expected: str
 def test_gdpo_weights_stand_for_those_of_the_terms(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     terms = "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}"
-    path.write_text(VALID + GDPO.replace("params: {", "params: {gdpo_reward_weights: [1.0, 0.5], ") + terms)
-    assert validate(read_run_config(path)) == []
+    path.write_text(
+        VALID + GDPO.replace("params: {", "params: {gdpo_reward_weights: [1.0, 0.5], ") + terms
+    )
+    assert validate_config(read_run_config(path)) == []
 
 
 def test_the_names_of_reward_parts_are_those_of_the_scorer() -> None:
     form = RewardTermConfig("format", params={"pattern": "a"})
     config = RewardConfig(
-        by_source={"a": RewardTermConfig("math_verify")}, terms=(form, RewardTermConfig("exact_match"), form, form)
+        by_source={"a": RewardTermConfig("math_verify")},
+        terms=(form, RewardTermConfig("exact_match"), form, form),
     )
     run = RunConfig(reward=config)
-    components = load_components(config)
-    assert term_parts(run) == [component.part for component in components.terms]
-    assert reward_parts(run) == sorted({component.part for component in components})
+    components = load_reward_components(config)
+    assert name_reward_term_parts(run) == [component.part_name for component in components.terms]
+    assert list_reward_parts(run) == sorted({component.part_name for component in components})

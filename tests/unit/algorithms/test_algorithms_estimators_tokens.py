@@ -21,7 +21,10 @@ NO_TAIL_RULE = OptimalTokenBaselineParams(handle_zero_tail=False)
 
 
 def inputs_of(
-    masks: list[list[int]], token_rewards: list[float], groups: list[int] | None = None, **columns: Any
+    masks: list[list[int]],
+    token_rewards: list[float],
+    groups: list[int] | None = None,
+    **columns: Any,
 ) -> AdvantageInputs:
     """`masks`: the response mask of each sample. Unless `columns` say more: pi is 1/2, and so the engine's."""
     flat = [entry for mask in masks for entry in mask]
@@ -45,7 +48,9 @@ def inputs_of(
 
 def advantages(name: str, inputs: AdvantageInputs, params: Any = None) -> list[float]:
     entry = ADV_ESTIMATORS.get(name)
-    outputs = entry.build(inputs, params if params is not None or entry.params is None else entry.params())
+    outputs = entry.build(
+        inputs, params if params is not None or entry.params is None else entry.params()
+    )
     assert outputs.advantages_T.dtype == torch.float32 and outputs.returns_T is None
     assert outputs.advantages_T[~inputs.response_mask_T].eq(0).all()
     return outputs.advantages_T.tolist()
@@ -66,11 +71,17 @@ def test_reinforce_plus_plus_without_masked_samples_and_with_one_token_or_none()
     among = inputs_of([[0, 1], [1, 1], [0, 1, 1]], [0, 2, *bad, 0, 1, 3], valid=[True, False, True])
     alone = inputs_of([[0, 1], [0, 1, 1]], [0, 2, 0, 1, 3])
     found = advantages("reinforce_plus_plus", among)
-    assert found[2:4] == [0, 0] and found[:2] + found[4:] == advantages("reinforce_plus_plus", alone)
+    assert found[2:4] == [0, 0] and found[:2] + found[4:] == advantages(
+        "reinforce_plus_plus", alone
+    )
     assert advantages("reinforce_plus_plus", inputs_of([[0, 1]], [0, 5])) == [0, 5]
     assert advantages("reinforce_plus_plus", inputs_of([[0, 0]], [0, 5])) == [0, 0]
     assert advantages("reinforce_plus_plus", inputs_of([], [])) == []
-    assert advantages("reinforce_plus_plus", inputs_of([[0, 1, 1]], [0, 0, 0.1])) == [0, 0, 0]  # equal: nothing
+    assert advantages("reinforce_plus_plus", inputs_of([[0, 1, 1]], [0, 0, 0.1])) == [
+        0,
+        0,
+        0,
+    ]  # equal: nothing
     with pytest.raises(ValueError, match=r"gamma \(1.5\) must be"):
         ReinforcePlusPlusParams(gamma=1.5)
 
@@ -121,7 +132,11 @@ def test_otb_behind_the_second_longest_sample() -> None:
     # Lengths 3 and 1: from the second token on there is nobody to compare with.
     inputs = inputs_of([[0, 1, 1, 1], [0, 1]], [0, 0, 0, 6, 0, 2])
     assert advantages(OTB, inputs) == advantages(TIR, inputs) == [0, 2, 6, 6, 0, -2]
-    assert advantages(OTB, inputs, NO_TAIL_RULE) == advantages(TIR, inputs, NO_TAIL_RULE) == [0, 2, 0, 0, 0, -2]
+    assert (
+        advantages(OTB, inputs, NO_TAIL_RULE)
+        == advantages(TIR, inputs, NO_TAIL_RULE)
+        == [0, 2, 0, 0, 0, -2]
+    )
     two = inputs_of([[1, 1], [1, 1], [1]], [0, 3, 0, 5, 1])  # two are the longest: no tail
     assert advantages(OTB, two)[1] == advantages(OTB, two, NO_TAIL_RULE)[1] == -1
 
@@ -141,15 +156,28 @@ def test_otb_without_company_is_nothing() -> None:
     for name in (OTB, TIR):
         assert advantages(name, inputs_of([[0, 1, 1]], [0, 1, 4])) == [0, 0, 0]
         assert advantages(name, inputs_of([[0, 1, 1], [0, 0], [0]], [0, 1, 4, 0, 0, 0])) == [0] * 6
-        assert advantages(name, inputs_of([[0, 1], [0, 1]], [0, 4, 0, math.nan], valid=[True, False])) == [0] * 4
-        assert advantages(name, inputs_of([[0, 1], [0], [0, 1]], [0, 4, 0, 0, 2])) == [0, 1, 0, 0, -1]
-        assert advantages(name, inputs_of([], [])) == [] and advantages(name, inputs_of([[0], [0]], [0, 0])) == [0, 0]
+        assert (
+            advantages(name, inputs_of([[0, 1], [0, 1]], [0, 4, 0, math.nan], valid=[True, False]))
+            == [0] * 4
+        )
+        assert advantages(name, inputs_of([[0, 1], [0], [0, 1]], [0, 4, 0, 0, 2])) == [
+            0,
+            1,
+            0,
+            0,
+            -1,
+        ]
+        assert advantages(name, inputs_of([], [])) == [] and advantages(
+            name, inputs_of([[0], [0]], [0, 0])
+        ) == [0, 0]
 
 
 def test_otb_where_every_token_was_certain() -> None:
     """All weights 0: a plain mean, not the return itself. Squares rounded below pi^2 make no negative weight."""
     certain = inputs_of([[1, 1], [1, 1]], [0, 4, 0, 0], log_probs=[0.0] * 4, sum_squares=[1.0] * 4)
-    rounded = inputs_of([[1, 1], [1, 1]], [0, 4, 0, 0], log_probs=[0.0] * 4, sum_squares=[1 - 1e-6, 1.0] * 2)
+    rounded = inputs_of(
+        [[1, 1], [1, 1]], [0, 4, 0, 0], log_probs=[0.0] * 4, sum_squares=[1 - 1e-6, 1.0] * 2
+    )
     for name in (OTB, TIR):
         assert advantages(name, certain) == advantages(name, rounded) == [2, 2, -2, -2]
 
@@ -190,7 +218,9 @@ def test_otb_does_not_notice_a_shift_where_there_is_company(name: str) -> None:
     assert advantages(name, moved) == pytest.approx(advantages(name, plain), rel=1e-5)
 
 
-def padded_loop(name: str, inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> list[float]:
+def padded_loop(
+    name: str, inputs: AdvantageInputs, params: OptimalTokenBaselineParams
+) -> list[float]:
     """The formula over rows of equal length, position by position, in Python floats."""
     assert inputs.token_rewards_T is not None and inputs.log_probs_T is not None
     assert inputs.sum_squares_T is not None and inputs.rollout_log_probs_T is not None
@@ -198,7 +228,9 @@ def padded_loop(name: str, inputs: AdvantageInputs, params: OptimalTokenBaseline
     width = int(inputs.offsets.diff().max()) if valid else 0
     rows = []  # of each sample: (place or None, to go, W) at each position
     for i in range(len(valid)):
-        places = [t for t in range(offsets[i], offsets[i + 1]) if inputs.response_mask_T[t] and valid[i]]
+        places = [
+            t for t in range(offsets[i], offsets[i + 1]) if inputs.response_mask_T[t] and valid[i]
+        ]
         row: list[tuple[int, float, float] | None] = [None] * width
         energy = 0.0
         for n, t in enumerate(places):
@@ -212,7 +244,9 @@ def padded_loop(name: str, inputs: AdvantageInputs, params: OptimalTokenBaseline
             row[n if name == TIR else t - places[0]] = (t, to_go, energy)
         rows.append(row)
     found = [0.0] * offsets[-1]
-    spans = [max((p + 1 for p, entry in enumerate(row) if entry is not None), default=0) for row in rows]
+    spans = [
+        max((p + 1 for p, entry in enumerate(row) if entry is not None), default=0) for row in rows
+    ]
     groups = inputs.group_ids_B.tolist()
     for group in set(groups):
         members = [i for i in range(len(valid)) if groups[i] == group and spans[i] > 0]
@@ -222,7 +256,9 @@ def padded_loop(name: str, inputs: AdvantageInputs, params: OptimalTokenBaseline
         for p in range(width):
             entries = [entry for i in members if (entry := rows[i][p]) is not None]
             total = math.fsum(energy for _, _, energy in entries)
-            baseline = math.fsum(to_go * energy for _, to_go, energy in entries) / total if total else 0.0
+            baseline = (
+                math.fsum(to_go * energy for _, to_go, energy in entries) / total if total else 0.0
+            )
             for t, to_go, _ in entries:
                 found[t] = to_go if params.handle_zero_tail and p >= second else to_go - baseline
     return found
@@ -259,7 +295,9 @@ def _with_prompts(column: torch.Tensor, masks: list[list[int]]) -> list[float]:
 def test_otb_equals_a_padded_loop(
     name: str, threshold: float | None, tail: bool, inputs: AdvantageInputs, seed: int
 ) -> None:
-    rewards = torch.randn(inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed))
+    rewards = torch.randn(
+        inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed)
+    )
     inputs = replace(inputs, token_rewards_T=rewards)
     params = OptimalTokenBaselineParams(tail, threshold)
     found = advantages(name, inputs, params)
@@ -269,8 +307,12 @@ def test_otb_equals_a_padded_loop(
 @pytest.mark.parametrize("name", [OTB, TIR])
 @given(inputs=batches(), seed=st.integers(0, 2**31))
 @settings(max_examples=20, deadline=None)
-def test_otb_of_some_groups_at_a_time_is_that_of_all_bit_for_bit(name: str, inputs: AdvantageInputs, seed: int) -> None:
-    rewards = torch.randn(inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed))
+def test_otb_of_some_groups_at_a_time_is_that_of_all_bit_for_bit(
+    name: str, inputs: AdvantageInputs, seed: int
+) -> None:
+    rewards = torch.randn(
+        inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed)
+    )
     inputs = replace(inputs, token_rewards_T=rewards, group_ids_B=inputs.group_ids_B.sort().values)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(otb, "PART", 4)
@@ -282,10 +324,21 @@ def padded(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor, list[li
     """(rewards [B, W] float64 and mask [B, W] of rows with a column for each response token of a valid sample; the
     places of these in the packed columns)."""
     assert inputs.token_rewards_T is not None
-    spans = zip(inputs.offsets.tolist(), inputs.offsets[1:].tolist(), inputs.is_valid_B.tolist(), strict=False)
-    places = [[t for t in range(a, b) if is_valid and inputs.response_mask_T[t]] for a, b, is_valid in spans]
+    spans = zip(
+        inputs.offsets.tolist(),
+        inputs.offsets[1:].tolist(),
+        inputs.is_valid_B.tolist(),
+        strict=False,
+    )
+    places = [
+        [t for t in range(a, b) if is_valid and inputs.response_mask_T[t]]
+        for a, b, is_valid in spans
+    ]
     width = max(map(len, places), default=0)
-    rewards, mask = torch.zeros(len(places), width, dtype=torch.float64), torch.zeros(len(places), width)
+    rewards, mask = (
+        torch.zeros(len(places), width, dtype=torch.float64),
+        torch.zeros(len(places), width),
+    )
     for i, of_sample in enumerate(places):
         rewards[i, : len(of_sample)] = inputs.token_rewards_T[of_sample].double()
         mask[i, : len(of_sample)] = 1
@@ -312,9 +365,13 @@ def packed(rows: torch.Tensor, places: list[list[int]], num_tokens: int) -> list
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 @given(inputs=batches(), seed=st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_reinforce_plus_plus_equals_a_padded_loop(gamma: float, inputs: AdvantageInputs, seed: int) -> None:
+def test_reinforce_plus_plus_equals_a_padded_loop(
+    gamma: float, inputs: AdvantageInputs, seed: int
+) -> None:
     """(G_t - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the mask."""
-    rewards = torch.randn(inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed))
+    rewards = torch.randn(
+        inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed)
+    )
     inputs = replace(inputs, token_rewards_T=rewards)
     table, mask, places = padded(inputs)
     to_go, count = rewards_to_go(table, mask, gamma), float(mask.sum())
@@ -337,4 +394,6 @@ def test_remax_equals_a_padded_loop(inputs: AdvantageInputs, seed: int) -> None:
     table, mask, places = padded(inputs)
     rows = rewards_to_go(table, mask, 1.0) - greedy.double()[:, None]
     rows[greedy.isnan()] = 0.0
-    assert advantages("remax", inputs) == pytest.approx(packed(rows, places, len(rewards)), rel=1e-5, abs=1e-6)
+    assert advantages("remax", inputs) == pytest.approx(
+        packed(rows, places, len(rewards)), rel=1e-5, abs=1e-6
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
-from rlhf_megatron.algorithms.advantages.tokens import Moments
+from rlhf_megatron.algorithms.advantages.response_tokens import RunningMoments
 from rlhf_megatron.algorithms.metric_names import METRICS
 
 gae_module = sys.modules[gae.__module__]  # the package has the function under the module's name
@@ -39,13 +39,21 @@ def inputs_of(
     )
 
 
-def plain_loop(inputs: AdvantageInputs, gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def plain_loop(
+    inputs: AdvantageInputs, gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
     """(advantages, returns), token by token from the back, in Python floats; nothing whitened."""
     assert inputs.token_rewards_T is not None and inputs.values_T is not None
     rewards, values = inputs.token_rewards_T.tolist(), inputs.values_T.tolist()
-    mask, valid, offsets = inputs.response_mask_T.tolist(), inputs.is_valid_B.tolist(), inputs.offsets.tolist()
+    mask, valid, offsets = (
+        inputs.response_mask_T.tolist(),
+        inputs.is_valid_B.tolist(),
+        inputs.offsets.tolist(),
+    )
     advantages = [0.0] * len(values)
-    returns = [value if is_response else 0.0 for value, is_response in zip(values, mask, strict=True)]
+    returns = [
+        value if is_response else 0.0 for value, is_response in zip(values, mask, strict=True)
+    ]
     for i in range(len(valid)):
         next_value, advantage = 0.0, 0.0
         for t in range(offsets[i + 1] - 1, offsets[i] - 1, -1):
@@ -58,7 +66,9 @@ def plain_loop(inputs: AdvantageInputs, gamma: float, lam: float) -> tuple[list[
 
 def test_by_hand() -> None:
     # A prompt token, then three response tokens: values 1, 2, 4; rewards 0, 0, 10; gamma = lam = 1/2.
-    outputs = gae(inputs_of([4], [0, 1, 1, 1], [9, 0, 0, 10], [7, 1, 2, 4]), GAEParams(0.5, 0.5, whiten=False))
+    outputs = gae(
+        inputs_of([4], [0, 1, 1, 1], [9, 0, 0, 10], [7, 1, 2, 4]), GAEParams(0.5, 0.5, whiten=False)
+    )
     # deltas 0 + 1 - 1, 0 + 2 - 2, 10 - 4 = 0, 0, 6; A = 6/16, 6/4, 6
     assert outputs.advantages_T.tolist() == [0, 0.375, 1.5, 6]
     assert outputs.returns_T is not None and outputs.returns_T.tolist() == [0, 1.375, 3.5, 10]
@@ -68,7 +78,9 @@ def test_by_hand() -> None:
 def test_a_tool_s_tokens_carry_value_and_advantage_through() -> None:
     """Two tool tokens in the middle, with a wild value and a reward: the result is that without them."""
     params = GAEParams(0.5, 0.5, whiten=False)
-    outputs = gae(inputs_of([6], [0, 1, 1, 0, 0, 1], [9, 0, 0, 50, 50, 10], [7, 1, 2, 99, -99, 4]), params)
+    outputs = gae(
+        inputs_of([6], [0, 1, 1, 0, 0, 1], [9, 0, 0, 50, 50, 10], [7, 1, 2, 99, -99, 4]), params
+    )
     assert outputs.advantages_T.tolist() == [0, 0.375, 1.5, 0, 0, 6]
     assert outputs.returns_T is not None and outputs.returns_T.tolist() == [0, 1.375, 3.5, 0, 0, 10]
 
@@ -87,12 +99,20 @@ def test_masked_samples_train_nothing_and_are_in_no_statistic() -> None:
     kept = inputs_of([2, 2], [0, 1, 1, 1], [0, 1, 2, 4], [9, 1, 2, 3])
     bad = [math.nan, math.inf, -math.inf]
     both = inputs_of(
-        [2, 3, 2], [0, 1, 1, 1, 1, 1, 1], [0, 1, *bad, 2, 4], [9, 1, 50, 60, 70, 2, 3], [True, False, True]
+        [2, 3, 2],
+        [0, 1, 1, 1, 1, 1, 1],
+        [0, 1, *bad, 2, 4],
+        [9, 1, 50, 60, 70, 2, 3],
+        [True, False, True],
     )
     for params in (PLAIN, GAEParams()):
         alone, among = gae(kept, params), gae(both, params)
         assert alone.returns_T is not None and among.returns_T is not None
-        assert among.advantages_T[2:5].tolist() == [0, 0, 0] and among.returns_T[2:5].tolist() == [50, 60, 70]
+        assert among.advantages_T[2:5].tolist() == [0, 0, 0] and among.returns_T[2:5].tolist() == [
+            50,
+            60,
+            70,
+        ]
         rest = [0, 1, 5, 6]
         assert torch.equal(among.advantages_T[rest], alone.advantages_T)
         assert torch.equal(among.returns_T[rest], alone.returns_T)
@@ -133,14 +153,14 @@ def test_moments_do_not_depend_on_the_parts() -> None:
     mean = math.fsum(exact) / 1000
     variance = math.fsum((value - mean) ** 2 for value in exact) / 999
     for sizes in ([1000], [1, 999], [0, 500, 0, 499, 1], [7] * 142 + [6]):
-        moments = Moments()
+        moments = RunningMoments()
         for part in column.split(sizes):
-            moments = moments.joined_by(part)
+            moments = moments.merge_entries(part)
         assert moments.count == 1000 and moments.mean == pytest.approx(1e6 + mean, rel=1e-15)
         assert moments.variance == pytest.approx(variance, rel=1e-6)
-    equal = Moments()
+    equal = RunningMoments()
     for part in torch.full((100,), 0.1, dtype=torch.float64).split(7):
-        equal = equal.joined_by(part)
+        equal = equal.merge_entries(part)
     assert equal.variance == 0.0
 
 
@@ -176,7 +196,9 @@ def ragged(draw: st.DrawFn) -> AdvantageInputs:
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
 @settings(max_examples=40, deadline=None)
 @given(inputs=ragged())
-def test_any_ragged_batch_equals_the_plain_loop(inputs: AdvantageInputs, gamma: float, lam: float) -> None:
+def test_any_ragged_batch_equals_the_plain_loop(
+    inputs: AdvantageInputs, gamma: float, lam: float
+) -> None:
     outputs = gae(inputs, GAEParams(gamma, lam, whiten=False))
     advantages, returns = plain_loop(inputs, gamma, lam)
     check(outputs, advantages, returns)
@@ -191,7 +213,10 @@ def test_whitening_of_any_ragged_batch_equals_the_formula(inputs: AdvantageInput
     if len(kept) > 1:
         mean = math.fsum(kept) / len(kept)
         scale = 1 / math.sqrt(math.fsum((a - mean) ** 2 for a in kept) / (len(kept) - 1) + 1e-8)
-        advantages = [(a - mean) * scale if k else 0.0 for a, k in zip(advantages, trains.tolist(), strict=True)]
+        advantages = [
+            (a - mean) * scale if k else 0.0
+            for a, k in zip(advantages, trains.tolist(), strict=True)
+        ]
     check(gae(inputs, GAEParams(0.95, 0.9)), advantages, returns)
 
 
@@ -199,7 +224,9 @@ def check(outputs: AdvantageOutputs, advantages: list[float], returns: list[floa
     """Equal but for the last bits of float32, and for what float64 loses against sums of at most 17 x 4 x 2."""
     assert outputs.returns_T is not None
     for found, expected in ((outputs.advantages_T, advantages), (outputs.returns_T, returns)):
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=2e-7, atol=1e-9)
+        torch.testing.assert_close(
+            found, torch.tensor(expected, dtype=torch.float32), rtol=2e-7, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
@@ -248,10 +275,16 @@ def test_nothing_crosses_from_one_sample_to_another() -> None:
 
 def test_registered_with_its_parameters_and_needs() -> None:
     entry = ADV_ESTIMATORS.get("gae")
-    assert entry.build is gae and entry.params is GAEParams and set(entry.needs) == {"token_rewards", "values"}
+    assert (
+        entry.build is gae
+        and entry.params is GAEParams
+        and set(entry.needs) == {"token_rewards", "values"}
+    )
     for name in ("gamma", "lam"):
         for value in (-0.1, 1.1):
-            with pytest.raises(ValueError, match=rf"{name} \({value}\) must be at least 0 and at most 1"):
+            with pytest.raises(
+                ValueError, match=rf"{name} \({value}\) must be at least 0 and at most 1"
+            ):
                 GAEParams(**{name: value})
     inputs = inputs_of([1], [1], [0], [0])
     for column in ("token_rewards_T", "values_T"):

@@ -7,10 +7,18 @@ import pytest
 import torch
 
 from rlhf_megatron.algorithms import kl_in_reward
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, sample_rewards
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    compute_sample_rewards,
+)
 from rlhf_megatron.algorithms.advantages.grpo import GRPOParams, grpo
-from rlhf_megatron.algorithms.kl_in_reward import KLController, MeanKL, mean_kl, token_rewards
-from rlhf_megatron.algorithms.losses.kl import kl_estimate
+from rlhf_megatron.algorithms.kl_in_reward import (
+    KLController,
+    MeanKL,
+    compute_mean_kl,
+    make_token_rewards,
+)
+from rlhf_megatron.algorithms.losses.kl_estimators import estimate_kl
 
 NAN = math.nan
 # Three samples: prompt + 2 response tokens + a tool token; a masked one; a prompt + 1 response token.
@@ -22,7 +30,7 @@ KL = torch.tensor([NAN, 0.5, -0.25, NAN, NAN, NAN, NAN, 4.0])
 
 
 def test_score_on_the_last_response_token_and_kl_on_each() -> None:
-    found = token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5)
+    found = make_token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5)
     assert found.dtype == torch.float32
     assert found.tolist() == [0, -0.25, 3.125, 0, 0, 0, 0, -3.0]
 
@@ -30,32 +38,54 @@ def test_score_on_the_last_response_token_and_kl_on_each() -> None:
 def test_rewards_of_steps_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
     """Sample 0 is paid 3: 2 at its first response token, and so 1 at its last, whatever the column says of that."""
     process = torch.tensor([9.0, 2.0, 0.5, 9.0, NAN, NAN, 0.0, -1.0])
-    found = token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.0, process)
+    found = make_token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.0, process)
     assert found.tolist() == [0, 2, 1, 0, 0, 0, 0, -1]
-    found = token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5, process)
+    found = make_token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5, process)
     assert found.tolist() == [0, 1.75, 1.125, 0, 0, 0, 0, -3]
 
 
 def test_blocks_of_any_size_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 3, 8):
-        monkeypatch.setattr(kl_in_reward, "BLOCK", size)
-        found = token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5)
+        monkeypatch.setattr(kl_in_reward, "BLOCK_TOKENS", size)
+        found = make_token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5)
         assert found.tolist() == [0, -0.25, 3.125, 0, 0, 0, 0, -3.0]
 
 
 def test_without_kl_the_score_alone() -> None:
-    assert token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.0).tolist() == [0, 0, 3, 0, 0, 0, 0, -1]
-    assert token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.0).tolist() == [0, 0, 3, 0, 0, 0, 0, -1]
+    assert make_token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.0).tolist() == [
+        0,
+        0,
+        3,
+        0,
+        0,
+        0,
+        0,
+        -1,
+    ]
+    assert make_token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.0).tolist() == [
+        0,
+        0,
+        3,
+        0,
+        0,
+        0,
+        0,
+        -1,
+    ]
     with pytest.raises(ValueError, match=r"kl_coef \(0.1\) needs a KL column"):
-        token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.1)
+        make_token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.1)
 
 
 def test_a_response_without_tokens_and_a_step_without_samples() -> None:
     offsets, mask = torch.tensor([0, 2, 2, 4]), torch.tensor([False, False, False, True])
     valid = torch.ones(3, dtype=torch.bool)
-    found = token_rewards(torch.tensor([5.0, 6.0, 7.0]), valid, mask, offsets, torch.full((4,), 2.0), 0.5)
+    found = make_token_rewards(
+        torch.tensor([5.0, 6.0, 7.0]), valid, mask, offsets, torch.full((4,), 2.0), 0.5
+    )
     assert found.tolist() == [0, 0, 0, 6]
-    empty = token_rewards(torch.zeros(0), torch.zeros(0).bool(), torch.zeros(0).bool(), torch.tensor([0]), None, 0.0)
+    empty = make_token_rewards(
+        torch.zeros(0), torch.zeros(0).bool(), torch.zeros(0).bool(), torch.tensor([0]), None, 0.0
+    )
     assert empty.shape == (0,)
 
 
@@ -73,15 +103,22 @@ def inputs_of(token_rewards_T: torch.Tensor | None) -> AdvantageInputs:
 
 def test_a_sample_s_reward_is_the_sum_of_its_token_rewards() -> None:
     plain = inputs_of(None)
-    assert sample_rewards(plain).tolist() == [3, 0, -1, 0.75]
-    rewards_T = token_rewards(
-        plain.rewards_B, plain.is_valid_B, plain.response_mask_T, plain.offsets, torch.cat([KL, KL[:1]]), 0.5
+    assert compute_sample_rewards(plain).tolist() == [3, 0, -1, 0.75]
+    rewards_T = make_token_rewards(
+        plain.rewards_B,
+        plain.is_valid_B,
+        plain.response_mask_T,
+        plain.offsets,
+        torch.cat([KL, KL[:1]]),
+        0.5,
     )
     paid = inputs_of(rewards_T)
-    assert sample_rewards(paid).tolist() == [3 - 0.5 * 0.25, 0, -1 - 0.5 * 4, 0.75]
-    assert sample_rewards(paid).dtype == torch.float64
+    assert compute_sample_rewards(paid).tolist() == [3 - 0.5 * 0.25, 0, -1 - 0.5 * 4, 0.75]
+    assert compute_sample_rewards(paid).dtype == torch.float64
     # What stands outside of the response mask is no reward of a token.
-    assert sample_rewards(inputs_of(rewards_T.masked_fill(~paid.response_mask_T, NAN))).tolist() == [2.875, 0, -3, 0.75]
+    assert compute_sample_rewards(
+        inputs_of(rewards_T.masked_fill(~paid.response_mask_T, NAN))
+    ).tolist() == [2.875, 0, -3, 0.75]
 
 
 def test_kl_in_the_reward_reaches_a_group_estimator() -> None:
@@ -96,7 +133,9 @@ def test_equal_scores_stay_equal_without_kl() -> None:
     """The detour over tokens is exact: GRPO of a group of equal scores stays exactly 0."""
     plain = inputs_of(None)
     scores = torch.full((4,), 0.1)
-    rewards_T = token_rewards(scores, plain.is_valid_B, plain.response_mask_T, plain.offsets, None, 0.0)
+    rewards_T = make_token_rewards(
+        scores, plain.is_valid_B, plain.response_mask_T, plain.offsets, None, 0.0
+    )
     inputs = AdvantageInputs(
         scores, plain.group_ids_B, plain.is_valid_B, plain.response_mask_T, plain.offsets, rewards_T
     )
@@ -105,13 +144,13 @@ def test_equal_scores_stay_equal_without_kl() -> None:
 
 def test_mean_kl_a_response_and_a_token() -> None:
     # 0.5 - 0.25 in the first sample, 4 in the third: 4.25 nats in two samples of three tokens.
-    assert mean_kl(KL, VALID, MASK, OFFSETS) == MeanKL(2.125, 4.25 / 3, 2)
-    assert mean_kl(KL, torch.zeros(3).bool(), MASK, OFFSETS) == MeanKL(0.0, 0.0, 0)
+    assert compute_mean_kl(KL, VALID, MASK, OFFSETS) == MeanKL(2.125, 4.25 / 3, 2)
+    assert compute_mean_kl(KL, torch.zeros(3).bool(), MASK, OFFSETS) == MeanKL(0.0, 0.0, 0)
 
 
 def test_absolute_estimate() -> None:
     log_probs, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
-    assert kl_estimate(log_probs, ref, "abs").tolist() == [0.5, 1.0, 0.0]
+    assert estimate_kl(log_probs, ref, "abs").tolist() == [0.5, 1.0, 0.0]
 
 
 # mean KL over target, samples over horizon, factor
@@ -130,20 +169,20 @@ UPDATES = [
 def test_adaptive_by_hand(relative: float, share: float, factor: float) -> None:
     controller = KLController("adaptive", kl_coef=0.25, target_kl=6.0, horizon=1000)
     controller.update(relative * 6.0, int(share * 1000))
-    assert controller.coef == pytest.approx(0.25 * factor, rel=1e-14)
+    assert controller.kl_coef == pytest.approx(0.25 * factor, rel=1e-14)
 
 
 def test_fixed_never_moves() -> None:
     controller = KLController("fixed", 0.25)
     controller.update(1e9, 10**9)
     controller.update(NAN, 1)
-    assert controller.coef == 0.25
+    assert controller.kl_coef == 0.25
 
 
 def test_no_samples_no_change() -> None:
     controller = KLController("adaptive", 0.25)
     controller.update(0.0, 0)
-    assert controller.coef == 0.25
+    assert controller.kl_coef == 0.25
 
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive"])
@@ -158,13 +197,13 @@ def test_state_is_exact_through_json(kind: str) -> None:
     for kl in (0.1, 0.34):
         through.update(kl, 64)
         resumed.update(kl, 64)
-    assert resumed.coef == through.coef and (through.coef == 0.1) == (kind == "fixed")
+    assert resumed.kl_coef == through.kl_coef and (through.kl_coef == 0.1) == (kind == "fixed")
 
 
 def test_a_fixed_weight_is_that_of_the_configuration() -> None:
     controller = KLController("fixed", 0.2)
     controller.restore(KLController("fixed", 0.1).state())
-    assert controller.coef == 0.2
+    assert controller.kl_coef == 0.2
 
 
 def test_what_cannot_control_is_refused() -> None:
@@ -177,6 +216,8 @@ def test_what_cannot_control_is_refused() -> None:
     for kl in (NAN, math.inf):
         with pytest.raises(ValueError, match="must be a number"):
             controller.update(kl, 1)
-    with pytest.raises(ValueError, match=r"horizon \(10 samples\) must be above 0.2 x the samples of a step \(50\)"):
+    with pytest.raises(
+        ValueError, match=r"horizon \(10 samples\) must be above 0.2 x the samples of a step \(50\)"
+    ):
         controller.update(0.0, 50)
-    assert controller.coef == 0.1
+    assert controller.kl_coef == 0.1

@@ -14,13 +14,16 @@ from loss_tools import AGGREGATIONS, FORMULAS, PARAMS, Response
 from scheduler_samples import train_batch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.aggregate import AGGREGATIONS as REGISTERED
-from rlhf_megatron.algorithms.aggregate import loss_weights
+from rlhf_megatron.algorithms.loss_aggregation import AGGREGATIONS as REGISTERED
+from rlhf_megatron.algorithms.loss_aggregation import compute_loss_weights
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
+from rlhf_megatron.algorithms.losses.total_token_loss import (
+    RegularizerParams,
+    compute_total_token_loss,
+)
 from rlhf_megatron.algorithms.metric_names import METRICS
-from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.scheduler.mini_batches import weighed
+from rlhf_megatron.algorithms.row_sequences import RowSequences
+from rlhf_megatron.controller.scheduler.mini_batches import make_actor_mini_batch
 
 # Prompt tokens, and a tool's tokens inside of responses, are no response tokens: 1, 4, 0 and 6 of those.
 MASK = torch.tensor([0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
@@ -38,7 +41,9 @@ def make_inputs(dtype: torch.dtype = torch.float64) -> PolicyLossInputs:
     """Ratios between about 0.4 and 2.5; what stands outside of the mask must not matter."""
     generator = torch.Generator().manual_seed(11)
     old = -0.2 - 2 * torch.rand(19, generator=generator, dtype=torch.float64)
-    log_probs = (old + 0.4 * torch.randn(19, generator=generator, dtype=torch.float64)).clamp(max=-0.01)
+    log_probs = (old + 0.4 * torch.randn(19, generator=generator, dtype=torch.float64)).clamp(
+        max=-0.01
+    )
     advantages = torch.tensor([1.3, -0.7, 0.5, 0.9], dtype=torch.float64)[OWNER]
     noise = 7 * torch.randn(2, 19, generator=generator, dtype=torch.float64)
     return PolicyLossInputs(
@@ -46,7 +51,7 @@ def make_inputs(dtype: torch.dtype = torch.float64) -> PolicyLossInputs:
         old_log_probs_T=old.where(MASK, noise[1]).to(dtype),
         advantages_T=(advantages * MASK).to(dtype),
         response_mask_T=MASK,
-        sequences=Sequences(OWNER, 4),
+        sequences=RowSequences(OWNER, 4),
         is_picked_T=MASK & (torch.arange(19) % 3 == 1),
     )
 
@@ -58,7 +63,7 @@ def test_a_sample_of_masked_status_has_no_share_in_any_term(name: str) -> None:
         train_batch(4), offsets=OFFSETS, token_ids=torch.zeros(19, dtype=torch.int64), response_mask=MASK,
         reward_statuses=("ok", "masked:x", "ok", "malformed"),
     )  # fmt: skip
-    kept, counted = weighed(part, "token-mean").loss_weights, MASK & (OWNER != 1)
+    kept, counted = make_actor_mini_batch(part, "token-mean").loss_weights, MASK & (OWNER != 1)
     assert kept[counted].tolist() == pytest.approx([1 / 11] * 7), "it stays in the denominator"
     entropies = torch.ones(19, dtype=torch.float64, requires_grad=True)
     made = make_inputs()
@@ -68,7 +73,9 @@ def test_a_sample_of_masked_status_has_no_share_in_any_term(name: str) -> None:
         ref_log_probs_T=made.old_log_probs_T - 0.3,
         entropies_T=entropies,
     )
-    total = total_token_loss(POLICY_LOSSES.get(name).build, params_of(name), inputs, RegularizerParams(0.2, "k3", 0.1))
+    total = compute_total_token_loss(
+        POLICY_LOSSES.get(name).build, params_of(name), inputs, RegularizerParams(0.2, "k3", 0.1)
+    )
     (total.token_loss_T * kept).sum().backward()
     for leaf in (inputs.log_probs_T, entropies):
         assert leaf.grad is not None and leaf.grad[counted].all() and not leaf.grad[~counted].any()
@@ -79,14 +86,22 @@ def objective(name: str, mode: str, inputs: PolicyLossInputs, log_probs: Tensor)
     losses = []
     for start, stop in zip(OFFSETS.tolist(), OFFSETS[1:].tolist(), strict=False):
         kept = MASK[start:stop]
-        columns = (log_probs, inputs.old_log_probs_T, inputs.advantages_T, inputs.log_probs_T, inputs.is_picked_T)
+        columns = (
+            log_probs,
+            inputs.old_log_probs_T,
+            inputs.advantages_T,
+            inputs.log_probs_T,
+            inputs.is_picked_T,
+        )
         parts = [column[start:stop][kept].tolist() for column in columns if column is not None]
         losses.append(FORMULAS[name](Response(*parts)) if parts[0] else [])
     return AGGREGATIONS[mode](losses)
 
 
 def packed(name: str, inputs: PolicyLossInputs) -> PolicyLossOutputs:
-    return total_token_loss(POLICY_LOSSES.get(name).build, params_of(name), inputs, RegularizerParams())
+    return compute_total_token_loss(
+        POLICY_LOSSES.get(name).build, params_of(name), inputs, RegularizerParams()
+    )
 
 
 def test_every_loss_and_mode_has_a_formula() -> None:
@@ -97,10 +112,12 @@ def test_every_loss_and_mode_has_a_formula() -> None:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_value_and_gradient_are_those_of_the_formula(name: str, mode: str) -> None:
     inputs = make_inputs()
-    weights = loss_weights(mode, MASK, OFFSETS, int(MASK.sum()), 4, scale_factor=8).double()
+    weights = compute_loss_weights(mode, MASK, OFFSETS, int(MASK.sum()), 4, scale_factor=8).double()
     outputs = packed(name, inputs)
     loss = (outputs.token_loss_T * weights).sum()
-    assert loss.item() == pytest.approx(objective(name, mode, inputs, inputs.log_probs_T.detach()), rel=2e-7)
+    assert loss.item() == pytest.approx(
+        objective(name, mode, inputs, inputs.log_probs_T.detach()), rel=2e-7
+    )
     (found,) = torch.autograd.grad(loss, inputs.log_probs_T)
     expected = torch.zeros(19, dtype=torch.float64)
     for i in MASK.nonzero().flatten().tolist():
@@ -116,8 +133,12 @@ def test_value_and_gradient_are_those_of_the_formula(name: str, mode: str) -> No
 @pytest.mark.parametrize("name", FORMULAS)
 def test_metrics_are_listed_and_have_no_gradient(name: str) -> None:
     outputs = packed(name, make_inputs())
-    assert set(outputs.metrics) <= set(METRICS) and {"actor/pg_loss", "actor/ppo_kl"} <= set(outputs.metrics)
-    assert all(metric.shape == (19,) and not metric.requires_grad for metric in outputs.metrics.values())
+    assert set(outputs.metrics) <= set(METRICS) and {"actor/pg_loss", "actor/ppo_kl"} <= set(
+        outputs.metrics
+    )
+    assert all(
+        metric.shape == (19,) and not metric.requires_grad for metric in outputs.metrics.values()
+    )
     for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_picked"):
         assert set(outputs.metrics.get(key, torch.zeros(1)).tolist()) <= {0.0, 1.0}
 
@@ -127,7 +148,9 @@ def test_metrics_are_listed_and_have_no_gradient(name: str) -> None:
 def test_extreme_log_ratios_leave_numbers(name: str, dtype: torch.dtype) -> None:
     """A certain token that was impossible, an impossible one that was certain, and both for advantages of either sign,
     in sequences of their own and in one together."""
-    log_probs = torch.tensor([0.0, -50.0, 0.0, -50.0, 0.0, -50.0, 0.0, 0.0], dtype=dtype, requires_grad=True)
+    log_probs = torch.tensor(
+        [0.0, -50.0, 0.0, -50.0, 0.0, -50.0, 0.0, 0.0], dtype=dtype, requires_grad=True
+    )
     old = torch.tensor([-50.0, 0.0, -50.0, 0.0, -50.0, 0.0, 0.0, 1e-7], dtype=dtype)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 2.0, -1.0, 0.0], dtype=dtype)
     ids = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6])
@@ -136,7 +159,7 @@ def test_extreme_log_ratios_leave_numbers(name: str, dtype: torch.dtype) -> None
         old,
         advantages,
         torch.ones(8, dtype=torch.bool),
-        sequences=Sequences(ids, 7),
+        sequences=RowSequences(ids, 7),
         is_picked_T=ids % 2 > 0,
     )
     outputs = packed(name, inputs)
@@ -145,7 +168,9 @@ def test_extreme_log_ratios_leave_numbers(name: str, dtype: torch.dtype) -> None
     bound = 1e9 + 1  # e^20 times an advantage
     for column in (outputs.token_loss_T, grad, *outputs.metrics.values()):
         assert bool(column.isfinite().all()) and float(column.detach().abs().max()) <= bound
-    assert outputs.metrics["actor/ppo_kl"].tolist() == pytest.approx([-20, 20, -20, 20, -20, 20, 0, 1e-7], abs=1e-6)
+    assert outputs.metrics["actor/ppo_kl"].tolist() == pytest.approx(
+        [-20, 20, -20, 20, -20, 20, 0, 1e-7], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -159,7 +184,7 @@ def test_no_token_and_a_single_one(name: str, num_tokens: int) -> None:
         log_probs.detach(),
         torch.full((num_tokens,), 2.0, dtype=torch.float64),
         none == 0,
-        sequences=Sequences(none, 3),
+        sequences=RowSequences(none, 3),
         is_picked_T=none > 0,
     )
     outputs = packed(name, inputs)
@@ -177,7 +202,10 @@ def test_correction_weights_multiply_the_loss_of_every_kind(name: str) -> None:
     corrected = packed(name, replace(inputs, correction_weights_T=weights))
     assert torch.equal(corrected.token_loss_T, plain.token_loss_T * weights)
     assert torch.equal(corrected.metrics["actor/pg_loss"], (plain.token_loss_T * weights).detach())
-    grads = [torch.autograd.grad(outputs.token_loss_T.sum(), inputs.log_probs_T)[0] for outputs in (plain, corrected)]
+    grads = [
+        torch.autograd.grad(outputs.token_loss_T.sum(), inputs.log_probs_T)[0]
+        for outputs in (plain, corrected)
+    ]
     torch.testing.assert_close(grads[1], grads[0] * weights, rtol=1e-12, atol=0)
 
 
@@ -204,7 +232,11 @@ def test_no_loss_waits_for_the_device() -> None:
         ("dppo_kl", {"clip_ratio_low": 0.0}, r"clip_ratio_low \(0.0\) must be positive.*0.05"),
         ("dppo_kl", {"clip_ratio_c": 1.0}, r"clip_ratio_c \(1.0\) must be above 1"),
         ("clip_cov", {"clip_cov_ratio": 0.0}, r"clip_cov_ratio \(0.0\) must be in \(0, 1\]"),
-        ("clip_cov", {"clip_cov_lb": 5.0}, r"clip_cov_lb \(5.0\) must be below clip_cov_ub \(5.0\)"),
+        (
+            "clip_cov",
+            {"clip_cov_lb": 5.0},
+            r"clip_cov_lb \(5.0\) must be below clip_cov_ub \(5.0\)",
+        ),
         ("kl_cov", {"kl_cov_ratio": 1.5}, r"kl_cov_ratio \(1.5\)"),
         ("kl_cov", {"ppo_kl_coef": 0.0}, r"ppo_kl_coef \(0.0\) must be positive"),
     ],

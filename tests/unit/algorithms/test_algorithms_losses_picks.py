@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_megatron.algorithms.losses import PICKS, POLICY_LOSSES, PickInputs
-from rlhf_megatron.algorithms.losses.clip_cov import ClipCovParams, pick_clip_cov
-from rlhf_megatron.algorithms.losses.covariance import token_covariances
-from rlhf_megatron.algorithms.losses.kl_cov import KLCovParams, pick_kl_cov
+from rlhf_megatron.algorithms.losses import PICKS, POLICY_LOSSES, TokenPickInputs
+from rlhf_megatron.algorithms.losses.clip_cov import ClipCovParams, pick_clip_cov_tokens
+from rlhf_megatron.algorithms.losses.kl_cov import KLCovParams, pick_kl_cov_tokens
+from rlhf_megatron.algorithms.losses.token_covariance import compute_token_covariances
 
 # The first and the fourth do not train. The others: log-probs with mean -3, advantages with mean 0, covariances
 # 2 x 1 = 2, 1 x -1 = -1, 0 x 2 = 0, -3 x -2 = 6.
-TOKENS = PickInputs(
+TOKENS = TokenPickInputs(
     old_log_probs_T=torch.tensor([-90.0, -1.0, -2.0, 0.0, -3.0, -6.0]),
     advantages_T=torch.tensor([50.0, 1.0, -1.0, 0.0, 2.0, -2.0]),
     trains_T=torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.bool),
@@ -23,20 +23,26 @@ TOKENS = PickInputs(
 
 
 def test_covariances_over_the_tokens_that_train() -> None:
-    index, covariances = token_covariances(TOKENS)
+    index, covariances = compute_token_covariances(TOKENS)
     assert (index.tolist(), covariances.tolist()) == ([1, 2, 4, 5], [2.0, -1.0, 0.0, 6.0])
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"), [(1e-4, [5]), (0.25, [5]), (0.5, [1, 5]), (0.99, [1, 4, 5]), (1.0, [1, 2, 4, 5])]
+    ("share", "expected"),
+    [(1e-4, [5]), (0.25, [5]), (0.5, [1, 5]), (0.99, [1, 4, 5]), (1.0, [1, 2, 4, 5])],
 )
 def test_kl_cov_takes_the_largest(share: float, expected: list[int]) -> None:
-    assert pick_kl_cov(TOKENS, KLCovParams(kl_cov_ratio=share)).nonzero().flatten().tolist() == expected
+    assert (
+        pick_kl_cov_tokens(TOKENS, KLCovParams(kl_cov_ratio=share)).nonzero().flatten().tolist()
+        == expected
+    )
 
 
 def test_noise_decides_among_equals() -> None:
     equal = replace(TOKENS, old_log_probs_T=torch.full((6,), -1.0))
-    assert pick_kl_cov(equal, KLCovParams(kl_cov_ratio=0.5)).nonzero().flatten().tolist() == [2, 5]
+    assert pick_kl_cov_tokens(
+        equal, KLCovParams(kl_cov_ratio=0.5)
+    ).nonzero().flatten().tolist() == [2, 5]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,10 @@ def test_noise_decides_among_equals() -> None:
     ],
 )
 def test_clip_cov_draws_between_its_bounds(params: dict[str, float], expected: list[int]) -> None:
-    assert pick_clip_cov(TOKENS, ClipCovParams(**params)).nonzero().flatten().tolist() == expected
+    assert (
+        pick_clip_cov_tokens(TOKENS, ClipCovParams(**params)).nonzero().flatten().tolist()
+        == expected
+    )
 
 
 @pytest.mark.parametrize("name", PICKS)
@@ -62,8 +71,12 @@ def test_nothing_is_picked_where_nothing_trains(name: str) -> None:
     is_picked = PICKS.get(name).build(nothing, kind())
     assert is_picked.dtype == torch.bool and is_picked.tolist() == [False] * 6
     alone = replace(TOKENS, trains_T=torch.arange(6) == 2)  # no covariance with itself
-    assert PICKS.get(name).build(alone, kind()).tolist() == [name == "kl_cov" and i == 2 for i in range(6)]
+    assert PICKS.get(name).build(alone, kind()).tolist() == [
+        name == "kl_cov" and i == 2 for i in range(6)
+    ]
 
 
 def test_every_loss_that_reads_picks_has_a_choice() -> None:
-    assert {name for name in POLICY_LOSSES if "is_picked" in POLICY_LOSSES.get(name).needs} == set(PICKS)
+    assert {name for name in POLICY_LOSSES if "is_picked" in POLICY_LOSSES.get(name).needs} == set(
+        PICKS
+    )

@@ -13,7 +13,9 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, Pol
 HALF = math.log(0.5)
 
 
-def token(name: str, p_old: float, p: float, advantage: float, picked: bool = False, **params: float) -> Any:
+def token(
+    name: str, p_old: float, p: float, advantage: float, picked: bool = False, **params: float
+) -> Any:
     """(outputs, gradient) of one token with these probabilities."""
     log_probs = torch.tensor([math.log(p)], dtype=torch.float64, requires_grad=True)
     inputs = PolicyLossInputs(
@@ -24,7 +26,9 @@ def token(name: str, p_old: float, p: float, advantage: float, picked: bool = Fa
         is_picked_T=torch.tensor([picked]),
     )
     entry = POLICY_LOSSES.get(name)
-    outputs: PolicyLossOutputs = entry.build(inputs, entry.params(**params) if entry.params else None)
+    outputs: PolicyLossOutputs = entry.build(
+        inputs, entry.params(**params) if entry.params else None
+    )
     (grad,) = torch.autograd.grad(outputs.token_loss_T.sum(), log_probs)
     return outputs, grad.item()
 
@@ -40,7 +44,9 @@ def token(name: str, p_old: float, p: float, advantage: float, picked: bool = Fa
         (0.5, 0.0, 0.0, 0.0, 0.9341398),  # tau_neg: sigmoid(-0.525) = 0.3716838
     ],
 )
-def test_sapo_by_hand(ratio: float, advantage: float, loss: float, grad: float, gate: float) -> None:
+def test_sapo_by_hand(
+    ratio: float, advantage: float, loss: float, grad: float, gate: float
+) -> None:
     outputs, found = token("sapo", 0.25, 0.25 * ratio, advantage)
     assert outputs.token_loss_T.item() == pytest.approx(loss, abs=1e-6)
     assert found == pytest.approx(grad, abs=1e-6)
@@ -59,7 +65,9 @@ def test_sapo_by_hand(ratio: float, advantage: float, loss: float, grad: float, 
     ],
 )
 @pytest.mark.parametrize("advantage", [2.0, -1.0])
-def test_cispo_by_hand(ratio: float, params: dict[str, float], weight: float, clipped: int, advantage: float) -> None:
+def test_cispo_by_hand(
+    ratio: float, params: dict[str, float], weight: float, clipped: int, advantage: float
+) -> None:
     outputs, grad = token("cispo", 0.1, 0.1 * ratio, advantage, **params)
     assert grad == pytest.approx(-weight * advantage)  # clipped or not: every token trains
     assert outputs.token_loss_T.item() == pytest.approx(-weight * advantage * math.log(0.1 * ratio))
@@ -88,9 +96,21 @@ DIVERGENCES = [
     (0.5, 0.3, 1.0, 0.6, 0.6),  # as far down, and on its way back
     (0.5, 0.3, -1.0, 0.0, 0.0),  # 0.2; 0.0872: too far down
     (0.5, 0.7, -1.0, 1.4, 1.4),
-    (1e-5, 1e-3, 1.0, 20.0, 20.0),  # 0.00099; 0.00094: rare tokens may grow a hundredfold; the weight is cut at 20
+    (
+        1e-5,
+        1e-3,
+        1.0,
+        20.0,
+        20.0,
+    ),  # 0.00099; 0.00094: rare tokens may grow a hundredfold; the weight is cut at 20
     (0.99, 0.8, -1.0, 0.0, 0.0),  # 0.19; 0.181: the ratio, 0.81, would pass PPO's clip
-    (0.9, 0.76, -1.0, 0.76 / 0.9, 0.0),  # 0.14; 0.9 ln(90/76) + 0.1 ln(10/24) = 0.0646: the two differ
+    (
+        0.9,
+        0.76,
+        -1.0,
+        0.76 / 0.9,
+        0.0,
+    ),  # 0.14; 0.9 ln(90/76) + 0.1 ln(10/24) = 0.0646: the two differ
     (0.5, 1.0, 1.0, 0.0, 0.0),  # 0.5; finite though the other outcome became impossible
     (1.0, 1.0, 1.0, 1.0, 1.0),
 ]
@@ -124,7 +144,9 @@ def test_dppo_bounds_of_their_own_for_both_directions() -> None:
         (1.5, 2.0, True, 0.0, 0.0, 1),
     ],
 )
-def test_clip_cov_by_hand(ratio: float, advantage: float, picked: bool, loss: float, grad: float, clipped: int) -> None:
+def test_clip_cov_by_hand(
+    ratio: float, advantage: float, picked: bool, loss: float, grad: float, clipped: int
+) -> None:
     outputs, found = token("clip_cov", 0.1, 0.1 * ratio, advantage, picked)
     assert (outputs.token_loss_T.item(), found) == (pytest.approx(loss), pytest.approx(grad))
     assert outputs.metrics["actor/pg_clipfrac"].item() == clipped
@@ -141,7 +163,12 @@ def test_clip_cov_by_hand(ratio: float, advantage: float, picked: bool, loss: fl
         (0.5, -2.0, False, 1.0, 1.0),
     ],
 )
-def test_kl_cov_by_hand(ratio: float, advantage: float, picked: bool, loss: float, grad: float) -> None:
+def test_kl_cov_by_hand(
+    ratio: float, advantage: float, picked: bool, loss: float, grad: float
+) -> None:
     outputs, found = token("kl_cov", 0.1, 0.1 * ratio, advantage, picked, ppo_kl_coef=0.5)
     assert outputs.token_loss_T.item() == pytest.approx(loss, abs=1e-7)
-    assert found == pytest.approx(grad, abs=1e-12) and outputs.metrics["actor/pg_picked"].item() == picked
+    assert (
+        found == pytest.approx(grad, abs=1e-12)
+        and outputs.metrics["actor/pg_picked"].item() == picked
+    )

@@ -8,16 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages import tokens as scan
-from rlhf_megatron.algorithms.advantages.tokens import discounted_sums_
+from rlhf_megatron.algorithms.advantages import response_tokens as scan
+from rlhf_megatron.algorithms.advantages.response_tokens import compute_discounted_sums_
 
 DECAYS = [0.0, 1e-300, 1e-3, 0.5, 0.9405, 0.99999, 1.0]
 
 
 def discounted(terms: list[float] | Tensor, lengths: list[int], decay: float) -> Tensor:
     """[N]. The scratch entry is NaN: nothing may come from it."""
-    column = torch.cat([torch.as_tensor(terms, dtype=torch.float64), torch.tensor([math.nan], dtype=torch.float64)])
-    discounted_sums_(column, torch.tensor(lengths, dtype=torch.int64), decay)
+    column = torch.cat(
+        [torch.as_tensor(terms, dtype=torch.float64), torch.tensor([math.nan], dtype=torch.float64)]
+    )
+    compute_discounted_sums_(column, torch.tensor(lengths, dtype=torch.int64), decay)
     return column[:-1]
 
 
@@ -33,7 +35,9 @@ def recurrence(terms: Tensor, lengths: list[int], decay: float) -> Tensor:
 
 
 def test_by_hand() -> None:
-    assert discounted([1, 2, 4, 8, 16], [3, 0, 2], 0.5).tolist() == pytest.approx([3, 4, 4, 16, 16], rel=1e-15)
+    assert discounted([1, 2, 4, 8, 16], [3, 0, 2], 0.5).tolist() == pytest.approx(
+        [3, 4, 4, 16, 16], rel=1e-15
+    )
     assert discounted([1, 2, 4, 8, 16], [3, 2], 1.0).tolist() == [7, 6, 4, 24, 16]
     assert discounted([1, 2, 4, 8, 16], [3, 2], 0.0).tolist() == [1, 2, 4, 8, 16]
     assert discounted([], [], 0.5).tolist() == discounted([], [0, 0], 0.5).tolist() == []
@@ -48,17 +52,24 @@ def test_any_segments_equal_the_recurrence(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 30), max_size=8))
     decay = data.draw(st.sampled_from(DECAYS) | st.floats(0, 1))
     floats = st.floats(-1e4, 1e4, width=32)
-    terms = torch.tensor(data.draw(st.lists(floats, min_size=sum(lengths), max_size=sum(lengths))), dtype=torch.float64)
+    terms = torch.tensor(
+        data.draw(st.lists(floats, min_size=sum(lengths), max_size=sum(lengths))),
+        dtype=torch.float64,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "ROW", row)
         patch.setattr(scan, "GROUP", group)
         found = discounted(terms, lengths, decay)
     # Sums of at most 30 x 1e4, rounded at most 30 times: the recurrence itself is no more exact.
-    torch.testing.assert_close(found, recurrence(terms, lengths, decay), rtol=1e-13, atol=3e5 * 30 * 2.0**-52)
+    torch.testing.assert_close(
+        found, recurrence(terms, lengths, decay), rtol=1e-13, atol=3e5 * 30 * 2.0**-52
+    )
 
 
 @pytest.mark.parametrize("decay", [1e-3, 0.9405, 1.0])
-@pytest.mark.parametrize("length", [scan.ROW - 1, scan.ROW, scan.ROW + 1, 32768])
+@pytest.mark.parametrize(
+    "length", [scan.MAX_ROW_ENTRIES - 1, scan.MAX_ROW_ENTRIES, scan.MAX_ROW_ENTRIES + 1, 32768]
+)
 def test_a_segment_that_ends_where_a_row_does(length: int, decay: float) -> None:
     """Between two others, values up to 1e4: the longest response there is loses nothing."""
     generator = torch.Generator().manual_seed(length)

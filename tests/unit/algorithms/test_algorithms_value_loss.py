@@ -5,15 +5,19 @@ import torch
 from loss_tools import VALUE_LOSSES as TABLE
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses.base import attached
-from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.algorithms.losses.policy_loss import attach_gradient
+from rlhf_megatron.algorithms.losses.value_loss import compute_value_loss
 from rlhf_megatron.algorithms.metric_names import METRICS
 
 
 @pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), TABLE)
-def test_by_hand(value: float, old: float, target: float, loss: float, grad: float, clipped: int) -> None:
+def test_by_hand(
+    value: float, old: float, target: float, loss: float, grad: float, clipped: int
+) -> None:
     values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    outputs = value_loss(values, torch.tensor([old]).double(), torch.tensor([target]).double(), 0.5)
+    outputs = compute_value_loss(
+        values, torch.tensor([old]).double(), torch.tensor([target]).double(), 0.5
+    )
     assert outputs.token_loss_T.item() == pytest.approx(loss, rel=1e-12)
     found = outputs.grad_T
     assert found is not None
@@ -28,7 +32,9 @@ def test_by_hand(value: float, old: float, target: float, loss: float, grad: flo
 @pytest.mark.parametrize(("value", "old", "target"), [row[:3] for row in TABLE])
 def test_range_zero_is_no_clip(value: float, old: float, target: float) -> None:
     values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    outputs = value_loss(values, torch.tensor([old]).double(), torch.tensor([target]).double(), 0.0)
+    outputs = compute_value_loss(
+        values, torch.tensor([old]).double(), torch.tensor([target]).double(), 0.0
+    )
     assert outputs.token_loss_T.item() == pytest.approx((value - target) ** 2 / 2, rel=1e-12)
     found = outputs.grad_T
     assert found is not None
@@ -39,7 +45,9 @@ def test_range_zero_is_no_clip(value: float, old: float, target: float) -> None:
 def test_a_tie_has_the_free_gradient() -> None:
     """Past the return by as much as the held value lacks: neither is larger, and nothing was clipped."""
     values = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
-    outputs = value_loss(values, torch.tensor([0.5]).double(), torch.tensor([1.5]).double(), 0.5)
+    outputs = compute_value_loss(
+        values, torch.tensor([0.5]).double(), torch.tensor([1.5]).double(), 0.5
+    )
     found = outputs.grad_T
     assert found is not None
     assert found.item() == 0.5 and outputs.metrics["critic/vf_clipfrac"].item() == 0
@@ -48,25 +56,35 @@ def test_a_tie_has_the_free_gradient() -> None:
 def test_the_gradient_is_that_of_the_formula() -> None:
     generator = torch.Generator().manual_seed(5)
     old, target = (torch.randn(96, generator=generator, dtype=torch.float64) for _ in range(2))
-    values = (old + 0.5 * torch.randn(96, generator=generator, dtype=torch.float64)).requires_grad_()
+    values = (
+        old + 0.5 * torch.randn(96, generator=generator, dtype=torch.float64)
+    ).requires_grad_()
 
     def loss(values_T: Tensor) -> Tensor:
-        outputs = value_loss(values_T, old, target, 0.3)
+        outputs = compute_value_loss(values_T, old, target, 0.3)
         assert outputs.grad_T is not None
-        return attached(outputs.token_loss_T, outputs.grad_T, values_T)
+        return attach_gradient(outputs.token_loss_T, outputs.grad_T, values_T)
 
     assert torch.autograd.gradcheck(loss, (values,))
     moved = (values - old).detach()
     towards = torch.where(moved > 0, target > values.detach(), target < values.detach())
-    is_held = (moved.abs() > 0.3) & (towards | ((old + 0.3 * moved.sign() - target).abs() > (values - target).abs()))
+    is_held = (moved.abs() > 0.3) & (
+        towards | ((old + 0.3 * moved.sign() - target).abs() > (values - target).abs())
+    )
     assert 10 < int(is_held.sum()) < 86
     (found,) = torch.autograd.grad(loss(values).sum(), values)
-    torch.testing.assert_close(found, (values.detach() - target).masked_fill(is_held, 0.0), rtol=1e-12, atol=1e-15)
-    assert torch.equal(value_loss(values, old, target, 0.3).metrics["critic/vf_clipfrac"], is_held.double())
+    torch.testing.assert_close(
+        found, (values.detach() - target).masked_fill(is_held, 0.0), rtol=1e-12, atol=1e-15
+    )
+    assert torch.equal(
+        compute_value_loss(values, old, target, 0.3).metrics["critic/vf_clipfrac"], is_held.double()
+    )
 
 
 def test_no_tokens_and_a_negative_range() -> None:
-    nothing = value_loss(torch.zeros(0), torch.zeros(0), torch.zeros(0), 0.5)
-    assert nothing.token_loss_T.shape == (0,) and all(metric.shape == (0,) for metric in nothing.metrics.values())
+    nothing = compute_value_loss(torch.zeros(0), torch.zeros(0), torch.zeros(0), 0.5)
+    assert nothing.token_loss_T.shape == (0,) and all(
+        metric.shape == (0,) for metric in nothing.metrics.values()
+    )
     with pytest.raises(AssertionError, match=r"-0\.5 is negative"):
-        value_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), -0.5)
+        compute_value_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), -0.5)

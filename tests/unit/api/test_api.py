@@ -12,7 +12,7 @@ from places import ROOT
 import rlhf_megatron
 from rlhf_megatron import api
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.show import render_config_yaml
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
@@ -27,30 +27,39 @@ def directory(tmp_path: Path) -> Path:
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(lines + '{"kind": "step", "st')
-    (tmp_path / "samples.jsonl").write_text('{"kind": "best", "step": 1, "prompt": "1+1=", "reward": 1.0}\n')
+    (tmp_path / "samples.jsonl").write_text(
+        '{"kind": "best", "step": 1, "prompt": "1+1=", "reward": 1.0}\n'
+    )
     for name in ("step_000002", "step_000010", ".step_000012.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
     config = rlhf_megatron.load_config(QUICKSTART, {"trainer.seed": 7}, with_files=False)
-    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    (tmp_path / "config.yaml").write_text(render_config_yaml(config))
     return tmp_path
 
 
 def test_a_run_is_read_from_its_directory(directory: Path) -> None:
-    run = rlhf_megatron.Run(directory)
-    assert [(row["step"], row["critic/rewards/mean"]) for row in run.metrics()] == [(1, 0.5), (2, 0.75)]
-    assert [row["val/mean@1"] for row in run.metrics("evaluation")] == [0.25] and run.metrics("warmup") == []
-    assert [sample["prompt"] for sample in run.samples()] == ["1+1="]
-    assert list(run.checkpoints()) == [2, 10] and run.checkpoints()[10].name == "step_000010"
-    assert run.config.trainer.seed == 7 and run.summary() is None
+    run = rlhf_megatron.TrainingRun(directory)
+    assert [(row["step"], row["critic/rewards/mean"]) for row in run.read_metrics()] == [
+        (1, 0.5),
+        (2, 0.75),
+    ]
+    assert [row["val/mean@1"] for row in run.read_metrics("evaluation")] == [
+        0.25
+    ] and run.read_metrics("warmup") == []
+    assert [sample["prompt"] for sample in run.read_samples()] == ["1+1="]
+    assert (
+        list(run.list_checkpoints()) == [2, 10] and run.list_checkpoints()[10].name == "step_000010"
+    )
+    assert run.config.trainer.seed == 7 and run.read_summary() is None
     (directory / "summary.json").write_text('{"steps": 2}')
-    assert run.summary() == {"steps": 2}
-    assert run.report().name.endswith(".html") and run.report().exists()
+    assert run.read_summary() == {"steps": 2}
+    assert run.write_report().name.endswith(".html") and run.write_report().exists()
 
 
 def test_a_directory_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="runs/gone is not a directory; give that of a run"):
-        rlhf_megatron.Run("runs/gone")
+        rlhf_megatron.TrainingRun("runs/gone")
 
 
 AS_MAPPING = {"trainer.seed": 7, "trainer.save_freq": 2}
@@ -64,8 +73,12 @@ def test_overrides_are_a_mapping_or_words(overrides: api.Overrides) -> None:
         rlhf_megatron.load_config(QUICKSTART, {"trainer.sed": 7}, with_files=False)
 
 
-def test_a_wrong_configuration_is_raised_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("a process was started"))
+def test_a_wrong_configuration_is_raised_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **kwargs: pytest.fail("a process was started")
+    )
     with pytest.raises(ConfigError, match="lr"):
         rlhf_megatron.train(QUICKSTART, {"actor.optim.lr": 7})
 
@@ -73,7 +86,9 @@ def test_a_wrong_configuration_is_raised_before_a_process_starts(monkeypatch: py
 def test_a_run_that_fails_tells_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(api.TrainJob, "arguments", lambda self: ["train", "gone.yaml", *self.overrides])
+    monkeypatch.setattr(
+        api.TrainJob, "build_arguments", lambda self: ["train", "gone.yaml", *self.overrides]
+    )
     with pytest.raises(rlhf_megatron.RunFailed, match="ended with exit code 2") as raised:
         rlhf_megatron.train(QUICKSTART, {"model.path": str(ROOT / "examples/quickstart/model")})
     assert raised.value.exit_code == 2 and raised.value.directory == Path("runs/quickstart")
@@ -88,7 +103,9 @@ def test_importing_the_package_and_its_api_imports_no_torch() -> None:
 def test_the_version_stands_in_one_place() -> None:
     assert re.match(r"\d+\.\d+\.\d+$", rlhf_megatron.__version__)
     assert f"## {rlhf_megatron.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
-    told = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
     assert told.stdout.split()[-1] == rlhf_megatron.__version__
 
 
@@ -97,5 +114,5 @@ def test_a_rank_of_another_machine_does_not_look_for_the_directory(
 ) -> None:
     monkeypatch.setattr(api.TrainJob, "start", lambda self: 0)
     settings = {"trainer.default_local_dir": str(tmp_path / "gone")}
-    run = rlhf_megatron.train(QUICKSTART, settings, is_own_process=False)
+    run = rlhf_megatron.train(QUICKSTART, settings, use_own_process=False)
     assert run.directory == tmp_path / "gone" / "quickstart" and not run.directory.exists()

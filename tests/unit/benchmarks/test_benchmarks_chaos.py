@@ -13,7 +13,7 @@ from benchmarks.chaos import cases
 from benchmarks.chaos.compare import differences
 from benchmarks.chaos.program import role_of
 from benchmarks.common import ROOT
-from rlhf_megatron.faults import POINTS, parse
+from rlhf_megatron.faults import POINTS, parse_fault_plan
 
 
 @pytest.fixture
@@ -30,7 +30,10 @@ def edit(run_dir: Path, file: str, index: int, **values: object) -> None:
 
 
 def test_the_time_of_day_is_no_difference(two_runs: tuple[Path, Path]) -> None:
-    assert differences(*two_runs, is_bitwise=True) == [] and differences(*two_runs, is_bitwise=False) == []
+    assert (
+        differences(*two_runs, is_bitwise=True) == []
+        and differences(*two_runs, is_bitwise=False) == []
+    )
 
 
 def test_the_last_bit_of_a_metric_is_a_difference(two_runs: tuple[Path, Path]) -> None:
@@ -42,7 +45,9 @@ def test_the_last_bit_of_a_metric_is_a_difference(two_runs: tuple[Path, Path]) -
 
 def test_a_version_that_jumped_is_a_difference_of_state(two_runs: tuple[Path, Path]) -> None:
     edit(two_runs[1], "metrics.jsonl", 2, **{"policy/version": 4.0})
-    assert differences(*two_runs, is_bitwise=False) == ["step 2 policy/version: 3.0 undisturbed, 4.0 here"]
+    assert differences(*two_runs, is_bitwise=False) == [
+        "step 2 policy/version: 3.0 undisturbed, 4.0 here"
+    ]
 
 
 def test_a_step_that_was_done_twice_is_told(two_runs: tuple[Path, Path]) -> None:
@@ -65,7 +70,9 @@ def test_lost_and_doubled_samples_are_told(two_runs: tuple[Path, Path]) -> None:
         "sample of (2, '00+01=', 2) is lost",
         "sample of (2, '01+01=', 2) is one too many",
     ]
-    assert differences(*two_runs, is_bitwise=True) == ["samples.jsonl differs from line 4 of 4 on (4 lines here)"]
+    assert differences(*two_runs, is_bitwise=True) == [
+        "samples.jsonl differs from line 4 of 4 on (4 lines here)"
+    ]
 
 
 def test_a_sample_of_an_older_policy_is_told(two_runs: tuple[Path, Path]) -> None:
@@ -103,30 +110,57 @@ def test_every_point_is_passed_somewhere() -> None:
 
 def test_every_plan_can_be_read_and_names_who_passes_the_point() -> None:
     for case in cases.matrix():
-        for fault in parse(case.plan):
-            if fault.who is not None:
-                assert fault.who.rstrip("0123456789") == cases.passed_by(fault.point), case.name
+        for fault in parse_fault_plan(case.plan):
+            if fault.process_name is not None:
+                assert fault.process_name.rstrip("0123456789") == cases.passed_by(fault.point), (
+                    case.name
+                )
             assert fault.step is None or cases.passed_by(fault.point) == "controller", (
                 f"{case.name}: ranks know no step"
             )
 
 
 def test_cases_are_chosen_by_part_pattern_and_layout() -> None:
-    assert [case.name for case in cases.choose(["kill_rank1/ckpt.mid"], [])] == ["tp2/kill_rank1/ckpt.mid_data"]
-    assert {case.layout for case in cases.choose(["*/kill*/ckpt.mid_data"], ["inline"])} == {"inline"}
+    assert [case.name for case in cases.choose(["kill_rank1/ckpt.mid"], [])] == [
+        "tp2/kill_rank1/ckpt.mid_data"
+    ]
+    assert {case.layout for case in cases.choose(["*/kill*/ckpt.mid_data"], ["inline"])} == {
+        "inline"
+    }
     assert len(cases.choose([], [])) == len(cases.matrix())
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "role"),
     [
-        (["python", "-m", "rlhf_megatron.runtime.torchrun.agent", "-m", "rlhf_megatron", "train"], {}, "agent"),
+        (
+            [
+                "python",
+                "-m",
+                "rlhf_megatron.runtime.torchrun.agent",
+                "-m",
+                "rlhf_megatron",
+                "train",
+            ],
+            {},
+            "agent",
+        ),
         (["python", "-m", "rlhf_megatron", "train", "c.yaml"], {"RANK": "1"}, "rank1"),
-        (["python", "-m", "rlhf_megatron", "train"], {"RLHF_MEGATRON_RUN_DIR": "runs/x"}, "controller"),
+        (
+            ["python", "-m", "rlhf_megatron", "train"],
+            {"RLHF_MEGATRON_RUN_DIR": "runs/x"},
+            "controller",
+        ),
         (["python", "-m", "rlhf_megatron", "train"], {}, "inline"),
-        (["python", "-m", "s", "--ready-file", "runs/x/engines/engine1.ready.json"], {"RANK": "0"}, "engine1"),
+        (
+            ["python", "-m", "s", "--ready-file", "runs/x/engines/engine1.ready.json"],
+            {"RANK": "0"},
+            "engine1",
+        ),
         (["python", "-c", "pass"], {"RANK": "0"}, "other"),
     ],
 )
-def test_processes_are_known_by_their_role(words: list[str], environment: dict[str, str], role: str) -> None:
+def test_processes_are_known_by_their_role(
+    words: list[str], environment: dict[str, str], role: str
+) -> None:
     assert role_of(words, environment) == role

@@ -45,11 +45,15 @@ def test_operations_and_rates_of_a_product() -> None:
 
 def test_operations_of_a_training_step_by_hand() -> None:
     """Two layers of width 8 with 2 heads of 4 (1 of keys and values); documents of 3 and 5 tokens, 6 rows."""
-    config = qwen2_config(hidden=8, num_layers=2, num_heads=2, intermediate=16, vocab=100) | {"num_key_value_heads": 1}
+    config = qwen2_config(hidden=8, num_layers=2, num_heads=2, intermediate=16, vocab=100) | {
+        "num_key_value_heads": 1
+    }
     weights_of_a_layer = 8 * 8 + 2 * (8 * 4) + 8 * 8 + 3 * 8 * 16  # q, k and v, o, mlp
     flop = step_flop(config, [3, 5], num_rows=6)
     assert flop.layers == 3 * 2 * (2 * weights_of_a_layer) * 8
-    assert flop.attention == 3 * 2 * (2 * 8) * 2 * (9 / 2 + 25 / 2)  # twice 2 operations a pair and channel
+    assert flop.attention == 3 * 2 * (2 * 8) * 2 * (
+        9 / 2 + 25 / 2
+    )  # twice 2 operations a pair and channel
     assert flop.head == 3 * 2 * 8 * 100 * 6
     assert flop.head_share == flop.head / (flop.layers + flop.attention + flop.head)
     assert step_flop(config, [3, 5], 6, num_passes=1).total == flop.total / 3
@@ -85,15 +89,23 @@ def test_the_median_is_of_the_parts_of_all_turns() -> None:
         seen.append("slow")
         time.sleep(2e-2)
 
-    fast, slow = time_parts([lambda: seen.append("fast"), sleep], CPU, 0.0, before=lambda: seen.append("before"))
+    fast, slow = time_parts(
+        [lambda: seen.append("fast"), sleep], CPU, 0.0, before=lambda: seen.append("before")
+    )
     assert seen == ["before", "fast", "slow"] * 10  # three warm-ups, seven timed
     assert fast.num_runs == slow.num_runs == 7 and fast.median < 2e-2 <= slow.fastest
 
 
 def test_a_state_of_nvidia_smi_is_read() -> None:
-    line = "NVIDIA H200, 580.159.03, 1980, 3201, 1980, 512.33, 700.00, 45, 0x0000000000000004, [N/A]\n"
+    line = (
+        "NVIDIA H200, 580.159.03, 1980, 3201, 1980, 512.33, 700.00, 45, 0x0000000000000004, [N/A]\n"
+    )
     state = device_state.parse_state(line)
-    assert state["name"] == "NVIDIA H200" and state["clocks.sm"] == 1980 and state["power.draw"] == 512.33
+    assert (
+        state["name"] == "NVIDIA H200"
+        and state["clocks.sm"] == 1980
+        and state["power.draw"] == 512.33
+    )
     assert state["memory.used"] == "[N/A]"
 
 
@@ -101,7 +113,10 @@ def test_a_state_of_nvidia_smi_is_read() -> None:
 def test_bars_count_on_a_gpu_at_full_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
     found = recorder.Recorder(is_quick=True)
     found.add("forward", 600.0, "TFLOP/s", bar=650, is_more_better=True)
-    assert found.figures[0] == Figure("forward", 600.0, "TFLOP/s", "", None, True) and found.figures[0].is_met
+    assert (
+        found.figures[0] == Figure("forward", 600.0, "TFLOP/s", "", None, True)
+        and found.figures[0].is_met
+    )
     found.device, found.is_quick = torch.device("cuda"), False
     times = Spread(median=0.016, fastest=0.015, slowest=0.02, num_runs=50)
     found.add_rate("forward", times, num_flop=9.6e12, bare_s=0.012, bar_tflops=650, bar_ms=15.7)
@@ -125,8 +140,17 @@ def test_our_head_and_the_naive_one_do_the_same_work() -> None:
     ours = OurHead(inputs, "chunked", 32, main_grad)
     ours.forward()
     ours.backward()
-    assert ours.outputs is not None and ours.outputs.entropies_R is not None and inputs.hidden_TH.grad is not None
-    found = [ours.outputs.log_probs_R, ours.outputs.entropies_R, inputs.hidden_TH.grad, main_grad.total_VH]
+    assert (
+        ours.outputs is not None
+        and ours.outputs.entropies_R is not None
+        and inputs.hidden_TH.grad is not None
+    )
+    found = [
+        ours.outputs.log_probs_R,
+        ours.outputs.entropies_R,
+        inputs.hidden_TH.grad,
+        main_grad.total_VH,
+    ]
     ours.forget()
     plain = Baseline(inputs, naive_outputs)
     plain.forward()
@@ -146,12 +170,19 @@ def test_simulated_ranks_give_what_one_has() -> None:
     assert len(ranks) == 4
     for rank in ranks:
         assert torch.equal(rank[0], ranks[0][0]) and torch.equal(rank[1], ranks[0][1])
-    assert (ranks[0][0] - log_probs_T).abs().max() < 1e-5 and (ranks[0][1] - entropies_T).abs().max() < 1e-5
+    assert (ranks[0][0] - log_probs_T).abs().max() < 1e-5 and (
+        ranks[0][1] - entropies_T
+    ).abs().max() < 1e-5
 
 
 def test_samples_are_as_long_as_promised() -> None:
     lengths = make_lengths(5000, 300)
-    assert sum(lengths) == 5000 and min(lengths) >= 16 and max(lengths) < 300 + 16 and len(set(lengths)) > 5
+    assert (
+        sum(lengths) == 5000
+        and min(lengths) >= 16
+        and max(lengths) < 300 + 16
+        and len(set(lengths)) > 5
+    )
     batch = make_batch([10, 4], vocab=50, prompt_share=0.5)
     assert batch.response_mask.tolist() == [False] * 5 + [True] * 5 + [False] * 2 + [True] * 2
     assert float(batch.loss_weights.sum()) == pytest.approx(1.0)
@@ -170,7 +201,10 @@ def test_a_step_that_does_other_work_is_refused() -> None:
     batch = make_batch([10, 4], vocab=50, prompt_share=0.5)
     work = train_step.Work({}, batch, (16,), (2,))
     ours = train_step.StepTimes("ours", Spread.of([0.5]), (0.25, 2.0))
-    slow, fast = (train_step.StepTimes(name, Spread.of([s]), (0.25, 2.1)) for name, s in (("slow", 2.0), ("fast", 1.0)))
+    slow, fast = (
+        train_step.StepTimes(name, Spread.of([s]), (0.25, 2.1))
+        for name, s in (("slow", 2.0), ("fast", 1.0))
+    )
     found = recorder.Recorder(is_quick=True)
     train_step.compare(found, "x", work, [ours], [slow, fast])
     assert [(f.what, f.value, f.baseline) for f in found.figures] == [
@@ -197,7 +231,9 @@ def test_a_case_runs_at_a_tiny_size(name: str, tmp_path: Path) -> None:
     recorder.target.path = tmp_path / "case.json"
     case = children.importlib.import_module(f"benchmarks.gpu.{children.CASES[name].module}").CASE
     result = case.run(True)
-    assert case.name == name and result.figures and not result.details["failed"], result.details["failed"]
+    assert case.name == name and result.figures and not result.details["failed"], result.details[
+        "failed"
+    ]
     assert all(figure.value == figure.value and figure.bar is None for figure in result.figures)
     written = json.loads(recorder.target.path.read_text())
     assert len(written["figures"]) == len(result.figures) and written["details"]["device"] == "cpu"
@@ -223,7 +259,9 @@ def test_a_case_with_a_model_runs_at_a_tiny_size(name: str) -> None:
     assert len(speeds) >= 3 and min(speeds) > 0
     if name == "G10":
         (ours, plain), norms = result.details["tiny, first loss and gradient norm, ours and plain"]
-        assert ours == pytest.approx(plain, abs=2e-3) and norms[0] == pytest.approx(norms[1], rel=0.02)
+        assert ours == pytest.approx(plain, abs=2e-3) and norms[0] == pytest.approx(
+            norms[1], rel=0.02
+        )
 
 
 @pytest.mark.long
@@ -239,14 +277,20 @@ def test_a_case_runs_with_tritons_kernels(name: str) -> None:
         "print(json.dumps([result.details['failed'], {f.what: f.value for f in result.figures}]))\n"
     )
     environment = children.environment() | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     failed, values = json.loads(done.stdout.splitlines()[-1])
     assert not failed
     of_triton = {what: value for what, value in values.items() if "triton" in what}
     assert len(of_triton) >= {"G7": 0, "G9": 0}.get(name, 4)
     assert all(value == 0 for what, value in of_triton.items() if "that differ" in what)
-    errors = [value for what, value in values.items() if "largest difference" in what or "relative difference" in what]
+    errors = [
+        value
+        for what, value in values.items()
+        if "largest difference" in what or "relative difference" in what
+    ]
     assert max(errors, default=0.0) < 1e-5 and len(errors) == {"G8": 2, "G9": 2}.get(name, 0)
 
 
@@ -271,7 +315,10 @@ def test_what_fails_loses_itself_only() -> None:
     result = found.result()
     assert [figure.what for figure in result.figures] == ["before it broke"]
     assert "too much" in result.details["failed"]["bad"]
-    assert result.details["skipped"] == {"absent": "the package no_such_package", "late": "the case's time was up"}
+    assert result.details["skipped"] == {
+        "absent": "the package no_such_package",
+        "late": "the case's time was up",
+    }
     with pytest.raises(RuntimeError, match="nothing was measured"):
         recorder.Recorder(is_quick=True).result()
 
@@ -283,18 +330,24 @@ def test_a_case_is_a_process_of_its_own(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     written = json.loads(path.read_text())
     case = written["cases"]["G6"]
-    assert path.name.endswith("-abc-part1.json") and written["commit"] == "abc" and written["is_quick"]
+    assert (
+        path.name.endswith("-abc-part1.json") and written["commit"] == "abc" and written["is_quick"]
+    )
     assert case["outcome"] == "measured" and case["what"] == "passes over a materialised tile"
     assert [f["value"] for f in case["figures"] if f["unit"] == "GB/s"]
     assert set(case["device_state"]) == {"before", "after"}
     assert gpu_check.main([*arguments, "--only", "G1", "--budget-s", "1"]) == 0
     again = json.loads(path.read_text())
-    assert again["cases"] == written["cases"] and again["out_of_time"] == ["G1"], "what is not run again stays"
+    assert again["cases"] == written["cases"] and again["out_of_time"] == ["G1"], (
+        "what is not run again stays"
+    )
 
 
 def test_what_a_case_had_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(command: list[str], timeout_s: float, **streams: Any) -> int | None:
-        path = next(Path(word.partition("=")[2]) for word in command if word.startswith("--output="))
+        path = next(
+            Path(word.partition("=")[2]) for word in command if word.startswith("--output=")
+        )
         recorder.write_json(path, {"figures": [{"what": "a", "is_met": False}], "details": {}})
         streams["stderr"].write("Killed: too much memory")
         return exits.pop()
@@ -329,8 +382,21 @@ def test_a_process_and_what_it_started_end_with_its_time(tmp_path: Path) -> None
     assert children.run_group([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == 3
 
 
-def test_steps_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--quick", "--only", "G1", "G10", "--budget-s", "1", "--output", str(tmp_path), "--commit", "abc"]
+def test_steps_that_do_not_fit_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--quick",
+        "--only",
+        "G1",
+        "G10",
+        "--budget-s",
+        "1",
+        "--output",
+        str(tmp_path),
+        "--commit",
+        "abc",
+    ]
     assert gpu_check.main(arguments) == 0
     assert capsys.readouterr().out.count("left out: the time is up") == 2
     written = {path.name[-6]: json.loads(path.read_text()) for path in tmp_path.iterdir()}
@@ -352,9 +418,18 @@ def test_what_pytest_reports_is_read_as_it_comes(tmp_path: Path) -> None:
     broken.write_text("import no_such_package\n")
     found = gpu_tests.run_pytest([file, broken], ("--rootdir", str(tmp_path)))
     outcomes = {outcome.name.rpartition("::")[2]: outcome for outcome in found}
-    assert (outcomes["test_good"].outcome, outcomes["test_good"].figures) == ("passed", {"error": 0.25})
-    assert outcomes["test_bad"].outcome == "failed" and "one is not two" in outcomes["test_bad"].message
-    assert outcomes["test_absent"].outcome == "skipped" and "needs a thing" in outcomes["test_absent"].message
+    assert (outcomes["test_good"].outcome, outcomes["test_good"].figures) == (
+        "passed",
+        {"error": 0.25},
+    )
+    assert (
+        outcomes["test_bad"].outcome == "failed"
+        and "one is not two" in outcomes["test_bad"].message
+    )
+    assert (
+        outcomes["test_absent"].outcome == "skipped"
+        and "needs a thing" in outcomes["test_absent"].message
+    )
     broken_outcome = next(o for o in found if "no_such_package" in o.message)
     assert broken_outcome.outcome == "failed" and len(found) == 4
 
@@ -374,8 +449,14 @@ def test_a_test_that_hangs_or_kills_its_process_loses_itself_only(tmp_path: Path
     outcomes = {outcome.name.rpartition("::")[2]: outcome for outcome in found}
     assert len(found) == 4
     assert outcomes["test_good"].outcome == outcomes["test_good_too"].outcome == "passed"
-    assert outcomes["test_hangs"].outcome == "failed" and "not done after" in outcomes["test_hangs"].message
-    assert outcomes["test_dies"].outcome == "failed" and "ended with 7" in outcomes["test_dies"].message
+    assert (
+        outcomes["test_hangs"].outcome == "failed"
+        and "not done after" in outcomes["test_hangs"].message
+    )
+    assert (
+        outcomes["test_dies"].outcome == "failed"
+        and "ended with 7" in outcomes["test_dies"].message
+    )
     late = gpu_tests.run_pytest([file], arguments, budget_s=15.0)
     assert [outcome.outcome for outcome in late] == ["passed", "not run", "not run", "not run"]
 
@@ -387,8 +468,14 @@ def test_gpu_check_without_pytest() -> None:
     def absent() -> dict[str, float]:
         raise LookupError("needs a thing")
 
-    outcomes = gpu_tests.run_functions({"good": lambda: {"error": 0.25}, "bad": bad, "absent": absent}, LookupError)
-    assert [(o.name, o.outcome) for o in outcomes] == [("good", "passed"), ("bad", "failed"), ("absent", "skipped")]
+    outcomes = gpu_tests.run_functions(
+        {"good": lambda: {"error": 0.25}, "bad": bad, "absent": absent}, LookupError
+    )
+    assert [(o.name, o.outcome) for o in outcomes] == [
+        ("good", "passed"),
+        ("bad", "failed"),
+        ("absent", "skipped"),
+    ]
     assert outcomes[0].figures == {"error": 0.25} and "too far off" in outcomes[1].message
     assert gpu_tests.print_outcomes(outcomes) == {"passed": 1, "failed": 1, "skipped": 1}
 
@@ -396,7 +483,9 @@ def test_gpu_check_without_pytest() -> None:
 def test_gpu_check_finds_the_gpu_tests() -> None:
     files = gpu_tests.files_with_gpu_tests()
     names = [path.name for path in files]
-    assert {"test_gpu_checks.py", "test_gpu_kernels.py"} <= set(names) and "test_registry.py" not in names
+    assert {"test_gpu_checks.py", "test_gpu_kernels.py"} <= set(
+        names
+    ) and "test_registry.py" not in names
     slow = [path.name for path in files if gpu_tests.is_slow(path)]
     assert "test_gpu_local_engine.py" in slow and "test_gpu_checks.py" not in slow
 

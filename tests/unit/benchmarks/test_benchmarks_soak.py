@@ -27,7 +27,9 @@ from benchmarks.chaos.verdict import conservation, total
 def test_a_fifth_of_the_troubles_ends_the_launch_and_all_kinds_take_turns() -> None:
     troubles = schedule(600.0, 20, seed=1)
     assert len(troubles) == 20 and [t.at_s for t in troubles] == sorted(t.at_s for t in troubles)
-    assert all(27 * i <= t.at_s < 27 * (i + 1) for i, t in enumerate(troubles)), "one in each 20th of nine minutes"
+    assert all(27 * i <= t.at_s < 27 * (i + 1) for i, t in enumerate(troubles)), (
+        "one in each 20th of nine minutes"
+    )
     counts = Counter(t.kind for t in troubles)
     endings = {kind: counts[kind] for kind in KINDS if KINDS[kind].ends_launch}
     others = {kind: counts[kind] for kind in KINDS if not KINDS[kind].ends_launch}
@@ -70,7 +72,9 @@ def test_a_lost_sample_is_told() -> None:
 def test_a_sample_of_an_old_version_is_told() -> None:
     rows, samples = soak_rows()
     samples[5]["policy_version"] = 0
-    assert list(conservation(rows, samples, SOAK_PROMPTS_BY_STEP)) == ["step 1: samples of versions [0], not 1"]
+    assert list(conservation(rows, samples, SOAK_PROMPTS_BY_STEP)) == [
+        "step 1: samples of versions [0], not 1"
+    ]
 
 
 def test_a_step_that_is_missing_or_repeated_is_told() -> None:
@@ -86,7 +90,9 @@ def test_a_step_that_is_missing_or_repeated_is_told() -> None:
 def test_a_version_that_falls_back_is_told() -> None:
     rows, samples = soak_rows()
     rows[2]["policy/version"] = 3.0
-    assert "versions do not go up by one a step: [2, 3, 3]" in list(conservation(rows, samples, SOAK_PROMPTS_BY_STEP))
+    assert "versions do not go up by one a step: [2, 3, 3]" in list(
+        conservation(rows, samples, SOAK_PROMPTS_BY_STEP)
+    )
 
 
 def test_a_counter_that_begins_again_with_each_launch_is_added_up() -> None:
@@ -104,7 +110,9 @@ def test_descriptors_that_pile_up_are_told() -> None:
         ]
         counts.add(processes, float(second))
     assert counts.problems() == ["controller had 20 open files at first and 45 at last"]
-    assert [row["role"] for row in counts.table()] == ["rank0", "controller"], "a short life says nothing"
+    assert [row["role"] for row in counts.table()] == ["rank0", "controller"], (
+        "a short life says nothing"
+    )
 
 
 def test_ports_of_a_process_are_found() -> None:
@@ -124,7 +132,9 @@ def child() -> Iterator[subprocess.Popen[str]]:
         "        with open(line.strip(), 'wb', buffering=0) as file: print(file.write(b'ab') == 2, flush=True)\n"
         "    except OSError as error: print(error.strerror, flush=True)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     yield process
     process.kill()
     process.wait()

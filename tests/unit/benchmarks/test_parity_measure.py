@@ -40,7 +40,9 @@ EXACT, SINGLE = result(0.0, torch.float64), result(0.25)
 
 
 def rows(found: Result) -> dict[str, Row]:
-    return {row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, [SINGLE], [found])}
+    return {
+        row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, [SINGLE], [found])
+    }
 
 
 def test_figures_are_those_of_the_definition() -> None:
@@ -49,34 +51,51 @@ def test_figures_are_those_of_the_definition() -> None:
     assert (found["log_probs_after"].error, found["entropies"].error) == (0.5, 0.5)
     assert (found["gradient"].tensor, found["gradient"].error) == ("a", pytest.approx(0.5 / 5))
     assert found["gradient"].bar == pytest.approx(3 * 0.25 / 5)
-    assert found["update"].error == pytest.approx(0.5 / 1.25), "relative to the update, not to the weights"
-    assert (found["grad_norm"].tensor, found["grad_norm"].error) == ("step 0", pytest.approx(0.5 / 5))
-    assert found["grad_norm"].float32_error == pytest.approx(0.25 / (25 + 0.25) ** 0.5), "of the whole gradient"
+    assert found["update"].error == pytest.approx(0.5 / 1.25), (
+        "relative to the update, not to the weights"
+    )
+    assert (found["grad_norm"].tensor, found["grad_norm"].error) == (
+        "step 0",
+        pytest.approx(0.5 / 5),
+    )
+    assert found["grad_norm"].float32_error == pytest.approx(0.25 / (25 + 0.25) ** 0.5), (
+        "of the whole gradient"
+    )
     assert all(row.ok for row in found.values())
 
 
 @pytest.mark.parametrize("shift, is_ok", [(0.74, True), (0.76, False), (float("nan"), False)])
 def test_three_times_the_error_of_float32_is_the_bar(shift: float, is_ok: bool) -> None:
-    assert {row.quantity for row in rows(result(shift)).values() if row.ok == is_ok} >= {"log_probs", "gradient"}
+    assert {row.quantity for row in rows(result(shift)).values() if row.ok == is_ok} >= {
+        "log_probs",
+        "gradient",
+    }
     assert rows(result(shift))["update"].ok == is_ok
 
 
 def test_float32_s_own_error_is_the_root_mean_square_of_its_draws() -> None:
     """Of 0.1 and 0.7 it is 0.5: one lucky draw alone would make a bar of 0.3 instead of 1.5."""
     for draws, own in (([0.1, 0.7], 0.5), ([0.1], 0.1), ([0.1, float("nan")], float("nan"))):
-        measured = measure("f", "l", "c", START, MASK, EXACT, [result(draw) for draw in draws], [result(1.4)])
+        measured = measure(
+            "f", "l", "c", START, MASK, EXACT, [result(draw) for draw in draws], [result(1.4)]
+        )
         found = {row.quantity: row for row in measured}
         for quantity, size in (("log_probs", 1), ("gradient", 5), ("update", 1.25)):
             assert found[quantity].float32_error == pytest.approx(own / size, nan_ok=True, rel=1e-6)
             assert found[quantity].ok == (own == 0.5)
 
 
-def test_runs_of_a_layout_count_by_their_root_mean_square(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_a_layout_count_by_their_root_mean_square(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of 0.1, 0.7 and 0.8 it is 0.616, under the bar of 0.75. What wrote the dumps and what reads them agree."""
     shifts = (0.8, 0.1, 0.7)
     report = dump(tmp_path, *map(result, shifts))
     found = {row["quantity"]: row for row in json.loads(report.read_text())["rows"]}
-    assert found["log_probs"]["error"] == pytest.approx((1.14 / 3) ** 0.5) and found["log_probs"]["num_runs"] == 3
+    assert (
+        found["log_probs"]["error"] == pytest.approx((1.14 / 3) ** 0.5)
+        and found["log_probs"]["num_runs"] == 3
+    )
     assert not rows(result(0.8))["log_probs"].ok and all(row["ok"] for row in found.values())
     assert recompute([str(tmp_path), "--against", str(report)]) == 0
     assert "0 over the bar, 0 unlike the file" in capsys.readouterr().out
@@ -108,13 +127,19 @@ def dump(directory: Path, *runs: Result, name: str = "one_rank") -> Path:
     dumps = Dumps(directory)
     batch: dict[str, Tensor] = {"response_mask": MASK}
     dumps.inputs("f", "actor", START, batch)
-    written = [("float64", EXACT), ("float32_0", SINGLE), *((run_name(name, n), run) for n, run in enumerate(runs))]
+    written = [
+        ("float64", EXACT),
+        ("float32_0", SINGLE),
+        *((run_name(name, n), run) for n, run in enumerate(runs)),
+    ]
     for result_name, tensors in written:
         dumps.result("f", "actor", "c", result_name, tensors)
     layouts = {name: {"families": ["f"], "critic_families": []}}
     dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
     report = directory / "parity.json"
-    found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, [SINGLE], runs)]
+    found_rows = [
+        asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, [SINGLE], runs)
+    ]
     report.write_text(json.dumps({"rows": found_rows}))
     return report
 
@@ -127,10 +152,16 @@ def test_recompute_agrees_with_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "7 quantities, 10 figures: 0 over the bar, 0 unlike the file" in capsys.readouterr().out
 
 
-VALUE_START = {"a": START["a"], "score.weight": torch.tensor([[3.0, 0.0]]), "score.bias": torch.tensor([1.0])}
+VALUE_START = {
+    "a": START["a"],
+    "score.weight": torch.tensor([[3.0, 0.0]]),
+    "score.bias": torch.tensor([1.0]),
+}
 
 
-def value_result(shift: float, bias_shift: float = 0.0, dtype: torch.dtype = torch.float32) -> Result:
+def value_result(
+    shift: float, bias_shift: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Result:
     """A critic's, off by `shift` in one place of every quantity, the head's bias by `bias_shift`."""
     tensors = {
         "values": torch.tensor([9.0, -1.0, -2.0 + shift]),
@@ -151,17 +182,34 @@ def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFix
     exact, single = value_result(0.0, dtype=torch.float64), value_result(0.25)
     found = {}
     for name, result_of in (("near", value_result(0.25, 0.5)), ("far", value_result(0.25, 1.0))):
-        measured = measure("f", name, "c", VALUE_START, MASK, exact, [single], [result_of], "critic")
+        measured = measure(
+            "f", name, "c", VALUE_START, MASK, exact, [single], [result_of], "critic"
+        )
         found[name] = {row.quantity: row for row in measured}
-    assert set(found["far"]) == {"values", "values_after", "value_gradient", "value_update", "value_grad_norm"}
+    assert set(found["far"]) == {
+        "values",
+        "values_after",
+        "value_gradient",
+        "value_update",
+        "value_grad_norm",
+    }
     near, far = found["near"]["value_gradient"], found["far"]["value_gradient"]
     assert (near.tensor, near.ok, far.tensor, far.ok) == ("score", True, "score", False)
-    assert near.error == pytest.approx((0.25**2 + 0.5**2) ** 0.5 / 5) and near.bar == pytest.approx(0.15)
-    assert [row.quantity for row in found["far"].values() if not row.ok] == ["value_gradient", "value_update"]
+    assert near.error == pytest.approx((0.25**2 + 0.5**2) ** 0.5 / 5) and near.bar == pytest.approx(
+        0.15
+    )
+    assert [row.quantity for row in found["far"].values() if not row.ok] == [
+        "value_gradient",
+        "value_update",
+    ]
 
     dumps = Dumps(tmp_path)
     dumps.inputs("f", "critic", VALUE_START, {"response_mask": MASK})
-    for name, tensors in (("float64", exact), ("float32_0", single), ("far", value_result(0.25, 1.0))):
+    for name, tensors in (
+        ("float64", exact),
+        ("float32_0", single),
+        ("far", value_result(0.25, 1.0)),
+    ):
         dumps.result("f", "critic", "c", name, tensors)
     layouts = {"far": {"families": [], "critic_families": ["f"]}}
     dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
@@ -171,20 +219,32 @@ def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFix
     assert "5 quantities, 7 figures: 2 over the bar, 0 unlike the file" in capsys.readouterr().out
 
 
-def test_recompute_finds_a_miss_without_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recompute_finds_a_miss_without_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dump(tmp_path, result(0.76))
     assert recompute([str(tmp_path)]) == 1
-    assert "MISS f one_rank c log_probs log_probs: 7.600e-01 > 3 x 2.500e-01" in capsys.readouterr().out
+    assert (
+        "MISS f one_rank c log_probs log_probs: 7.600e-01 > 3 x 2.500e-01"
+        in capsys.readouterr().out
+    )
 
 
-def test_recompute_finds_a_file_that_says_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recompute_finds_a_file_that_says_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = dump(tmp_path, result(0.5))
     Dumps(tmp_path).result("f", "actor", "c", "one_rank", result(0.25))
     assert recompute([str(tmp_path), "--against", str(report)]) == 1
-    assert "gradient') a: 1.000000e-01 in the file, 5.000000e-02 in the dumps" in capsys.readouterr().out
+    assert (
+        "gradient') a: 1.000000e-01 in the file, 5.000000e-02 in the dumps"
+        in capsys.readouterr().out
+    )
 
 
-def test_recompute_names_a_cell_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recompute_names_a_cell_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dump(tmp_path, result(0.5))
     run = json.loads((tmp_path / "run.json").read_text())
     run["layouts"]["tp2"] = {"families": [], "critic_families": []}

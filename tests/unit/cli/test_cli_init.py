@@ -13,11 +13,15 @@ from rlhf_megatron.config.load import load_run_config
 
 
 @pytest.mark.parametrize("kind", ["quickstart", "grpo", "ppo", "async"])
-def test_a_starter_for_a_cpu_passes_every_check(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starter_for_a_cpu_passes_every_check(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["init", kind, str(tmp_path / "new" / "run"), "--gpus", "0"]) == 0
     monkeypatch.chdir(tmp_path)
     config = load_run_config("new/run/run.yaml").config
-    assert config.model.path == str(tmp_path / "new" / "run" / "model"), "beside the file, wherever one stands"
+    assert config.model.path == str(tmp_path / "new" / "run" / "model"), (
+        "beside the file, wherever one stands"
+    )
     assert main(["config", "check", "new/run/run.yaml"]) == 0
 
 
@@ -28,7 +32,10 @@ def test_options_may_stand_between_the_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("grpo",), ("gpro", "my_run"), ("grpo", "my_run", "more")])
 def test_a_folder_and_one_kind_are_named(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", *words]) == 1
@@ -36,7 +43,9 @@ def test_a_folder_and_one_kind_are_named(
     assert expected in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("kind", "gpus", "ranks"), [("grpo", 1, 1), ("ppo", 8, 8), ("async", 2, 1), ("async", 8, 6)])
+@pytest.mark.parametrize(
+    ("kind", "gpus", "ranks"), [("grpo", 1, 1), ("ppo", 8, 8), ("async", 2, 1), ("async", 8, 6)]
+)
 def test_a_starter_for_gpus(kind: str, gpus: int, ranks: int, tmp_path: Path) -> None:
     """An asynchronous run leaves a quarter of the GPUs to its engines."""
     assert main(["init", kind, str(tmp_path), "--gpus", str(gpus)]) == 0
@@ -49,8 +58,13 @@ def test_a_starter_for_gpus(kind: str, gpus: int, ranks: int, tmp_path: Path) ->
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("mine")
     assert main(["init", str(tmp_path)]) == 1
-    assert "run.yaml is there already and is not overwritten; name another folder." in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"] and (tmp_path / "run.yaml").read_text() == "mine"
+    assert (
+        "run.yaml is there already and is not overwritten; name another folder."
+        in capsys.readouterr().err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"] and (
+        tmp_path / "run.yaml"
+    ).read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +74,9 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("async", "--gpus", "1"), "use --gpus 2 or more"),
     ],
 )
-def test_what_cannot_be(words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", words[0], "never", *words[1:]]) == 1
     assert expected in capsys.readouterr().err
 
@@ -85,6 +101,8 @@ def test_what_is_installed_brings_its_examples(tmp_path: Path) -> None:
     warm = site / "rlhf_megatron/shipped/configs/quickstart_warm.yaml"
     calls = [["init", "."], ["config", "check", "run.yaml"], ["config", "check", str(warm)]]
     program = f"from rlhf_megatron.cli.main import main\nraise SystemExit(any([main(words) for words in {calls}]))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=empty, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=empty, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(ROOT) not in (empty / "run.yaml").read_text()

@@ -15,7 +15,7 @@ import pytest
 from end_to_end_tools import overrides, write_config
 from places import ROOT
 
-from rlhf_megatron.cli.restarts import MAX_IDLE_ATTEMPTS, restartable
+from rlhf_megatron.cli.restarts import MAX_IDLE_ATTEMPTS, parse_restartable_run
 from rlhf_megatron.config.errors import ConfigError
 
 # An attempt as the plan has it: files that it leaves in the run directory, and its end.
@@ -39,7 +39,10 @@ os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 """
 CHECKPOINT_2, CHECKPOINT_4 = {"checkpoints/step_000002": 0}, {"checkpoints/step_000004": 0}
 GROUPS_3, MORE_GROUPS_3 = {"journal/step_000003.groups": 10}, {"journal/step_000003.groups": 20}
-FINISHED_70, FINISHED_71 = {"journal/group_00000070.samples": 10}, {"journal/group_00000071.samples": 5}
+FINISHED_70, FINISHED_71 = (
+    {"journal/group_00000070.samples": 10},
+    {"journal/group_00000071.samples": 5},
+)
 TRAIN_3, UNFINISHED = {"journal/step_000003.train": 5}, {"checkpoints/.step_000009.partial": 0}
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -51,13 +54,29 @@ def start(tmp_path: Path) -> Start:
     config = write_config(tmp_path)
     (tmp_path / "attempt.py").write_text(ATTEMPT)
 
-    def begin(max_restarts: int, plan: list[Any], *words: str, save_freq: int = 2) -> subprocess.Popen[str]:
+    def begin(
+        max_restarts: int, plan: list[Any], *words: str, save_freq: int = 2
+    ) -> subprocess.Popen[str]:
         (tmp_path / "plan").write_text(json.dumps(plan))
-        command = [sys.executable, str(tmp_path / "attempt.py"), str(tmp_path), "train", str(config)]
+        command = [
+            sys.executable,
+            str(tmp_path / "attempt.py"),
+            str(tmp_path),
+            "train",
+            str(config),
+        ]
         command += [*overrides({"trainer.save_freq": save_freq}), *words]
-        supervisor = [sys.executable, "-m", "rlhf_megatron.cli.restarts", str(max_restarts), *command]
+        supervisor = [
+            sys.executable,
+            "-m",
+            "rlhf_megatron.cli.restarts",
+            str(max_restarts),
+            *command,
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(supervisor, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            supervisor, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
 
     return begin
 
@@ -71,17 +90,49 @@ def attempts(directory: Path) -> list[list[str]]:
     [
         # Each attempt is further than all before: a checkpoint, groups, more of them, a later stage, a checkpoint.
         (
-            [[CHECKPOINT_2, 1], [GROUPS_3, -9], [MORE_GROUPS_3, 1], [TRAIN_3, 1], [CHECKPOINT_4, -6], [{}, 0]],
+            [
+                [CHECKPOINT_2, 1],
+                [GROUPS_3, -9],
+                [MORE_GROUPS_3, 1],
+                [TRAIN_3, 1],
+                [CHECKPOINT_4, -6],
+                [{}, 0],
+            ],
             0,
             6,
             "ended with exit code 134 in step 5; the run is started again (5 of 5)",
         ),
         # Of a schedule that generates ahead: a group is finished, then a later one; the same again is no progress.
-        ([[CHECKPOINT_2, 1], [FINISHED_70, 1], [FINISHED_71, 1], [FINISHED_70, 3], [{}, 0]], 0, 5, "3 of 5"),
-        ([[CHECKPOINT_2, 1], [FINISHED_71, 1], [FINISHED_70, 1], [{}, 4]], 4, 4, "2 in a row made no progress"),
-        ([[CHECKPOINT_2, 1], [UNFINISHED, 1], [{}, 3], [{}, 0]], 3, 3, "2 in a row made no progress"),
-        ([[CHECKPOINT_2, 1], [{}, 1], [CHECKPOINT_4, 1], [{}, 1], [{}, 1]], 1, 5, "2 in a row made no progress"),
-        ([[{f"checkpoints/step_{n:06d}": 0}, 1] for n in range(1, 8)], 1, 6, "MAX_RESTARTS (5) is used up"),
+        (
+            [[CHECKPOINT_2, 1], [FINISHED_70, 1], [FINISHED_71, 1], [FINISHED_70, 3], [{}, 0]],
+            0,
+            5,
+            "3 of 5",
+        ),
+        (
+            [[CHECKPOINT_2, 1], [FINISHED_71, 1], [FINISHED_70, 1], [{}, 4]],
+            4,
+            4,
+            "2 in a row made no progress",
+        ),
+        (
+            [[CHECKPOINT_2, 1], [UNFINISHED, 1], [{}, 3], [{}, 0]],
+            3,
+            3,
+            "2 in a row made no progress",
+        ),
+        (
+            [[CHECKPOINT_2, 1], [{}, 1], [CHECKPOINT_4, 1], [{}, 1], [{}, 1]],
+            1,
+            5,
+            "2 in a row made no progress",
+        ),
+        (
+            [[{f"checkpoints/step_{n:06d}": 0}, 1] for n in range(1, 8)],
+            1,
+            6,
+            "MAX_RESTARTS (5) is used up",
+        ),
         ([[CHECKPOINT_2, 75]], 75, 1, ""),
         ([[CHECKPOINT_2, 17]], 17, 1, ""),
     ],
@@ -119,11 +170,20 @@ def test_a_run_that_is_told_to_stop_is_not_started_again(start: Start, tmp_path:
 def test_a_run_without_checkpoints_is_not_started(start: Start, tmp_path: Path) -> None:
     process = start(3, [[{}, 0]], save_freq=0)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2 and errors.startswith("MAX_RESTARTS needs trainer.save_freq above 0")
+    assert process.returncode == 2 and errors.startswith(
+        "MAX_RESTARTS needs trainer.save_freq above 0"
+    )
     assert not (tmp_path / "attempts").exists()
     with pytest.raises(ConfigError, match="does not go with --replay"):
-        command = ["x", "train", str(tmp_path / "tiny.yaml"), "trainer.save_freq=2", "--replay", "3"]
-        restartable([*command, "--replay-from", "runs/x"])
+        command = [
+            "x",
+            "train",
+            str(tmp_path / "tiny.yaml"),
+            "trainer.save_freq=2",
+            "--replay",
+            "3",
+        ]
+        parse_restartable_run([*command, "--replay-from", "runs/x"])
 
 
 def test_the_next_attempt_waits_for_what_the_last_has_left(start: Start, tmp_path: Path) -> None:
@@ -131,7 +191,9 @@ def test_the_next_attempt_waits_for_what_the_last_has_left(start: Start, tmp_pat
     lock = tmp_path / "runs" / "tiny" / "run.lock"
     lock.parent.mkdir(parents=True)
     hold = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
-    holder = subprocess.Popen([sys.executable, "-c", f"{hold}; time.sleep(2)"], stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{hold}; time.sleep(2)"], stdout=subprocess.PIPE
+    )
     assert holder.stdout is not None and holder.stdout.readline()
     process = start(1, [[CHECKPOINT_2, -9], [{}, 0]])
     deadline = time.monotonic() + 120
@@ -157,15 +219,31 @@ sys.exit(Attempts().run(sys.argv[1:]))
         (0, "203.0.113.1,127.0.0.3", "127.0.0.3"),  # its own
         (1, "127.0.0.2,127.0.0.3", "127.0.0.3"),  # that which answers
         (0, "127.0.0.2", "127.0.0.2"),
-        (0, "203.0.113.1,203.0.113.2", "MASTER_ADDR (203.0.113.1,203.0.113.2) has no address of this node 0; add it"),
+        (
+            0,
+            "203.0.113.1,203.0.113.2",
+            "MASTER_ADDR (203.0.113.1,203.0.113.2) has no address of this node 0; add it",
+        ),
     ],
 )
 def test_an_attempt_is_told_where_node_0_is_now(node: int, addresses: str, found: str) -> None:
     with socket.create_server(("127.0.0.3", 0)) as server:
-        agent = [sys.executable, "-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv[-1])"]
+        agent = [
+            sys.executable,
+            "-c",
+            "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv[-1])",
+        ]
         words = [*agent, "--node-rank", str(node), "--master-addr", addresses]
-        given = {"MASTER_ADDR": addresses, "MASTER_PORT": str(server.getsockname()[1]), "PYTHONPATH": str(ROOT)}
+        given = {
+            "MASTER_ADDR": addresses,
+            "MASTER_PORT": str(server.getsockname()[1]),
+            "PYTHONPATH": str(ROOT),
+        }
         command = [sys.executable, "-c", RUN_ONCE, *words]
-        done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=os.environ | given, capture_output=True, text=True, timeout=120
+        )
     is_found = done.returncode == 0
-    assert (done.stdout if is_found else done.stderr).strip() == (f"{found} {found}" if is_found else found)
+    assert (done.stdout if is_found else done.stderr).strip() == (
+        f"{found} {found}" if is_found else found
+    )

@@ -22,7 +22,11 @@ QWEN = "configs/qwen3_64_ranks.yaml"
 
 @pytest.mark.parametrize(("line", "_", "printed"), PRINTED)
 def test_the_pages_print_what_the_command_prints(
-    line: str, _: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    _: str,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(line.removeprefix("$ rlhf-megatron "))) == 0
@@ -38,7 +42,9 @@ def placed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[s
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_64_ranks_are_8_machines_and_engines_stand_on_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_64_ranks_are_8_machines_and_engines_stand_on_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Ranks as Layout.coordinates counts them: tp4 fastest, then dp4, then pp4."""
     code, lines = placed(capsys)
     machines = [line for line in lines if re.match(r"machine \d", line)]
@@ -51,31 +57,51 @@ def test_64_ranks_are_8_machines_and_engines_stand_on_others(capsys: pytest.Capt
     assert lines[-1] == "senders     0 (machine 0), 16 (machine 2), 32 (machine 4), 48 (machine 6)"
 
 
-def test_torchrun_deals_engines_to_machines_which_must_have_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_deals_engines_to_machines_which_must_have_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, lines = placed(capsys, "trainer.runtime=torchrun", "rollout.num_engines=1")
     assert (
-        code == 1 and lines[0] == "launcher    torchrun: NNODES=8 NPROC_PER_NODE=8 launch/torchrun.sh on each machine"
+        code == 1
+        and lines[0]
+        == "launcher    torchrun: NNODES=8 NPROC_PER_NODE=8 launch/torchrun.sh on each machine"
     )
     assert "engine0 on GPUs 8-15" in lines[2]
     assert lines[-1].startswith(
         "does not fit: machine 0 needs 16 GPUs and has 8. Name machines with free GPUs in rollout.engine_machines"
     )
-    assert placed(capsys, "trainer.runtime=torchrun", "rollout.num_engines=1", "--gpus", "16")[0] == 0
+    assert (
+        placed(capsys, "trainer.runtime=torchrun", "rollout.num_engines=1", "--gpus", "16")[0] == 0
+    )
     apart = ("trainer.runtime=torchrun", "rollout.num_engines=2", "rollout.engine_machines=[8,9]")
     code, lines = placed(capsys, *apart)
-    assert "torchrun: NNODES=8 ENGINE_NODES=2 NPROC_PER_NODE=8 launch/torchrun.sh on each machine" in lines[0]
-    assert code == 0 and lines[10:12] == ["machine 8   engine0 on GPUs 0-7", "machine 9   engine1 on GPUs 0-7"]
+    assert (
+        "torchrun: NNODES=8 ENGINE_NODES=2 NPROC_PER_NODE=8 launch/torchrun.sh on each machine"
+        in lines[0]
+    )
+    assert code == 0 and lines[10:12] == [
+        "machine 8   engine0 on GPUs 0-7",
+        "machine 9   engine1 on GPUs 0-7",
+    ]
 
 
 def test_engines_over_two_machines_of_twelve(capsys: pytest.CaptureFixture[str]) -> None:
     """As the head of the file says for torchrun, with engines twice as large."""
-    apart = ("trainer.runtime=torchrun", "rollout.num_engines=2", "rollout.engine_machines=[8,9,10,11]")
+    apart = (
+        "trainer.runtime=torchrun",
+        "rollout.num_engines=2",
+        "rollout.engine_machines=[8,9,10,11]",
+    )
     code, lines = placed(capsys, *apart, "rollout.sglang.args={tp_size: 16, nnodes: 2}")
     parts = ["engine0", "engine0-part1", "engine1", "engine1-part1"]
-    assert code == 0 and lines[10:14] == [f"machine {8 + i:<3} {part} on GPUs 0-7" for i, part in enumerate(parts)]
+    assert code == 0 and lines[10:14] == [
+        f"machine {8 + i:<3} {part} on GPUs 0-7" for i, part in enumerate(parts)
+    ]
 
 
-def test_ray_keeps_engines_that_read_memory_with_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_keeps_engines_that_read_memory_with_the_driver(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tensor = (
         "rollout.weight_transport=tensor",
         "trainer.nnodes=1",
@@ -94,6 +120,13 @@ def test_ray_keeps_engines_that_read_memory_with_the_driver(capsys: pytest.Captu
 
 def test_attached_engines_are_somebody_elses(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = placed(
-        capsys, "rollout.endpoints=[https://10.0.0.9:30000]", "rollout.num_engines=1", "trainer.runtime=torchrun"
+        capsys,
+        "rollout.endpoints=[https://10.0.0.9:30000]",
+        "rollout.num_engines=1",
+        "trainer.runtime=torchrun",
     )
-    assert code == 0 and "attached    https://10.0.0.9:30000" in lines and not [x for x in lines if "engine0" in x]
+    assert (
+        code == 0
+        and "attached    https://10.0.0.9:30000" in lines
+        and not [x for x in lines if "engine0" in x]
+    )

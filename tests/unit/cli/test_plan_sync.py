@@ -10,14 +10,14 @@ import pytest
 from places import ROOT
 from table_samples import DEEPSEEK_V3
 
-from rlhf_megatron.cli.commands import _GPUS, _NETWORKS
+from rlhf_megatron.cli.commands import _GPU_NAMES, _NETWORK_NAMES
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.cli.plan.sync import engines_of
+from rlhf_megatron.cli.plan.plan_sync import make_planned_engines
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SGLangConfig
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.proof.plan.gpus import GPUS
-from rlhf_megatron.resharding.network import NETWORKS
-from rlhf_megatron.resharding.shards import EngineLayout, taken_by
+from rlhf_megatron.planning.network_cost import NETWORKS
+from rlhf_megatron.planning.plan.gpu_memory import GPU_MEMORY_GB
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.shard_plan import EngineLayout, find_engine_span
 
 RUN = ROOT / "configs" / "qwen3_235b_512_ranks.yaml"
 
@@ -28,7 +28,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_parser_offers_all_gpus_and_networks() -> None:
-    assert set(_GPUS) == GPUS.keys() and set(_NETWORKS) == NETWORKS.keys()
+    assert set(_GPU_NAMES) == GPU_MEMORY_GB.keys() and set(_NETWORK_NAMES) == NETWORKS.keys()
 
 
 def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -50,7 +50,11 @@ def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     }
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     layout = ["nnodes=1", "n_gpus_per_node=2"]
-    megatron = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=1", "expert_model_parallel_size=1"]
+    megatron = [
+        "tensor_model_parallel_size=2",
+        "pipeline_model_parallel_size=1",
+        "expert_model_parallel_size=1",
+    ]
     unset = ["num_layers_in_first_pipeline_stage=null", "num_layers_in_last_pipeline_stage=null"]
     of_experts = ["moe_router_load_balancing_type=none", "moe_aux_loss_coeff=0.0"]
     picture = tmp_path / "sync.svg"
@@ -66,7 +70,10 @@ def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         "reference.param_offload=true",
         "rollout.weight_transport=tensor",
         "rollout.num_engines=1",
-        *(f"rollout.sglang.args.{s}" for s in ("tensor_parallel_size=2", "ep_size=1", "mem_fraction_static=0.5")),
+        *(
+            f"rollout.sglang.args.{s}"
+            for s in ("tensor_parallel_size=2", "ep_size=1", "mem_fraction_static=0.5")
+        ),
         f"--picture={picture}",
     )
     cut = 2 * (256 * 64 + (64 + 32 + 32) * 64 + 64 * 64 + 3 * 128 * 64)
@@ -94,30 +101,43 @@ def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_shared_expert_is_cut_as_sglang_cuts_it() -> None:
     """With dense layers; fused with the others of each of the ep parts; whole on every rank that DeepEP serves."""
-    table = table_for({**DEEPSEEK_V3, "num_hidden_layers": 4})
-    (rule,) = [r for r in table if r.megatron_name.endswith("3.mlp.shared_experts.linear_fc2.weight")]
-    (hf,) = rule.hf  # [7168, 2048]
+    table = make_weight_table({**DEEPSEEK_V3, "num_hidden_layers": 4})
+    (rule,) = [
+        r for r in table if r.megatron_name.endswith("3.mlp.shared_experts.linear_fc2.weight")
+    ]
+    (hf,) = rule.hf_tensors  # [7168, 2048]
     for arguments, columns in (
         ({}, 256),
         ({"enforce_shared_experts_fusion": True}, 1024),
         ({"moe_a2a_backend": "deepep"}, 2048),
     ):
         given = {"tp_size": 8, "ep_size": 4, **arguments}
-        engine = EngineLayout.of(RolloutConfig(engine="sglang", sglang=SGLangConfig(args=given)))
-        spans = [taken_by(rule, hf, engine, rank) for rank in range(8)]
-        assert [span.shape_in(hf.shape)[1] for span in spans if span is not None] == [columns] * 8, arguments
+        engine = EngineLayout.from_rollout_config(
+            RolloutConfig(engine="sglang", sglang=SGLangConfig(args=given))
+        )
+        spans = [find_engine_span(rule, hf, engine, rank) for rank in range(8)]
+        assert [span.shape_within(hf.shape)[1] for span in spans if span is not None] == [
+            columns
+        ] * 8, arguments
         assert {span.start for span in spans if span is not None} == set(range(0, 2048, columns))
 
 
 def test_attached_engines_are_counted() -> None:
     rollout = RolloutConfig(engine="sglang", endpoints=("http://a:1", "http://b:1", "http://c:1"))
-    assert engines_of(RunConfig(rollout=rollout)).count == 3
+    assert make_planned_engines(RunConfig(rollout=rollout)).num_engines == 3
 
 
 @pytest.mark.long
-def test_a_trillion_parameters_take_seconds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_trillion_parameters_take_seconds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Kimi-K2's shape: 384 experts a layer."""
-    sizes = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840}
+    sizes = {
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "vocab_size": 163840,
+    }
     hf_config = {**DEEPSEEK_V3, **sizes, "n_group": 1, "topk_group": 1}
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_utime

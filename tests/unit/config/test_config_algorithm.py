@@ -9,8 +9,8 @@ from config_samples import VALID
 
 from rlhf_megatron.algorithms import kl_in_reward
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.algorithm import MAX_ERROR
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.algorithm_rules import MAX_ERROR
+from rlhf_megatron.config.rules.validate import validate_config
 
 KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
@@ -28,17 +28,23 @@ def run_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "overrides",
     [
-        [KL],  # also with the group estimator of the sample run: its rewards become sums of token rewards
+        [
+            KL
+        ],  # also with the group estimator of the sample run: its rewards become sums of token rewards
         [KL, "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.kl_coef=0.1"],
         [KL, ADAPTIVE, "algorithm.kl_ctrl.target_kl=6", "algorithm.kl_ctrl.horizon=103"],
         [KL, "actor.use_kl_loss=true"],  # both at once
-        [FILTER, "algorithm.filter_groups.metric=exact_match", "algorithm.filter_groups.max_num_gen_batches=3"],
+        [
+            FILTER,
+            "algorithm.filter_groups.metric=exact_match",
+            "algorithm.filter_groups.max_num_gen_batches=3",
+        ],
         [DRAWS, "algorithm.pf_ppo.weight_pow=0.5"],
         [DRAWS, "algorithm.pf_ppo.reweight_method=max_min"],
     ],
 )
 def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
-    assert validate(read_run_config(run_file, overrides)) == []
+    assert validate_config(read_run_config(run_file, overrides)) == []
 
 
 @pytest.mark.parametrize(
@@ -65,20 +71,22 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:
-    found = validate(read_run_config(run_file, overrides))
+    found = validate_config(read_run_config(run_file, overrides))
     assert len(found) == 1 and found[0].startswith(expected), found
 
 
 def test_the_command_line_may_switch_off_what_a_file_sets_up(run_file: Path) -> None:
     with run_file.open("a") as file:
-        file.write("algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, target_kl: 3, horizon: 9999}}\n")
-    assert validate(read_run_config(run_file)) == []
-    assert validate(read_run_config(run_file, ["algorithm.use_kl_in_reward=false"])) == []
-    assert validate(read_run_config(run_file, ["algorithm.kl_ctrl.type=fixed"])) == []
+        file.write(
+            "algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, target_kl: 3, horizon: 9999}}\n"
+        )
+    assert validate_config(read_run_config(run_file)) == []
+    assert validate_config(read_run_config(run_file, ["algorithm.use_kl_in_reward=false"])) == []
+    assert validate_config(read_run_config(run_file, ["algorithm.kl_ctrl.type=fixed"])) == []
 
 
 def test_the_rule_of_the_horizon_is_that_of_the_controller() -> None:
-    assert MAX_ERROR == kl_in_reward.MAX_ERROR
+    assert MAX_ERROR == kl_in_reward.MAX_RELATIVE_ERROR
     for horizon, is_good in ((103, True), (102, False)):
         controller = kl_in_reward.KLController("adaptive", 0.1, 1.0, horizon)
         try:
@@ -86,4 +94,4 @@ def test_the_rule_of_the_horizon_is_that_of_the_controller() -> None:
         except ValueError:
             assert not is_good
         else:
-            assert is_good and controller.coef > 0
+            assert is_good and controller.kl_coef > 0

@@ -4,9 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_megatron.config.changes import NOT_USED, compare, flat, settings_digest
+from rlhf_megatron.config.resume_changes import (
+    NOT_USED,
+    compare_run_settings,
+    compute_settings_digest,
+    flatten_config_yaml,
+)
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.show import render_config_yaml
 
 
 def settings(**changes: str) -> dict[str, str]:
@@ -23,30 +28,38 @@ def settings(**changes: str) -> dict[str, str]:
 
 
 def test_nothing_changed() -> None:
-    assert compare(settings(), settings()).all == {}
+    assert compare_run_settings(settings(), settings()).all_changes == {}
 
 
 def test_a_layout_and_a_learning_rate_are_recorded_with_both_values() -> None:
-    now = settings(actor__optim__lr="0.002", actor__megatron__tensor_model_parallel_size="1", critic__path="x")
-    changes = compare(settings(), now)
-    assert changes.layout == {"actor.megatron.tensor_model_parallel_size": ("2", "1")}
-    assert changes.other == {"actor.optim.lr": ("0.001", "0.002"), "critic.path": (NOT_USED, "x")}
+    now = settings(
+        actor__optim__lr="0.002", actor__megatron__tensor_model_parallel_size="1", critic__path="x"
+    )
+    changes = compare_run_settings(settings(), now)
+    assert changes.layout_changes == {"actor.megatron.tensor_model_parallel_size": ("2", "1")}
+    assert changes.other_changes == {
+        "actor.optim.lr": ("0.001", "0.002"),
+        "critic.path": (NOT_USED, "x"),
+    }
     assert "actor.optim.lr 0.001 -> 0.002" in str(changes)
 
 
 def test_what_a_run_keeps_for_life_is_refused_all_at_once() -> None:
     now = settings(model__dtype="bfloat16", algorithm__adv_estimator="gae", actor__optim__lr="1.0")
     with pytest.raises(ValueError) as error:
-        compare(settings(), now)
+        compare_run_settings(settings(), now)
     said = str(error.value)
-    assert "model.dtype is bfloat16 and was float32" in said and "algorithm.adv_estimator is gae and was grpo" in said
+    assert (
+        "model.dtype is bfloat16 and was float32" in said
+        and "algorithm.adv_estimator is gae and was grpo" in said
+    )
     assert "--fresh" in said and "lr" not in said
 
 
 def test_a_resolved_configuration_is_read_back_setting_by_setting() -> None:
     config = RunConfig()
     config = replace(config, reward=replace(config.reward, params={"pattern": "^(.)", "no": "on"}))
-    found = flat(as_yaml(config))
+    found = flatten_config_yaml(render_config_yaml(config))
     assert found["reward.params.pattern"] == "^(.)" and found["reward.params.no"] == "'on'"
     assert found["trainer.seed"] == "1" and found["actor.optim.betas"] == "[0.9, 0.95]"
     assert "algorithm.kl_penalty" not in found, "not in use without a KL term in the reward"
@@ -65,4 +78,6 @@ def test_a_resolved_configuration_is_read_back_setting_by_setting() -> None:
     ],
 )
 def test_what_the_journal_depends_on(key: str, counts: bool) -> None:
-    assert (settings_digest(settings()) != settings_digest(settings(**{key: "another"}))) == counts
+    assert (
+        compute_settings_digest(settings()) != compute_settings_digest(settings(**{key: "another"}))
+    ) == counts

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from config_samples import VALID
 
-from rlhf_megatron.config.correction import PRESETS, filter_bounds, importance_bounds
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import validate
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.rollout_correction_rules import (
+    PRESETS,
+    parse_filter_bounds,
+    parse_importance_bounds,
+)
+from rlhf_megatron.config.rules.validate import validate_config
+from rlhf_megatron.config.show import render_config_yaml
 
 SECTION = "algorithm.rollout_correction"
 REINFORCE = "actor.policy_loss.loss_mode=reinforce"
@@ -24,17 +28,23 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def over(*settings: str) -> list[str]:
-    return [setting if "." in setting.partition("=")[0] else f"{SECTION}.{setting}" for setting in settings]
+    return [
+        setting if "." in setting.partition("=")[0] else f"{SECTION}.{setting}"
+        for setting in settings
+    ]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_may_stand(run_file: Path, preset: str) -> None:
     loss = [REINFORCE] if preset.startswith("bypass_pg") else []
     loaded = read_run_config(run_file, over(f"preset={preset}", *loss))
-    assert validate(loaded) == []
+    assert validate_config(loaded) == []
     again = run_file.with_name("again.yaml")
-    again.write_text(as_yaml(loaded.config))
-    assert read_run_config(again).config == loaded.config and validate(read_run_config(again)) == []
+    again.write_text(render_config_yaml(loaded.config))
+    assert (
+        read_run_config(again).config == loaded.config
+        and validate_config(read_run_config(again)) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,17 +54,25 @@ def test_every_preset_may_stand(run_file: Path, preset: str) -> None:
         over("rollout_is=sequence", "rollout_is_threshold=3", "rollout_is_batch_normalize=true"),
         over("rollout_is=token", "rollout_is_threshold=0.5_5"),
         over(
-            "rollout_rs=[token_k1, seq_max_k3]", "rollout_rs_threshold=[2, 1e-1]", "rollout_token_veto_threshold=1e-4"
+            "rollout_rs=[token_k1, seq_max_k3]",
+            "rollout_rs_threshold=[2, 1e-1]",
+            "rollout_token_veto_threshold=1e-4",
         ),
         over("preset=decoupled_k3_rs_token_tis", "rollout_is_threshold=4.0"),
         over("mode=bypass"),
-        over("mode=bypass", "loss_type=reinforce", REINFORCE, "rollout_is=token", "rollout_is_batch_normalize=true"),
+        over(
+            "mode=bypass",
+            "loss_type=reinforce",
+            REINFORCE,
+            "rollout_is=token",
+            "rollout_is_batch_normalize=true",
+        ),
         over("preset=bypass_ppo_clip", "algorithm.use_kl_in_reward=true"),
         over("rollout_is=token", REINFORCE),  # decoupled: any loss
     ],
 )
 def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
-    assert validate(read_run_config(run_file, settings)) == []
+    assert validate_config(read_run_config(run_file, settings)) == []
 
 
 @pytest.mark.parametrize(
@@ -82,25 +100,30 @@ def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem(run_file: Path, settings: list[str], expected: str) -> None:
-    found = validate(read_run_config(run_file, over(*settings)))
+    found = validate_config(read_run_config(run_file, over(*settings)))
     assert len(found) == 1 and found[0].startswith(expected), found
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "0", "-2", "nan", "inf", "1_2_3", "2_1", "0_2", "1e999", "1_1e999", "2_2", "_"]
+    "text",
+    ["", "x", "0", "-2", "nan", "inf", "1_2_3", "2_1", "0_2", "1e999", "1_1e999", "2_2", "_"],
 )
 def test_texts_that_are_no_bounds(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
-        importance_bounds(text)
+        parse_importance_bounds(text)
     for name in ("token_k1", "seq_max_k2"):
         with pytest.raises(ValueError, match="must be"):
-            filter_bounds(name, text)
+            parse_filter_bounds(name, text)
 
 
 def test_texts_that_are() -> None:
-    assert importance_bounds("2") == (None, 2.0) and importance_bounds(" 0.5_5.0 ".strip()) == (0.5, 5.0)
-    assert filter_bounds("token_k1", "0.5_5.0") == (0.5, 5.0) and filter_bounds("seq_sum_k1", "4") == (0.25, 4.0)
-    assert filter_bounds("seq_mean_k3", "1e-2") == (None, 0.01)
+    assert parse_importance_bounds("2") == (None, 2.0) and parse_importance_bounds(
+        " 0.5_5.0 ".strip()
+    ) == (0.5, 5.0)
+    assert parse_filter_bounds("token_k1", "0.5_5.0") == (0.5, 5.0) and parse_filter_bounds(
+        "seq_sum_k1", "4"
+    ) == (0.25, 4.0)
+    assert parse_filter_bounds("seq_mean_k3", "1e-2") == (None, 0.01)
 
 
 def test_verls_names_lead_here(run_file: Path) -> None:

@@ -10,8 +10,12 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.run import actor_ranks, megatron_sections
-from rlhf_megatron.config.rules.validate import problems_of_files, validate, validate_model
+from rlhf_megatron.config.rules.run_rules import count_actor_ranks, list_pool_layouts
+from rlhf_megatron.config.rules.validate import (
+    list_file_problems,
+    validate_config,
+    validate_model_config,
+)
 
 OWN_POOL = (
     VALID
@@ -31,7 +35,7 @@ def problems(tmp_path: Path) -> Problems:
     def of(text: str, *overrides: str) -> list[str]:
         path = tmp_path / "run.yaml"
         path.write_text(text)
-        return validate(read_run_config(path, overrides))
+        return validate_config(read_run_config(path, overrides))
 
     return of
 
@@ -59,7 +63,9 @@ def test_rules_of_a_reward_model(wrong: list[str], expected: str, problems: Prob
     own = ["reward_model.num_ranks=4", "reward_model.megatron.tensor_model_parallel_size=2"]
     assert problems(text) == problems(text, *own) == []
     changes = [*own, *wrong] if "num_ranks" in wrong[0] else wrong
-    found = problems(text, *changes, *(["algorithm.adv_estimator=gae"] if "critic.num_ranks=4" in wrong else []))
+    found = problems(
+        text, *changes, *(["algorithm.adv_estimator=gae"] if "critic.num_ranks=4" in wrong else [])
+    )
     assert len([problem for problem in found if expected in problem]) == 1, found
 
 
@@ -74,7 +80,9 @@ def test_rules_of_a_reward_model(wrong: list[str], expected: str, problems: Prob
         (["reference.num_ranks=0", "reference.megatron.tensor_model_parallel_size=4"], "reference.megatron.tensor_model_parallel_size (4) would be ignored because reference.num_ranks is 0"),
     ],
 )  # fmt: skip
-def test_rules_of_a_reference_with_a_pool(wrong: list[str], expected: str, problems: Problems) -> None:
+def test_rules_of_a_reference_with_a_pool(
+    wrong: list[str], expected: str, problems: Problems
+) -> None:
     own = "{path: teacher, num_ranks: 4, megatron: {tensor_model_parallel_size: 2}}"
     text = VALID + f"\nreference: {own}\n"
     kl = "actor.use_kl_loss=true"
@@ -122,15 +130,22 @@ def test_rules_of_a_critic_with_its_own_pool(
         (["actor.ppo_max_token_len_per_gpu=16", "actor.megatron.sequence_parallel=true", "data.max_response_length=9", "critic.ppo_max_token_len_per_gpu=15"], "critic.ppo_max_token_len_per_gpu (15) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 9 = 15, padded to a multiple of 2: 16)"),
     ],
 )  # fmt: skip
-def test_rules_of_a_critic_in_the_actors_pool(wrong: list[str], expected: str, problems: Problems) -> None:
+def test_rules_of_a_critic_in_the_actors_pool(
+    wrong: list[str], expected: str, problems: Problems
+) -> None:
     (found,) = problems(SHARED, *wrong)
     assert expected in found
 
 
-@pytest.mark.parametrize("setting", ["critic.num_ranks=4", "critic.optim.lr=0.001", "trainer.critic_warmup=2"])
+@pytest.mark.parametrize(
+    "setting", ["critic.num_ranks=4", "critic.optim.lr=0.001", "trainer.critic_warmup=2"]
+)
 def test_without_a_critic_its_settings_would_be_ignored(setting: str, problems: Problems) -> None:
     (found,) = problems(VALID, setting)
-    assert "would be ignored because algorithm.adv_estimator is grpo; remove it, or use one that needs values" in found
+    assert (
+        "would be ignored because algorithm.adv_estimator is grpo; remove it, or use one that needs values"
+        in found
+    )
     assert problems(SHARED, setting) == []
 
 
@@ -139,16 +154,23 @@ def test_a_later_estimator_without_values_takes_the_critic_away(tmp_path: Path) 
     path = tmp_path / "run.yaml"
     path.write_text(OWN_POOL)
     loaded = read_run_config(path, ["algorithm.adv_estimator=grpo"])
-    assert validate(loaded) == []
-    assert [section for section, _, _ in megatron_sections(loaded.config)] == ["actor.megatron"]
-    assert (actor_ranks(loaded.config), actor_ranks(read_run_config(path).config)) == (8, 4)
+    assert validate_config(loaded) == []
+    assert [section for section, _, _ in list_pool_layouts(loaded.config)] == ["actor.megatron"]
+    assert (count_actor_ranks(loaded.config), count_actor_ranks(read_run_config(path).config)) == (
+        8,
+        4,
+    )
 
 
 def test_a_later_critic_may_take_the_ranks_that_shared_optimizer_state(tmp_path: Path) -> None:
     """The file's two replicas share it; the command line gives the ranks of one to the critic."""
     path = tmp_path / "run.yaml"
     path.write_text(SHARED.replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 2, use_distributed_optimizer: true"))  # fmt: skip
-    assert validate(read_run_config(path)) == validate(read_run_config(path, ["critic.num_ranks=4"])) == []
+    assert (
+        validate_config(read_run_config(path))
+        == validate_config(read_run_config(path, ["critic.num_ranks=4"]))
+        == []
+    )
 
 
 MODEL = {
@@ -166,9 +188,9 @@ def test_the_model_must_fit_the_critics_layout_too(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(OWN_POOL)
     wrong = ["critic.megatron.tensor_model_parallel_size=4"]
-    (found,) = validate_model(read_run_config(path, wrong), MODEL)
+    (found,) = validate_model_config(read_run_config(path, wrong), MODEL)
     assert "/model/config.json: num_key_value_heads (2) must be a multiple of critic.megatron.tensor_model_parallel_size (4)" in found  # fmt: skip
-    assert validate_model(read_run_config(path), MODEL) == []
+    assert validate_model_config(read_run_config(path), MODEL) == []
 
 
 @pytest.mark.parametrize(
@@ -181,7 +203,9 @@ def test_the_model_must_fit_the_critics_layout_too(tmp_path: Path) -> None:
         (None, ["is not a directory; correct it"]),
     ],
 )  # fmt: skip
-def test_a_critic_from_another_model(model: dict[str, int] | None, expected: list[str], tmp_path: Path) -> None:
+def test_a_critic_from_another_model(
+    model: dict[str, int] | None, expected: list[str], tmp_path: Path
+) -> None:
     for name, changes in (("model", {}), ("critic", model)):
         if changes is not None:
             (tmp_path / name).mkdir()
@@ -192,14 +216,17 @@ def test_a_critic_from_another_model(model: dict[str, int] | None, expected: lis
     path.write_text(OWN_POOL)
     places = [f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'critic'}"]
     loaded = read_run_config(path, places)
-    found = [str(problem) for problem in problems_of_files(loaded)]
+    found = [str(problem) for problem in list_file_problems(loaded)]
     assert len(found) == len(expected) and all(
         text in problem for text, problem in zip(expected, found, strict=True)
     ), found
-    assert validate_model(loaded, MODEL | {"num_key_value_heads": 2}) == []
+    assert validate_model_config(loaded, MODEL | {"num_key_value_heads": 2}) == []
 
 
-SERVED = VALID + "\nreward_model: {path: judge, weight: 0.5, mean: 1.0, served: {num_servers: 2, ending: x}}\n"
+SERVED = (
+    VALID
+    + "\nreward_model: {path: judge, weight: 0.5, mean: 1.0, served: {num_servers: 2, ending: x}}\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -214,42 +241,74 @@ SERVED = VALID + "\nreward_model: {path: judge, weight: 0.5, mean: 1.0, served: 
             "reward_model.granularity (step) would be ignored because reward_model.served.num_servers is 2",
         ),
         (["reward_model.param_offload=true"], "reward_model.param_offload (true) would be ignored"),
-        (["trainer.deterministic=true"], "a run with trainer.deterministic would not repeat; set it to 0"),
-        (["reward_model.served.machines=[1,1]"], "reward_model.served.machines ([1, 1]) must name each machine once"),
-        (["trainer.runtime=ray", "reward_model.served.machines=[0]"], "because trainer.runtime is ray; remove it"),
+        (
+            ["trainer.deterministic=true"],
+            "a run with trainer.deterministic would not repeat; set it to 0",
+        ),
+        (
+            ["reward_model.served.machines=[1,1]"],
+            "reward_model.served.machines ([1, 1]) must name each machine once",
+        ),
+        (
+            ["trainer.runtime=ray", "reward_model.served.machines=[0]"],
+            "because trainer.runtime is ray; remove it",
+        ),
         (
             ["reward.terms=[{name: reward_model, weight: 1.0, params: {}}]"],
             "a reward named reward_model would share its metrics",
         ),
     ],
 )
-def test_rules_of_a_served_reward_model(wrong: list[str], expected: str, problems: Problems) -> None:
+def test_rules_of_a_served_reward_model(
+    wrong: list[str], expected: str, problems: Problems
+) -> None:
     assert problems(SERVED) == []
-    assert any(expected in problem for problem in problems(SERVED, *wrong)), problems(SERVED, *wrong)
+    assert any(expected in problem for problem in problems(SERVED, *wrong)), problems(
+        SERVED, *wrong
+    )
 
 
-JUDGED = VALID + "\nreward_model: {path: judge, served: {num_servers: 2, judge: {num_votes: 3, temperature: 0.7}}}\n"
+JUDGED = (
+    VALID
+    + "\nreward_model: {path: judge, served: {num_servers: 2, judge: {num_votes: 3, temperature: 0.7}}}\n"
+)
 
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (["reward_model.mean=1.0"], "reward_model.mean (1.0) would be ignored because reward_model.served.judge is"),
+        (
+            ["reward_model.mean=1.0"],
+            "reward_model.mean (1.0) would be ignored because reward_model.served.judge is",
+        ),
         (["reward_model.served.ending=x"], "reward_model.served.ending (x) would be ignored"),
-        (["reward_model.served.judge.temperature=0"], "num_votes (3) at temperature 0 gives one vote many times"),
+        (
+            ["reward_model.served.judge.temperature=0"],
+            "num_votes (3) at temperature 0 gives one vote many times",
+        ),
         (["reward_model.served.judge={votes: 3}"], "reward_model.served.judge.votes"),
-        (["reward_model.served.judge={model: x}"], "reward_model.served.judge must not have model: the run starts"),
+        (
+            ["reward_model.served.judge={model: x}"],
+            "reward_model.served.judge must not have model: the run starts",
+        ),
     ],
 )
 def test_rules_of_a_judge(wrong: list[str], expected: str, problems: Problems) -> None:
     assert problems(JUDGED) == []
-    assert any(expected in problem for problem in problems(JUDGED, *wrong)), problems(JUDGED, *wrong)
+    assert any(expected in problem for problem in problems(JUDGED, *wrong)), problems(
+        JUDGED, *wrong
+    )
 
 
 @pytest.mark.parametrize(
     ("architecture", "settings", "has_template", "expected"),
     [
-        ("Qwen2ForCausalLM", "", True, "is a model that writes (Qwen2ForCausalLM), and has no score"),
+        (
+            "Qwen2ForCausalLM",
+            "",
+            True,
+            "is a model that writes (Qwen2ForCausalLM), and has no score",
+        ),
         ("Qwen2ForSequenceClassification", "", False, None),
         (
             "Qwen2ForSequenceClassification",
@@ -271,8 +330,14 @@ def test_the_model_is_of_the_kind_that_is_asked(
     if has_template:
         (tmp_path / "judge" / "chat_template.jinja").touch()
     served = f"{{num_servers: 1, {settings}}}"
-    (tmp_path / "run.yaml").write_text(VALID + f"\nreward_model: {{path: {tmp_path}/judge, served: {served}}}\n")
-    found = [str(one) for one in problems_of_files(read_run_config(tmp_path / "run.yaml")) if "/judge)" in str(one)]
+    (tmp_path / "run.yaml").write_text(
+        VALID + f"\nreward_model: {{path: {tmp_path}/judge, served: {served}}}\n"
+    )
+    found = [
+        str(one)
+        for one in list_file_problems(read_run_config(tmp_path / "run.yaml"))
+        if "/judge)" in str(one)
+    ]
     assert len(found) == (expected is not None) and (expected or "") in "".join(found)
 
 
@@ -280,10 +345,17 @@ def test_settings_of_servers_that_are_not_there(problems: Problems) -> None:
     [problem] = problems(VALID + "\nreward_model: {path: judge, served: {judge: {num_votes: 1}}}\n")
     assert "reward_model.served.judge.num_votes (1) would be ignored" in problem
     [problem] = problems(VALID + "\nreward_model: {path: judge, served: {ending: x}}\n")
-    assert "reward_model.served.ending (x) would be ignored because reward_model.served.num_servers is 0" in problem
+    assert (
+        "reward_model.served.ending (x) would be ignored because reward_model.served.num_servers is 0"
+        in problem
+    )
 
 
 def test_what_reads_rewards_early_has_those_of_a_served_model(problems: Problems) -> None:
     """They are terms of the reward; what the model on ranks must not be read by, may read them."""
-    for setting in ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=remax", "rollout.colocated=true"):
+    for setting in (
+        "algorithm.filter_groups.enable=true",
+        "algorithm.adv_estimator=remax",
+        "rollout.colocated=true",
+    ):
         assert problems(SERVED, setting) == []

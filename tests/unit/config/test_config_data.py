@@ -11,9 +11,9 @@ from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
-from rlhf_megatron.config.rules import files as file_rules
-from rlhf_megatron.config.rules.validate import validate
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.rules import file_rules
+from rlhf_megatron.config.rules.validate import validate_config
+from rlhf_megatron.config.show import render_config_yaml
 
 ADD, MUL = "{name: add, task: few_shot_addition}", "{name: mul, task: few_shot_addition, weight: 2}"
 SOURCES = VALID.replace("task: addition", f"sources: [{ADD}, {MUL}]")
@@ -35,10 +35,16 @@ def sources_file(tmp_path: Path) -> Path:
 
 
 def test_the_bases_of_these_tests_are_valid(run_file: Path, sources_file: Path) -> None:
-    assert validate(read_run_config(run_file)) == [] and validate(read_run_config(sources_file)) == []
+    assert (
+        validate_config(read_run_config(run_file)) == []
+        and validate_config(read_run_config(sources_file)) == []
+    )
     config = read_run_config(sources_file).config
-    assert [(source.name, source.weight) for source in config.data.sources] == [("add", 1.0), ("mul", 2.0)]
-    assert validate(config) == [], "made in code, too"
+    assert [(source.name, source.weight) for source in config.data.sources] == [
+        ("add", 1.0),
+        ("mul", 2.0),
+    ]
+    assert validate_config(config) == [], "made in code, too"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def test_the_bases_of_these_tests_are_valid(run_file: Path, sources_file: Path) 
     ],
 )  # fmt: skip
 def test_a_contradiction_is_told(run_file: Path, overrides: list[str], expected: str) -> None:
-    found = validate(read_run_config(run_file, overrides))
+    found = validate_config(read_run_config(run_file, overrides))
     assert any(expected in problem and "command line" in problem for problem in found), found
     assert len(found) <= 2  # a range may say the same in other words
 
@@ -80,10 +86,12 @@ def test_a_contradiction_is_told(run_file: Path, overrides: list[str], expected:
         ("{name: x, task: few_shot_addition, few_shot: {num_shots: 1}}", "data.sources[1].few_shot.num_shots (1) and task few_shot_addition exclude each other"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_entry_is_told_where_it_stands(tmp_path: Path, entry: str, expected: str) -> None:
+def test_what_is_wrong_with_an_entry_is_told_where_it_stands(
+    tmp_path: Path, entry: str, expected: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(SOURCES.replace(f"sources: [{ADD}, {MUL}]", f"sources: [{ADD},\n    {entry}]"))
-    (problem,) = validate(read_run_config(path))
+    (problem,) = validate_config(read_run_config(path))
     assert expected in problem.replace(f"{tmp_path}/", "")
     line = int(problem.rpartition(":")[2].rstrip("]"))
     written = "train_files" not in expected  # what nobody wrote is told where the list stands
@@ -99,26 +107,39 @@ def test_what_is_wrong_with_an_entry_is_told_where_it_stands(tmp_path: Path, ent
         (["data.few_shot.seed=3"], "data.few_shot.seed", "data.few_shot.num_shots is 0"),
     ],
 )  # fmt: skip
-def test_a_setting_that_would_be_ignored(run_file: Path, overrides: list[str], key: str, switch: str) -> None:
-    (problem,) = validate(read_run_config(run_file, overrides))
-    assert problem.startswith(f"{key} (") and f"would be ignored because {switch}; remove it, or" in problem
+def test_a_setting_that_would_be_ignored(
+    run_file: Path, overrides: list[str], key: str, switch: str
+) -> None:
+    (problem,) = validate_config(read_run_config(run_file, overrides))
+    assert (
+        problem.startswith(f"{key} (")
+        and f"would be ignored because {switch}; remove it, or" in problem
+    )
 
 
 @pytest.mark.parametrize(
     ("entries", "override"),
     [
         (f"[{ADD}]", "data.prompt_key=q"),
-        ("[{name: a, task: addition, prompt_template: '{prompt}'}]", "data.prompt_template='{prompt} '"),
+        (
+            "[{name: a, task: addition, prompt_template: '{prompt}'}]",
+            "data.prompt_template='{prompt} '",
+        ),
         ("[{name: a, task: addition, few_shot: {num_shots: 1}}]", "data.few_shot.num_shots=2"),
     ],
 )
 def test_what_no_source_reads(sources_file: Path, entries: str, override: str) -> None:
-    (problem,) = validate(read_run_config(sources_file, [f"data.sources={entries}", override]))
+    (problem,) = validate_config(
+        read_run_config(sources_file, [f"data.sources={entries}", override])
+    )
     assert (
-        problem.startswith(override.split("=")[0]) and "would be ignored because data.sources is a list of 1" in problem
+        problem.startswith(override.split("=")[0])
+        and "would be ignored because data.sources is a list of 1" in problem
     )
     one_more = entries[:-1] + ", {name: b, train_files: [x], val_files: [x]}]"
-    assert validate(read_run_config(sources_file, [f"data.sources={one_more}", override])) == []
+    assert (
+        validate_config(read_run_config(sources_file, [f"data.sources={one_more}", override])) == []
+    )
 
 
 def test_sources_survive_being_written(sources_file: Path, tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_sources_survive_being_written(sources_file: Path, tmp_path: Path) -> No
         "data.sources=[{name: a, task: addition, weight: 0.5}, {name: b, train_files: [x], few_shot: {num_shots: 1}}]"
     ]
     config = read_run_config(sources_file, overrides).config
-    (tmp_path / "resolved.yaml").write_text(as_yaml(config))
+    (tmp_path / "resolved.yaml").write_text(render_config_yaml(config))
     assert load_run_config(tmp_path / "resolved.yaml", with_files=False).config == config
 
 
@@ -139,12 +160,16 @@ def problems(path: Path, *overrides: str) -> list[str]:
     except ConfigError as error:
         found = [p.rpartition(" [")[0].replace(f"{path.parent}/", "") for p in error.problems]
         return [
-            p for p in found if not p.startswith(("model.path (model) has no *", "model.path (model) has no config"))
+            p
+            for p in found
+            if not p.startswith(("model.path (model) has no *", "model.path (model) has no config"))
         ]
     return []
 
 
-def test_files_of_sources(sources_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_sources(
+    sources_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
@@ -160,7 +185,9 @@ def test_files_of_sources(sources_file: Path, tmp_path: Path, monkeypatch: pytes
     ]
 
 
-def test_a_chat_needs_a_template(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_needs_a_template(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     model.mkdir()
@@ -181,4 +208,7 @@ def test_rules_need_no_pyarrow_or_jinja() -> None:
     import subprocess
 
     code = "import sys; import rlhf_megatron.config.rules.validate; print({'pyarrow', 'jinja2', 'torch'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "set()"
+    )

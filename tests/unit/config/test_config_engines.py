@@ -11,10 +11,10 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import problems_of_files, validate
-from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.config.rules.validate import list_file_problems, validate_config
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedConfig]
 SGLANG = VALID.replace("engine: local", "engine: sglang")
 ONE = "rollout.endpoints=['http://127.0.0.1:1']"
 TWO = "rollout.endpoints=['http://127.0.0.1:1', 'http://localhost:2/']"
@@ -25,7 +25,7 @@ AFAR = "rollout.endpoints=['https://gpu7:30000']"
 def load(tmp_path: Path) -> Load:
     """A base file and overrides, as a configuration."""
 
-    def of(base: str, *overrides: str) -> Loaded:
+    def of(base: str, *overrides: str) -> LoadedConfig:
         path = tmp_path / "run.yaml"
         path.write_text(base)
         return read_run_config(path, list(overrides))
@@ -48,7 +48,7 @@ def load(tmp_path: Path) -> Load:
     ],
 )
 def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
-    assert validate(load(SGLANG, *overrides)) == []
+    assert validate_config(load(SGLANG, *overrides)) == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,11 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
             [ONE, "rollout.router=sglang"],
             "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or rollout.endpoints to more.",
         ),
-        (SGLANG, ["rollout.router=sglang"], "rollout.router (sglang) has nothing to choose with one engine"),
+        (
+            SGLANG,
+            ["rollout.router=sglang"],
+            "rollout.router (sglang) has nothing to choose with one engine",
+        ),
         (
             SGLANG,
             [ONE, "rollout.sglang.args={tp_size: 2}"],
@@ -148,7 +152,7 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
     ],
 )
 def test_engines_that_cannot_be(load: Load, base: str, overrides: list[str], expected: str) -> None:
-    (problem,) = validate(load(base, *overrides))
+    (problem,) = validate_config(load(base, *overrides))
     assert problem.replace(f"{Path.cwd()}/", "").startswith(expected)
 
 
@@ -156,10 +160,12 @@ def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -
     """On the trainer's one machine, from either backend."""
     given = "rollout.weight_transport=process_group"
     for backend in ("megatron", "fsdp"):
-        found = validate(load(VALID, given, f"actor.backend={backend}"))
+        found = validate_config(load(VALID, given, f"actor.backend={backend}"))
         assert not any(given.partition("=")[0] in str(problem) for problem in found), found
     words = "rollout.weight_transport (process_group) brings parts of tensors to rollout.engine local on one machine"
-    assert any(words in str(problem) for problem in validate(load(VALID, given, "trainer.nnodes=2")))
+    assert any(
+        words in str(problem) for problem in validate_config(load(VALID, given, "trainer.nnodes=2"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,28 +181,48 @@ def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -
         ),
     ],
 )
-def test_fp8_needs_servers_of_the_run_and_a_way_to_them(load: Load, overrides: list[str], expected: str) -> None:
-    assert validate(load(SGLANG, "rollout.quantization=fp8")) == []
-    found = validate(load(SGLANG, "rollout.quantization=fp8", *overrides))
+def test_fp8_needs_servers_of_the_run_and_a_way_to_them(
+    load: Load, overrides: list[str], expected: str
+) -> None:
+    assert validate_config(load(SGLANG, "rollout.quantization=fp8")) == []
+    found = validate_config(load(SGLANG, "rollout.quantization=fp8", *overrides))
     assert any(str(problem).startswith(expected) for problem in found), found
 
 
 def test_a_base_file_may_say_how_servers_would_be_started(load: Load, tmp_path: Path) -> None:
     """A later file names running ones: the settings of the earlier one are idle, and nobody expects them to act."""
-    base = SGLANG.replace("engine: sglang", "engine: sglang, sglang: {python: x, args: {tp_size: 2}}")
+    base = SGLANG.replace(
+        "engine: sglang", "engine: sglang, sglang: {python: x, args: {tp_size: 2}}"
+    )
     (tmp_path / "base.yaml").write_text(base)
-    assert validate(load("extends: base.yaml\nrollout: {endpoints: ['http://127.0.0.1:1']}")) == []
+    assert (
+        validate_config(load("extends: base.yaml\nrollout: {endpoints: ['http://127.0.0.1:1']}"))
+        == []
+    )
 
 
 def test_key_files_are_looked_at_with_the_other_files(load: Load, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("s3cret")
     key.chmod(0o644)
-    loaded = load(SGLANG, ONE, f"rollout.sglang.api_key_file={key}", f"rollout.sglang.admin_api_key_file={tmp_path}/no")
-    problems = [str(problem) for problem in problems_of_files(loaded) if str(problem).startswith("rollout.")]
+    loaded = load(
+        SGLANG,
+        ONE,
+        f"rollout.sglang.api_key_file={key}",
+        f"rollout.sglang.admin_api_key_file={tmp_path}/no",
+    )
+    problems = [
+        str(problem)
+        for problem in list_file_problems(loaded)
+        if str(problem).startswith("rollout.")
+    ]
     assert problems[0].startswith(
         f"rollout.sglang.api_key_file ({key}) must belong to you and have mode 0600; run chmod"
     )
-    assert problems[1].startswith(f"rollout.sglang.admin_api_key_file ({tmp_path}/no) cannot be read: No such file or")
+    assert problems[1].startswith(
+        f"rollout.sglang.admin_api_key_file ({tmp_path}/no) cannot be read: No such file or"
+    )
     key.chmod(0o600)
-    assert not [problem for problem in problems_of_files(loaded) if ".api_key_file" in str(problem)]
+    assert not [
+        problem for problem in list_file_problems(loaded) if ".api_key_file" in str(problem)
+    ]

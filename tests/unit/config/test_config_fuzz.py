@@ -15,33 +15,79 @@ import yaml
 from places import MODEL, ROOT
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.keys import leaf_keys
+from rlhf_megatron.config.key_paths import list_leaf_keys
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.rules.model import model_problems
-from rlhf_megatron.config.rules.validate import problems_of
+from rlhf_megatron.config.rules.model_rules import find_policy_model_problems
+from rlhf_megatron.config.rules.validate import find_config_problems
 from rlhf_megatron.config.schema import ModelConfig, RunConfig
-from rlhf_megatron.config.source import Loaded, MappingNode, Origin, lift
-from rlhf_megatron.config.typed import BROKEN, Converter
-from rlhf_megatron.config.verl_names import has_known_below, suggest
-from rlhf_megatron.data.rows import read_rows
+from rlhf_megatron.config.type_conversion import BROKEN, ConfigConverter
+from rlhf_megatron.config.verl_names import has_known_subkeys, suggest_setting
+from rlhf_megatron.config.yaml_nodes import LoadedConfig, MappingNode, ValueOrigin, convert_to_nodes
+from rlhf_megatron.data.data_rows import read_prompt_rows
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.models.families.base import family_for
-from rlhf_megatron.simulator.durations import read_durations
+from rlhf_megatron.planning.simulator.durations import read_durations
+from rlhf_megatron.weights.families.model_family import find_model_family
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + [ROOT / "examples/simulate_1024/run.yaml"]
 MODELS = sorted((ROOT / "examples").rglob("config.json"))
 DURATIONS = ROOT / "examples/simulate_1024/durations.yaml"
 ROWS = [
     {"prompt": "1+2=", "answer": "3", "data_source": "add"},
-    {"prompt": [{"role": "user", "content": "1+2="}], "answer": 3, "reward_model": {"ground_truth": "3"}},
+    {
+        "prompt": [{"role": "user", "content": "1+2="}],
+        "answer": 3,
+        "reward_model": {"ground_truth": "3"},
+    },
 ]
 DEEP: list[Any] = []
 for _ in range(60):
     DEEP = [DEEP]
 ODD = [
-    *(None, True, False, "", " ", "x" * 300, "a\nb", "\x00", "../../x", "/dev/zero", "1e400", "nan", "é\u2028"),
-    *(-1, 0, 1, 3, 2**31, 2**63, -(2**63), 10**18, 10**400, -(10**400), 0.5, -0.0, 1e308, -1e308, 1e-320),
-    *(float("nan"), float("inf"), float("-inf"), [], {}, [[]], [None], {"": 1}, {"a": {"b": None}}, DEEP, ["a", "a"]),
+    *(
+        None,
+        True,
+        False,
+        "",
+        " ",
+        "x" * 300,
+        "a\nb",
+        "\x00",
+        "../../x",
+        "/dev/zero",
+        "1e400",
+        "nan",
+        "é\u2028",
+    ),
+    *(
+        -1,
+        0,
+        1,
+        3,
+        2**31,
+        2**63,
+        -(2**63),
+        10**18,
+        10**400,
+        -(10**400),
+        0.5,
+        -0.0,
+        1e308,
+        -1e308,
+        1e-320,
+    ),
+    *(
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        [],
+        {},
+        [[]],
+        [None],
+        {"": 1},
+        {"a": {"b": None}},
+        DEEP,
+        ["a", "a"],
+    ),
 ]
 
 
@@ -52,7 +98,13 @@ def tree_of(path: Path) -> Any:
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
     """(container, key) of every value below."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in list(items):
         yield tree, key
         yield from places(value)
@@ -72,7 +124,9 @@ def mutated(tree: Any, chance: random.Random) -> Any:
             container[f"{key}s"] = container.pop(key)
         elif kind == 2:
             other, name = chance.choice(found)
-            container[key] = copy.deepcopy(other[name]) if name in other or isinstance(other, list) else None
+            container[key] = (
+                copy.deepcopy(other[name]) if name in other or isinstance(other, list) else None
+            )
         else:
             container[key] = copy.deepcopy(chance.choice(ODD))
     return tree
@@ -81,7 +135,7 @@ def mutated(tree: Any, chance: random.Random) -> Any:
 def a_configuration(chance: random.Random, directory: Path) -> None:
     """As `load_run_config` does, but for reading the file, which takes most of its time."""
     tree: dict[str, Any] = mutated(tree_of(chance.choice(CONFIGS)), chance)
-    for key in chance.sample(leaf_keys(RunConfig), 3):
+    for key in chance.sample(list_leaf_keys(RunConfig), 3):
         *sections, name = key.split(".")
         below: Any = tree
         for section in sections:
@@ -89,11 +143,16 @@ def a_configuration(chance: random.Random, directory: Path) -> None:
         if isinstance(below, dict):
             below[name] = copy.deepcopy(chance.choice(ODD))
     tree.pop("extends", None)
-    node, converter = lift(tree, Origin("fuzz", 1, 0)), Converter(suggest, has_known_below)
+    node, converter = (
+        convert_to_nodes(tree, ValueOrigin("fuzz", 1, 0)),
+        ConfigConverter(suggest_setting, has_known_subkeys),
+    )
     assert isinstance(node, MappingNode)
-    config = converter.section(RunConfig, node, "", RunConfig())
+    config = converter.convert_section(RunConfig, node, "", RunConfig())
     if config is not BROKEN:
-        raise ConfigError([*converter.problems, *problems_of(Loaded(config, converter.provenance))])
+        raise ConfigError(
+            [*converter.problems, *find_config_problems(LoadedConfig(config, converter.provenance))]
+        )
 
 
 def a_file(chance: random.Random, directory: Path) -> None:
@@ -108,7 +167,20 @@ def noisy(text: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 6)):
         at = chance.randrange(len(found) + 1)
         piece = chance.choice(
-            (b"", b"\x00", b"{", b"]", b": ", b"\t", b"'", b"&a ", b"*a", b"\xff", b"- ", b'"\\ud800"')
+            (
+                b"",
+                b"\x00",
+                b"{",
+                b"]",
+                b": ",
+                b"\t",
+                b"'",
+                b"&a ",
+                b"*a",
+                b"\xff",
+                b"- ",
+                b'"\\ud800"',
+            )
         )
         found[at : at + chance.randint(0, 3)] = piece or bytes([chance.randrange(256)])
     return bytes(found)
@@ -117,17 +189,21 @@ def noisy(text: bytes, chance: random.Random) -> bytes:
 def a_model(chance: random.Random, directory: Path) -> None:
     """Where nothing is told of it, the family takes it."""
     tree = mutated(tree_of(chance.choice(MODELS)), chance)
-    problems = list(model_problems(RunConfig(model=ModelConfig(path="model")), json.loads(json.dumps(tree))))
+    problems = list(
+        find_policy_model_problems(
+            RunConfig(model=ModelConfig(path="model")), json.loads(json.dumps(tree))
+        )
+    )
     if not problems:
-        family_for(tree).transformer_arguments(tree)
-        family_for(tree).gpt_arguments(tree)
+        find_model_family(tree).make_transformer_arguments(tree)
+        find_model_family(tree).make_gpt_arguments(tree)
     raise ConfigError(problems)
 
 
 def rows(chance: random.Random, directory: Path) -> None:
     text = "".join(json.dumps(mutated(row, chance)) + "\n" for row in ROWS).encode()
     (directory / "rows.jsonl").write_bytes(noisy(text, chance) if chance.random() < 0.5 else text)
-    read_rows([directory / "rows.jsonl"], "prompt", "answer", chance.random() < 0.5)
+    read_prompt_rows([directory / "rows.jsonl"], "prompt", "answer", chance.random() < 0.5)
 
 
 def a_tokenizer(chance: random.Random, directory: Path) -> None:

@@ -17,8 +17,8 @@ from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.hub import is_hub_name
 from rlhf_megatron.config.load import load_run_config, read_run_config
-from rlhf_megatron.generation.source import config_of
-from rlhf_megatron.job import TrainJob
+from rlhf_megatron.jobs.generation.model_source import load_job_config
+from rlhf_megatron.jobs.train_job import TrainJob
 
 
 @pytest.fixture
@@ -49,7 +49,13 @@ def test_names_of_a_hub(text: str) -> None:
 
 
 NO_NAMES = ("/data/model", "./a/b", "../a/b", "~/a/b", "model", "a/b/c", "a/", "a b/c")
-REFUSED = ("runs/my--model", "a/b..c", "a/b.", "a/b.git", "a/" + "b" * 97)  # by huggingface_hub, as an error of its own
+REFUSED = (
+    "runs/my--model",
+    "a/b..c",
+    "a/b.",
+    "a/b.git",
+    "a/" + "b" * 97,
+)  # by huggingface_hub, as an error of its own
 
 
 @pytest.mark.parametrize("text", (*NO_NAMES, *REFUSED))
@@ -63,7 +69,9 @@ def test_a_job_downloads_the_model_and_every_later_look_finds_it(
     path = _run(tmp_path, "owner/tiny")
     with pytest.raises(ConfigError) as caught:
         load_run_config(path)
-    assert "`rlhf-megatron fetch owner/tiny` brings the model of a hub, as `train` does" in str(caught.value)
+    assert "`rlhf-megatron fetch owner/tiny` brings the model of a hub, as `train` does" in str(
+        caught.value
+    )
     assert not hub.asked  # a check leaves the network alone
     with pytest.raises(ConfigError):  # the file names no data
         _ = TrainJob(path).config
@@ -76,12 +84,17 @@ def test_a_job_downloads_the_model_and_every_later_look_finds_it(
     with pytest.raises(ConfigError):
         _ = TrainJob(path).config
     assert len(hub.asked) == asked
-    with pytest.raises(ValueError, match=f"{COMMIT}.*safetensors"):  # `generate owner/tiny`: these are no weights
-        config_of(Path("owner/tiny"), [], [])
+    with pytest.raises(
+        ValueError, match=f"{COMMIT}.*safetensors"
+    ):  # `generate owner/tiny`: these are no weights
+        load_job_config(Path("owner/tiny"), [], [])
 
 
 def test_a_copy_of_a_tokenizer_is_no_copy_of_the_model(hub: Hub, tmp_path: Path) -> None:
-    path, words = _run(tmp_path, "owner/tiny"), [f"model.path={MODEL}", "model.tokenizer_path=owner/tiny"]
+    path, words = (
+        _run(tmp_path, "owner/tiny"),
+        [f"model.path={MODEL}", "model.tokenizer_path=owner/tiny"],
+    )
     with pytest.raises(ConfigError):  # the file names no data
         _ = TrainJob(path, tuple(words)).config
     tokenizer = Path(read_run_config(path, words).config.model.tokenizer_path or "")
@@ -89,7 +102,10 @@ def test_a_copy_of_a_tokenizer_is_no_copy_of_the_model(hub: Hub, tmp_path: Path)
     assert read_run_config(path).config.model.path == "owner/tiny"
     with pytest.raises(ConfigError):
         _ = TrainJob(path).config
-    assert Path(read_run_config(path).config.model.path) == tokenizer and (tokenizer / "model.safetensors").exists()
+    assert (
+        Path(read_run_config(path).config.model.path) == tokenizer
+        and (tokenizer / "model.safetensors").exists()
+    )
 
 
 def test_a_model_without_weights_in_our_format_is_told(hub: Hub, tmp_path: Path) -> None:
@@ -118,7 +134,9 @@ def test_a_download_that_was_cut_off_goes_on(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_folder_of_that_name_is_meant(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "owner" / "tiny").mkdir(parents=True)
-    assert read_run_config(_run(tmp_path, "owner/tiny")).config.model.path == str(tmp_path / "owner" / "tiny")
+    assert read_run_config(_run(tmp_path, "owner/tiny")).config.model.path == str(
+        tmp_path / "owner" / "tiny"
+    )
 
 
 @pytest.mark.parametrize("is_offline", [False, True])

@@ -10,11 +10,11 @@ from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.batches import packed_multiple
-from rlhf_megatron.config.rules.validate import validate, validate_model
+from rlhf_megatron.config.rules.batch_rules import compute_packing_multiple
+from rlhf_megatron.config.rules.validate import validate_config, validate_model_config
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.parallel.layout import layout_of
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 
 MEGATRON = "actor.megatron."
 ONE_REPLICA = "trainer.n_gpus_per_node=4"
@@ -29,7 +29,7 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 def problems(tmp_path: Path):  # type: ignore[no-untyped-def]
     path = tmp_path / "run.yaml"
     path.write_text(VALID)
-    return lambda settings: validate(read_run_config(path, overrides(settings)))
+    return lambda settings: validate_config(read_run_config(path, overrides(settings)))
 
 
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
@@ -81,7 +81,9 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
         (CP2 | {"trainer.nnodes": 2}, "rollout.weight_transport (tensor) does not reach engines on machines [0] of 2 with ranks (trainer.nnodes): 2 pipeline stages lie on several machines", CP2 | {"trainer.nnodes": 2, "pipeline_model_parallel_size": 1}),
     ],
 )  # fmt: skip
-def test_each_rule_on_both_sides(problems, wrong: dict[str, Any], expected: str, right: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
+def test_each_rule_on_both_sides(
+    problems, wrong: dict[str, Any], expected: str, right: dict[str, Any]
+) -> None:  # type: ignore[no-untyped-def]
     found = problems(wrong)
     assert len(found) == 1 and expected in found[0] and "command line" in found[0], found
     assert problems(right) == []
@@ -92,10 +94,22 @@ def test_each_rule_on_both_sides(problems, wrong: dict[str, Any], expected: str,
     [
         ({"recompute_method": "uniform"}, "recompute_method", FULL),
         ({"recompute_num_layers": 2}, "recompute_num_layers", FULL),
-        ({"recompute_modules": "[mlp]"}, "recompute_modules", SELECTIVE | {"recompute_modules": "[mlp]"}),
+        (
+            {"recompute_modules": "[mlp]"},
+            "recompute_modules",
+            SELECTIVE | {"recompute_modules": "[mlp]"},
+        ),
         (FULL | {"recompute_modules": "[mlp]"}, "recompute_modules", FULL),
-        (SELECTIVE | {"recompute_num_layers": 1}, "recompute_num_layers", SELECTIVE | {"recompute_num_layers": "null"}),
-        (SELECTIVE | {"recompute_method": "block"}, "recompute_method", SELECTIVE | {"recompute_method": "null"}),
+        (
+            SELECTIVE | {"recompute_num_layers": 1},
+            "recompute_num_layers",
+            SELECTIVE | {"recompute_num_layers": "null"},
+        ),
+        (
+            SELECTIVE | {"recompute_method": "block"},
+            "recompute_method",
+            SELECTIVE | {"recompute_method": "null"},
+        ),
         ({"trainer.n_gpus_per_node": 4} | OPTIMIZER, "use_distributed_optimizer", OPTIMIZER),
         (
             {"trainer.n_gpus_per_node": 4, "overlap_grad_reduce": "true"},
@@ -106,7 +120,9 @@ def test_each_rule_on_both_sides(problems, wrong: dict[str, Any], expected: str,
         ({"trainer.n_gpus_per_node": 4} | OPTIMIZER, "use_distributed_optimizer", CP2 | OPTIMIZER),
     ],
 )
-def test_what_would_be_ignored(problems, wrong: dict[str, Any], key: str, right: dict[str, Any]) -> None:  # type: ignore[no-untyped-def]
+def test_what_would_be_ignored(
+    problems, wrong: dict[str, Any], key: str, right: dict[str, Any]
+) -> None:  # type: ignore[no-untyped-def]
     (problem,) = problems(wrong)
     assert problem.startswith(f"{MEGATRON}{key} (") and "would be ignored because" in problem
     assert problems(right) == []
@@ -115,14 +131,23 @@ def test_what_would_be_ignored(problems, wrong: dict[str, Any], key: str, right:
 def test_a_later_layer_may_take_replicas_away(tmp_path: Path) -> None:
     """A preset with a distributed optimizer, run on fewer ranks; written beside the number of ranks it is an error."""
     base = tmp_path / "run.yaml"
-    base.write_text(VALID.replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 2, " + SHARDS))
+    base.write_text(
+        VALID.replace(
+            "pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 2, " + SHARDS
+        )
+    )
     loaded = read_run_config(base, [ONE_REPLICA])
-    assert validate(loaded) == []
-    (tmp_path / "resolved.yaml").write_text(as_yaml(loaded.config))
+    assert validate_config(loaded) == []
+    (tmp_path / "resolved.yaml").write_text(render_config_yaml(loaded.config))
     again = read_run_config(tmp_path / "resolved.yaml")
-    assert validate(again) == [] and not again.config.actor.megatron.use_distributed_optimizer
+    assert (
+        validate_config(again) == [] and not again.config.actor.megatron.use_distributed_optimizer
+    )
     base.write_text(base.read_text().replace("n_gpus_per_node: 8", "n_gpus_per_node: 4"))
-    found = [problem.split(" ")[0].removeprefix(MEGATRON) for problem in validate(read_run_config(base))]
+    found = [
+        problem.split(" ")[0].removeprefix(MEGATRON)
+        for problem in validate_config(read_run_config(base))
+    ]
     assert found == ["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"]
 
 
@@ -131,14 +156,12 @@ SHARDS = "use_distributed_optimizer: true, overlap_grad_reduce: true, overlap_pa
 
 def test_recomputation_of_one_kind_over_a_base_with_the_other(tmp_path: Path) -> None:
     base = tmp_path / "run.yaml"
-    full = (
-        "pipeline_model_parallel_size: 2, recompute_granularity: full, recompute_method: block, recompute_num_layers: 1"
-    )
+    full = "pipeline_model_parallel_size: 2, recompute_granularity: full, recompute_method: block, recompute_num_layers: 1"
     base.write_text(VALID.replace("pipeline_model_parallel_size: 2", full))
-    assert validate(read_run_config(base)) == []
+    assert validate_config(read_run_config(base)) == []
     selective = read_run_config(base, [f"{MEGATRON}recompute_granularity=selective"])
-    assert validate(selective) == []
-    text = as_yaml(selective.config)
+    assert validate_config(selective) == []
+    text = render_config_yaml(selective.config)
     assert "recompute_num_layers" not in text and "recompute_modules" in text
 
 
@@ -147,9 +170,14 @@ def test_recomputation_of_one_kind_over_a_base_with_the_other(tmp_path: Path) ->
 def test_budgets_are_rounded_as_the_layout_says(tp: int, cp: int) -> None:
     for sequence_parallel in {False, tp > 1}:
         megatron = MegatronConfig(
-            tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sequence_parallel
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            sequence_parallel=sequence_parallel,
         )
-        assert packed_multiple(megatron) == layout_of(megatron, tp * cp).packed_multiple
+        assert (
+            compute_packing_multiple(megatron)
+            == make_parallel_layout(megatron, tp * cp).packed_multiple
+        )
 
 
 HF_CONFIG = {
@@ -180,9 +208,11 @@ def test_recomputation_counts_the_layers_of_a_chunk(
     path = tmp_path / "run.yaml"
     path.write_text(VALID)
     loaded = read_run_config(path, overrides(FULL | settings))
-    assert validate(loaded) == []
-    found = validate_model(loaded, HF_CONFIG)
-    assert len(found) == (expected is not None) and all(expected in problem for problem in found), found
+    assert validate_config(loaded) == []
+    found = validate_model_config(loaded, HF_CONFIG)
+    assert len(found) == (expected is not None) and all(expected in problem for problem in found), (
+        found
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +235,9 @@ def test_names_of_verl(tmp_path: Path, key: str, hint: str) -> None:
     name, _, inner = key.partition(".")
     written = tmp_path / "verl.yaml"
     entry = f"{name}: {{{inner}: 1}}" if inner else f"{name}: 1"
-    written.write_text(f"extends: run.yaml\nactor_rollout_ref: {{actor: {{megatron: {{{entry}}}}}}}\n")
+    written.write_text(
+        f"extends: run.yaml\nactor_rollout_ref: {{actor: {{megatron: {{{entry}}}}}}}\n"
+    )
     for source, words in ((path, [f"actor_rollout_ref.actor.megatron.{key}=1"]), (written, [])):
         with pytest.raises(ConfigError) as caught:
             read_run_config(source, words)
@@ -243,9 +275,15 @@ def test_routing_is_replayed_where_there_is_one_to_replay(
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(VALID)
-    loaded = read_run_config(path, [f"actor.router_replay={mode}", "actor.megatron.sequence_parallel=true", *more])
-    found = [problem for problem in validate_model(loaded, model) if "router_replay" in problem]
-    assert len(found) == (expected is not None) and all(expected in problem for problem in found), found
+    loaded = read_run_config(
+        path, [f"actor.router_replay={mode}", "actor.megatron.sequence_parallel=true", *more]
+    )
+    found = [
+        problem for problem in validate_model_config(loaded, model) if "router_replay" in problem
+    ]
+    assert len(found) == (expected is not None) and all(expected in problem for problem in found), (
+        found
+    )
 
 
 def test_the_backend_fsdp_replays_no_routing(problems) -> None:  # type: ignore[no-untyped-def]
@@ -284,5 +322,5 @@ TEACHER = ("actor.distillation.loss_mode=reverse_kl", "reference.path=teacher")
 def test_adapters_and_teachers(tmp_path: Path, settings: tuple[str, ...], told: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(VALID)
-    found = validate(read_run_config(path, settings))
+    found = validate_config(read_run_config(path, settings))
     assert any(told in text for text in found), found

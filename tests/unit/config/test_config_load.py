@@ -11,10 +11,10 @@ import pytest
 from places import ROOT
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
 from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.config.schema import OptimConfig, RunConfig, SamplingConfig
-from rlhf_megatron.config.show import as_text, as_yaml, table
+from rlhf_megatron.config.show import format_settings_table, format_yaml_value, render_config_yaml
 
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 
@@ -65,7 +65,9 @@ rollout: {dtype: null, sglang: {env: {OMP_NUM_THREADS: 08}, args: {mem-fraction-
 
 def test_a_section_given_in_part_keeps_its_own_defaults(tmp_path: Path) -> None:
     config = read_run_config(write(tmp_path / "run.yaml", "rollout: {val_kwargs: {n: 4}}")).config
-    assert config.rollout.val_kwargs == SamplingConfig(temperature=0.0, n=4)  # SamplingConfig() alone has 1.0
+    assert config.rollout.val_kwargs == SamplingConfig(
+        temperature=0.0, n=4
+    )  # SamplingConfig() alone has 1.0
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,9 @@ def test_a_section_given_in_part_keeps_its_own_defaults(tmp_path: Path) -> None:
         ("model: {<<: {path: a}}", "a merge key '<<' is not supported; use extends or write the keys out."),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_named_with_rule_fix_and_place(tmp_path: Path, line: str, expected: str) -> None:
+def test_a_wrong_value_is_named_with_rule_fix_and_place(
+    tmp_path: Path, line: str, expected: str
+) -> None:
     path = write(tmp_path / "run.yaml", f"# first line\n{line}\n")
     assert problems(path) == [f"{expected} [{path}:2]"]
 
@@ -114,7 +118,9 @@ def test_a_wrong_value_is_named_with_rule_fix_and_place(tmp_path: Path, line: st
         ("algorithm.norm_adv_by_std_in_grpo", "Here it is algorithm.params.norm_adv_by_std_in_grpo."),
     ],
 )  # fmt: skip
-def test_an_unknown_key_gets_the_nearest_or_the_name_it_has_here(tmp_path: Path, key: str, hint: str) -> None:
+def test_an_unknown_key_gets_the_nearest_or_the_name_it_has_here(
+    tmp_path: Path, key: str, hint: str
+) -> None:
     (problem,) = problems(write(tmp_path / "run.yaml", ""), f"{key}=1")
     assert problem.startswith("unknown ") and problem.endswith(" [command line]")
     assert hint in problem
@@ -130,27 +136,50 @@ actor_rollout_ref: {rollout: {n: 4, name: vllm}}
     path = write(tmp_path / "run.yaml", text)
     with pytest.raises(ConfigError) as caught:
         load_run_config(path, ["rollout.top_p=0.9", "trainer.nnodes=0"])
-    found = [problem.split(" ")[0] for problem in caught.value.problems if not problem.startswith("unknown")]
-    assert found[:5] == ["model.dtype", "actor.optim.lr", "rollout.top_p", "trainer.nnodes", "data.train_files"]
+    found = [
+        problem.split(" ")[0]
+        for problem in caught.value.problems
+        if not problem.startswith("unknown")
+    ]
+    assert found[:5] == [
+        "model.dtype",
+        "actor.optim.lr",
+        "rollout.top_p",
+        "trainer.nnodes",
+        "data.train_files",
+    ]
     assert found[5:] == ["model.path", "data.train_files"]  # both do not exist
-    unknown = [problem.split(" ")[2] for problem in caught.value.problems if problem.startswith("unknown")]
-    assert unknown == ["actor.mini_batch_sise", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name"]
+    unknown = [
+        problem.split(" ")[2] for problem in caught.value.problems if problem.startswith("unknown")
+    ]
+    assert unknown == [
+        "actor.mini_batch_sise",
+        "actor_rollout_ref.rollout.n",
+        "actor_rollout_ref.rollout.name",
+    ]
     assert str(caught.value).count("\n") == len(caught.value.problems) - 1
 
 
 def test_later_wins_and_every_value_knows_its_place(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     root = write(
-        tmp_path / "base" / "root.yaml", "actor:\n  ppo_epochs: 2\n  mini_batch_size: 8\n  optim: {lr: 1e-3}\n"
+        tmp_path / "base" / "root.yaml",
+        "actor:\n  ppo_epochs: 2\n  mini_batch_size: 8\n  optim: {lr: 1e-3}\n",
     )
     left = write(tmp_path / "base" / "left.yaml", "extends: root.yaml\nactor: {ppo_epochs: 3}\n")
-    right = write(tmp_path / "right.yaml", "extends: base/root.yaml\nreward:\n  params: {a: 1, b: 2}\n")
+    right = write(
+        tmp_path / "right.yaml", "extends: base/root.yaml\nreward:\n  params: {a: 1, b: 2}\n"
+    )
     run = write(
         tmp_path / "run.yaml",
         "extends: [base/left.yaml, right.yaml]\nreward:\n  params: {b: 3}\ndata:\n  train_files: [a, b]\n",
     )
-    loaded = read_run_config(run, ["actor.optim.lr=1e-5", "actor.optim.lr=1e-6", "data.train_files=[/c]"])
-    assert loaded.config.actor.ppo_epochs == 3  # root is read once: right's copy of it does not undo left
+    loaded = read_run_config(
+        run, ["actor.optim.lr=1e-5", "actor.optim.lr=1e-6", "data.train_files=[/c]"]
+    )
+    assert (
+        loaded.config.actor.ppo_epochs == 3
+    )  # root is read once: right's copy of it does not undo left
     assert loaded.config.actor.mini_batch_size == 8
     assert loaded.config.actor.optim.lr == 1e-6
     assert loaded.config.reward.params == {"a": 1, "b": 3}
@@ -163,21 +192,28 @@ def test_later_wins_and_every_value_knows_its_place(tmp_path: Path) -> None:
         "reward.params.a": f"{right}:3",
         "reward.params.b": f"{run}:3",
     }
-    assert {key: str(loaded.origin(key)) for key in places} == places
+    assert {key: str(loaded.find_origin(key)) for key in places} == places
     assert loaded.is_set("actor.optim") and not loaded.is_set("actor.policy_loss")
 
 
 def test_an_empty_mapping_clears_what_a_base_set(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "algorithm: {params: {a: 1}}")
     run = write(tmp_path / "run.yaml", "extends: base.yaml\n")
-    assert read_run_config(run, ["algorithm.params.b=2"]).config.algorithm.params == {"a": 1, "b": 2}
-    assert read_run_config(run, ["algorithm.params={}", "algorithm.params.b=2"]).config.algorithm.params == {"b": 2}
+    assert read_run_config(run, ["algorithm.params.b=2"]).config.algorithm.params == {
+        "a": 1,
+        "b": 2,
+    }
+    assert read_run_config(
+        run, ["algorithm.params={}", "algorithm.params.b=2"]
+    ).config.algorithm.params == {"b": 2}
 
 
 def test_extends_that_cannot_be_followed(tmp_path: Path) -> None:
     a = write(tmp_path / "a.yaml", "extends: b.yaml")
     b = write(tmp_path / "b.yaml", "model: {}\nextends: a.yaml")
-    assert problems(a) == [f"extends goes in a circle (a.yaml -> b.yaml -> a.yaml); remove one of them. [{b}:2]"]
+    assert problems(a) == [
+        f"extends goes in a circle (a.yaml -> b.yaml -> a.yaml); remove one of them. [{b}:2]"
+    ]
     c = write(tmp_path / "c.yaml", "extends: [gone.yaml, 3]")
     assert problems(c) == [
         f"extends must be a file name, relative to this file, or a list of them. [{c}:1]",
@@ -190,19 +226,26 @@ def test_extends_that_cannot_be_followed(tmp_path: Path) -> None:
     assert broken.startswith("not valid YAML: ") and broken.endswith("e.yaml:3]")
 
 
-@pytest.mark.parametrize("override", ["+actor.ppo_epochs=1", "--record", "actor.ppo_epochs", "a..b=1", "=1"])
+@pytest.mark.parametrize(
+    "override", ["+actor.ppo_epochs=1", "--record", "actor.ppo_epochs", "a..b=1", "=1"]
+)
 def test_malformed_override(tmp_path: Path, override: str) -> None:
     (problem,) = problems(write(tmp_path / "run.yaml", ""), override)
     assert problem.startswith(f"override {override!r} must have the form section.key=value.")
     assert ("no '+' or '--'" in problem) == (override[0] in "+-")
 
 
-def test_a_path_counts_from_the_file_that_it_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_counts_from_the_file_that_it_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of what is read; not of what is written, of programs on the PATH, of modules, of absolute paths."""
     base, run, there = tmp_path / "base", tmp_path / "run", tmp_path / "there"
     for folder in (base, run, there):
         folder.mkdir()
-    write(base / "base.yaml", "model: {path: ../m, tokenizer_path: /t}\nrollout: {sglang: {python: python3}}\n")
+    write(
+        base / "base.yaml",
+        "model: {path: ../m, tokenizer_path: /t}\nrollout: {sglang: {python: python3}}\n",
+    )
     text = """
 extends: ../base/base.yaml
 plugins: [parts.py, some.module]
@@ -230,7 +273,9 @@ def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
         "rollout.sglang.args.tp-size=2",
     ]
     config = load_run_config(run, overrides, with_files=False).config
-    again = load_run_config(write(tmp_path / "again.yaml", as_yaml(config)), with_files=False).config
+    again = load_run_config(
+        write(tmp_path / "again.yaml", render_config_yaml(config)), with_files=False
+    ).config
     assert again == config
     assert again.model.tokenizer_path == str(tmp_path / "no") and again.reward.params["kwargs"] == {
         "a": [1e-9, None],
@@ -239,33 +284,42 @@ def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
     }
     # What a switch has put out of use is left out: written down beside the switch, it would be an error.
     config = load_run_config(run, [*overrides, "actor.use_kl_loss=false"], with_files=False).config
-    assert config.actor.kl_loss_coef == 0.3 and "kl_loss_coef" not in as_yaml(config)
-    again = load_run_config(write(tmp_path / "again.yaml", as_yaml(config)), with_files=False).config
+    assert config.actor.kl_loss_coef == 0.3 and "kl_loss_coef" not in render_config_yaml(config)
+    again = load_run_config(
+        write(tmp_path / "again.yaml", render_config_yaml(config)), with_files=False
+    ).config
     assert again == replace(config, actor=replace(config.actor, kl_loss_coef=0.001))
 
 
 def test_the_table_shows_every_setting_aligned_with_its_place(tmp_path: Path) -> None:
     path = write(tmp_path / "run.yaml", "trainer:\n  seed: 3\n")
     loaded = read_run_config(path, ["reward.params.x=1e-5"])
-    lines = table(loaded).splitlines()
-    assert len(lines) == len(leaf_keys(RunConfig))
+    lines = format_settings_table(loaded).splitlines()
+    assert len(lines) == len(list_leaf_keys(RunConfig))
     split = {line.split()[0]: line.split()[1:] for line in lines if len(line.split()) == 3}
     assert split["trainer.seed"] == ["3", f"{path}:2"]
-    assert any(line.startswith("reward.params.x ") and line.endswith(" command line") for line in lines)
-    assert "\x1b" not in table(loaded) and "\x1b" in table(loaded, use_colours=True)
+    assert any(
+        line.startswith("reward.params.x ") and line.endswith(" command line") for line in lines
+    )
+    assert "\x1b" not in format_settings_table(loaded) and "\x1b" in format_settings_table(
+        loaded, use_colours=True
+    )
 
 
 def test_every_default_has_the_type_it_is_annotated_with(tmp_path: Path) -> None:
-    defaults = [f"{key}={as_text(value_of(RunConfig(), key))}" for key in leaf_keys(RunConfig)]
+    defaults = [
+        f"{key}={format_yaml_value(get_config_value(RunConfig(), key))}"
+        for key in list_leaf_keys(RunConfig)
+    ]
     config = read_run_config(write(tmp_path / "run.yaml", ""), defaults).config
     assert config == RunConfig()
-    for key in leaf_keys(RunConfig):
-        assert type(value_of(config, key)) is type(value_of(RunConfig(), key)), key
+    for key in list_leaf_keys(RunConfig):
+        assert type(get_config_value(config, key)) is type(get_config_value(RunConfig(), key)), key
 
 
 def test_importing_the_configuration_imports_no_torch() -> None:
     code = (
-        "import sys, rlhf_megatron.config.load, rlhf_megatron.config.typed, rlhf_megatron.cli.main;"
+        "import sys, rlhf_megatron.config.load, rlhf_megatron.config.type_conversion, rlhf_megatron.cli.main;"
         "rlhf_megatron.cli.main.build_parser();"
         "sys.exit(', '.join(n for n in ('torch', 'numpy', 'transformers', 'megatron', 'rich') if n in sys.modules) or 0)"
     )
@@ -278,9 +332,13 @@ def test_relative_paths_of_a_run_of_an_older_version_count_from_the_working_dire
 ) -> None:
     run = tmp_path / "runs" / "old"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("model: {path: models/a/tiny}\ndata: {train_files: [data/a.jsonl]}\n")
+    (run / "config.yaml").write_text(
+        "model: {path: models/a/tiny}\ndata: {train_files: [data/a.jsonl]}\n"
+    )
     monkeypatch.chdir(tmp_path)
-    assert read_run_config(run / "config.yaml").config.model.path == str(run / "models" / "a" / "tiny")
+    assert read_run_config(run / "config.yaml").config.model.path == str(
+        run / "models" / "a" / "tiny"
+    )
     (run / "run.lock").touch()
     config = read_run_config(run / "config.yaml").config
     assert (config.model.path, config.data.train_files) == (

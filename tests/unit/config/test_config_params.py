@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.typed import params_from_mapping
+from rlhf_megatron.config.type_conversion import build_params
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,23 @@ class ClipParams:
 
 
 def test_values_are_converted() -> None:
-    params = params_from_mapping(ClipParams, {"clip_ratio_low": 0, "mode": "sequence", "sizes": [1, 2]}, "loss.params")
+    params = build_params(
+        ClipParams, {"clip_ratio_low": 0, "mode": "sequence", "sizes": [1, 2]}, "loss.params"
+    )
     assert params == ClipParams(0.0, 0.2, "sequence", (1, 2), None)
     assert type(params.clip_ratio_low) is float
 
 
 def test_all_problems_at_once_with_their_places(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("actor:\n  policy_loss:\n    params:\n      clip_ratio_hi: 0.3\n      mode: tokn\n")
+    path.write_text(
+        "actor:\n  policy_loss:\n    params:\n      clip_ratio_hi: 0.3\n      mode: tokn\n"
+    )
     loaded = read_run_config(path, ["actor.policy_loss.params.tau=high"])
     with pytest.raises(ConfigError) as caught:
-        params_from_mapping(ClipParams, loaded.config.actor.policy_loss.params, "actor.policy_loss.params", loaded)
+        build_params(
+            ClipParams, loaded.config.actor.policy_loss.params, "actor.policy_loss.params", loaded
+        )
     prefix = "actor.policy_loss.params"
     assert caught.value.problems == [
         f"unknown key {prefix}.clip_ratio_hi (0.3). Did you mean {prefix}.clip_ratio_high? [{path}:4]",
@@ -46,11 +52,17 @@ def test_all_problems_at_once_with_their_places(tmp_path: Path) -> None:
 
 
 def test_what_the_class_itself_refuses_is_a_problem() -> None:
-    with pytest.raises(ConfigError, match=r"^loss\.params: clip_ratio_low \(2\.0\) must be below 1; use 0\.2\.$"):
-        params_from_mapping(ClipParams, {"clip_ratio_low": 2}, "loss.params")
+    with pytest.raises(
+        ConfigError, match=r"^loss\.params: clip_ratio_low \(2\.0\) must be below 1; use 0\.2\.$"
+    ):
+        build_params(ClipParams, {"clip_ratio_low": 2}, "loss.params")
 
 
 def test_text_and_truth_are_not_cast() -> None:
     with pytest.raises(ConfigError) as caught:
-        params_from_mapping(ClipParams, {"clip_ratio_low": True, "sizes": [1.0], "mode": 1}, "p")
-    assert [problem.split(" ")[0] for problem in caught.value.problems] == ["p.clip_ratio_low", "p.sizes[0]", "p.mode"]
+        build_params(ClipParams, {"clip_ratio_low": True, "sizes": [1.0], "mode": 1}, "p")
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        "p.clip_ratio_low",
+        "p.sizes[0]",
+        "p.mode",
+    ]

@@ -11,14 +11,21 @@ from rlhf_megatron.rewards.scorers import REWARDS
 
 def test_defaults_name_registered_parts() -> None:
     default = RunConfig()
-    assert default.algorithm.adv_estimator in ADV_ESTIMATORS and default.actor.policy_loss.loss_mode in POLICY_LOSSES
+    assert (
+        default.algorithm.adv_estimator in ADV_ESTIMATORS
+        and default.actor.policy_loss.loss_mode in POLICY_LOSSES
+    )
     assert default.reward.name in REWARDS
 
 
 def test_hints_name_parameters_that_exist() -> None:
-    known = {"algorithm.params": (ADV_ESTIMATORS, "grpo"), "actor.policy_loss.params": (POLICY_LOSSES, "ppo_clip")}
+    known = {
+        "algorithm.params": (ADV_ESTIMATORS, "grpo"),
+        "actor.policy_loss.params": (POLICY_LOSSES, "ppo_clip"),
+    }
     params = {
-        section: {f.name for f in fields(registry.get(name).params)} for section, (registry, name) in known.items()
+        section: {f.name for f in fields(registry.get(name).params)}
+        for section, (registry, name) in known.items()
     }
     checked = 0
     for entry in VERL_NAMES:

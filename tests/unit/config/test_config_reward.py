@@ -9,9 +9,9 @@ from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
-from rlhf_megatron.rewards.service.scorer import check_sources
+from rlhf_megatron.rewards.service.reward_scorer import check_sources_exist
 
 SOURCES = VALID.replace(
     "task: addition",
@@ -27,7 +27,7 @@ def problems(tmp_path: Path):
     def of(base: str, *overrides: str) -> list[str]:
         path = tmp_path / "run.yaml"
         path.write_text(base)
-        return validate(read_run_config(path, list(overrides)))
+        return validate_config(read_run_config(path, list(overrides)))
 
     return of
 
@@ -67,7 +67,10 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
             "reward.num_workers (2) would be ignored because reward.name is exact_match; remove it, or name a reward that runs in a process of its own, such as math_verify or function.",
         ),
         (
-            ["reward.timeout_s=2", "reward.terms=[{name: overlong, params: {max_len: 4, buffer: 1}}]"],
+            [
+                "reward.timeout_s=2",
+                "reward.terms=[{name: overlong, params: {max_len: 4, buffer: 1}}]",
+            ],
             "reward.timeout_s (2.0) would be ignored",
         ),
         (
@@ -96,8 +99,9 @@ def test_a_later_layer_may_switch_processes_off(problems) -> None:
 
 def test_sources_that_are_known_once_the_data_is_read() -> None:
     config = RewardConfig(by_source={"gsm8k": RewardTermConfig("exact_match")})
-    check_sources(config, ["gsm8k", "math"])
+    check_sources_exist(config, ["gsm8k", "math"])
     with pytest.raises(
-        ConfigError, match="has a reward for 'gsm8k', but the data sources of this run are 'gsm_8k'; did"
+        ConfigError,
+        match="has a reward for 'gsm8k', but the data sources of this run are 'gsm_8k'; did",
     ):
-        check_sources(config, ["gsm_8k"])
+        check_sources_exist(config, ["gsm_8k"])

@@ -8,13 +8,17 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.schedule import may_lag
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.schedule_rules import may_policy_lag
+from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.show import render_config_yaml
 
 ASYNCHRONOUS, STREAMING = "schedule.name=asynchronous", "schedule.name=streaming"
-CARRY = ("schedule.params.tail=carry_over", "schedule.params.max_lag=1", "schedule.params.oversampling=1.5")
+CARRY = (
+    "schedule.params.tail=carry_over",
+    "schedule.params.max_lag=1",
+    "schedule.params.oversampling=1.5",
+)
 CORRECTED = "algorithm.rollout_correction.preset=decoupled_token_is"
 WITHOUT = "algorithm.rollout_correction.preset=disabled"
 LAGS = "trains on tokens of older policies, and nothing says what is made of them: by default their ratio starts at 1"
@@ -44,10 +48,13 @@ def run_file(tmp_path: Path) -> Path:
 )
 def test_what_may_stand_together(run_file: Path, settings: tuple[str, ...]) -> None:
     loaded = read_run_config(run_file, list(settings))
-    assert validate(loaded) == []
+    assert validate_config(loaded) == []
     again = run_file.with_name("again.yaml")
-    again.write_text(as_yaml(loaded.config))
-    assert read_run_config(again).config == loaded.config and validate(read_run_config(again)) == []
+    again.write_text(render_config_yaml(loaded.config))
+    assert (
+        read_run_config(again).config == loaded.config
+        and validate_config(read_run_config(again)) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,12 @@ def test_what_may_stand_together(run_file: Path, settings: tuple[str, ...]) -> N
             "trainer.deterministic (true) cannot hold with schedule.name (asynchronous)",
         ),
         (
-            (ASYNCHRONOUS, CORRECTED, "schedule.params.max_lag=20", "trainer.total_training_steps=20"),
+            (
+                ASYNCHRONOUS,
+                CORRECTED,
+                "schedule.params.max_lag=20",
+                "trainer.total_training_steps=20",
+            ),
             "schedule.params.max_lag (20) must be below trainer.total_training_steps (20): it would bound nothing",
         ),
         (
@@ -75,14 +87,14 @@ def test_what_may_stand_together(run_file: Path, settings: tuple[str, ...]) -> N
     ],
 )
 def test_what_may_not(run_file: Path, settings: tuple[str, ...], message: str) -> None:
-    (problem,) = validate(read_run_config(run_file, list(settings)))
+    (problem,) = validate_config(read_run_config(run_file, list(settings)))
     assert message in problem
 
 
 def test_a_choice_of_the_file_is_one_also_below_the_command_line(run_file: Path) -> None:
     run_file.write_text(VALID + "schedule: {name: one_step_off}\n")
-    assert len(validate(read_run_config(run_file))) == 1
-    assert validate(read_run_config(run_file, [WITHOUT])) == []
+    assert len(validate_config(read_run_config(run_file))) == 1
+    assert validate_config(read_run_config(run_file, [WITHOUT])) == []
 
 
 @pytest.mark.parametrize(
@@ -98,11 +110,19 @@ def test_a_choice_of_the_file_is_one_also_below_the_command_line(run_file: Path)
     ],
 )
 def test_who_may_train_on_old_tokens(name: str, params: dict[str, object], lags: bool) -> None:
-    assert may_lag(RunConfig(schedule=ScheduleConfig(name, params))) is lags
+    assert may_policy_lag(RunConfig(schedule=ScheduleConfig(name, params))) is lags
 
 
 @pytest.mark.parametrize(
-    ("odd", "count"), [("max_lag=many", 1), ("max_lag=true", 1), ("max_lag=-1", 1), ("late=drop", 0)]
+    ("odd", "count"),
+    [("max_lag=many", 1), ("max_lag=true", 1), ("max_lag=-1", 1), ("late=drop", 0)],
 )
 def test_odd_parameters_are_told_once(run_file: Path, odd: str, count: int) -> None:
-    assert len(validate(read_run_config(run_file, [ASYNCHRONOUS, CORRECTED, f"schedule.params.{odd}"]))) == count
+    assert (
+        len(
+            validate_config(
+                read_run_config(run_file, [ASYNCHRONOUS, CORRECTED, f"schedule.params.{odd}"])
+            )
+        )
+        == count
+    )

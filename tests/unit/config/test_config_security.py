@@ -10,8 +10,13 @@ from chat_templates import LLAMA, QWEN, write_chat_tokenizer
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.data.chat_template import ChatFormat, Sandbox, make_chat_format, render
-from rlhf_megatron.data.rows import ChatMessage
+from rlhf_megatron.data.chat_template import (
+    ChatFormat,
+    TemplateSandbox,
+    make_chat_format,
+    render_chat_template,
+)
+from rlhf_megatron.data.data_rows import ChatMessage
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 BOUND_S = 60.0  # on a slow machine; unbounded, each of these takes hours or all memory
@@ -20,7 +25,10 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
 )
 EVIL_YAML = {
-    "apply": ("model: !!python/object/apply:os.system ['touch {marker}']", "tag .*os.system' is not supported"),
+    "apply": (
+        "model: !!python/object/apply:os.system ['touch {marker}']",
+        "tag .*os.system' is not supported",
+    ),
     "apply, as a value": (
         "model: {{path: !!python/object/apply:os.system ['touch {marker}']}}",
         "tag .*os.system' is not supported",
@@ -31,7 +39,10 @@ EVIL_YAML = {
     "local tag": ("model: !evil {{path: x}}", "tag '!evil' is not supported"),
     "twice": ("model: {{path: a}}\nmodel: {{path: b}}", "key 'model' is written twice"),
     "no number": ("trainer: {{seed: !!int abc}}", "'abc' is no int"),
-    "a number of 5000 digits": ("trainer: {{seed: " + "9" * 5000 + "}}", "is no int that can be read"),
+    "a number of 5000 digits": (
+        "trainer: {{seed: " + "9" * 5000 + "}}",
+        "is no int that can be read",
+    ),
     "itself": ("model: &m {{path: *m}}", "an anchor contains itself"),
     "laughs": (LAUGHS, "more than 20000 values with its aliases written out"),
     "deep lists": ("a: " + "[" * 600 + "]" * 600, "too deep in each other"),
@@ -58,8 +69,13 @@ def test_evil_yaml_is_an_error_and_runs_nothing(tmp_path: Path, kind: str) -> No
 def test_evil_yaml_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("")
     marker = tmp_path / "marker"
-    with pytest.raises(ConfigError, match=r"override .trainer.seed.*tag .*os.system' is not supported"):
-        read_run_config(tmp_path / "run.yaml", [f"trainer.seed=!!python/object/apply:os.system ['touch {marker}']"])
+    with pytest.raises(
+        ConfigError, match=r"override .trainer.seed.*tag .*os.system' is not supported"
+    ):
+        read_run_config(
+            tmp_path / "run.yaml",
+            [f"trainer.seed=!!python/object/apply:os.system ['touch {marker}']"],
+        )
     assert not marker.exists()
 
 
@@ -69,7 +85,9 @@ def test_an_endless_file_is_not_read_to_its_end() -> None:
 
 
 def chat_format(directory: Path, template: str) -> ChatFormat:
-    return make_chat_format(load_tokenizer(write_chat_tokenizer(directory, chat_template=template)), None, {})
+    return make_chat_format(
+        load_tokenizer(write_chat_tokenizer(directory, chat_template=template)), None, {}
+    )
 
 
 ESCAPES = (
@@ -97,11 +115,15 @@ def test_a_template_does_not_reach_out_of_its_sandbox(tmp_path: Path, code: str)
     marker, messages = tmp_path / "marker", (ChatMessage("user", "hello"),)
     expression = code.format(marker=marker)
     try:
-        text = chat_format(tmp_path, "{{ strftime_now and " + expression + " }}").text(messages)
+        text = chat_format(tmp_path, "{{ strftime_now and " + expression + " }}").render_prompt(
+            messages
+        )
     except ValueError as error:
         text = str(error)
         assert "unsafe" in text or "undefined" in text or "no attribute" in text, text
-    assert not any(word in text for word in ("<class", "<built-in", "<function", "<module", "os.system("))
+    assert not any(
+        word in text for word in ("<class", "<built-in", "<function", "<module", "os.system(")
+    )
     assert not marker.exists()
 
 
@@ -140,24 +162,24 @@ ENDLESS = {
 def test_a_template_that_would_not_end_is_refused(tmp_path: Path, kind: str) -> None:
     start = time.process_time()
     with pytest.raises(ValueError, match="chat template"):
-        chat_format(tmp_path, ENDLESS[kind]).text("hello")
+        chat_format(tmp_path, ENDLESS[kind]).render_prompt("hello")
     assert time.process_time() - start < BOUND_S
 
 
 @pytest.mark.parametrize("chance", ["[1, 2]|random", "lipsum()"])
 def test_a_template_has_no_dice(tmp_path: Path, chance: str) -> None:
     with pytest.raises(ValueError, match="chat template"):
-        chat_format(tmp_path, "{{ " + chance + " }}").text("hello")
+        chat_format(tmp_path, "{{ " + chance + " }}").render_prompt("hello")
 
 
 def test_the_bounds_leave_templates_as_they_are() -> None:
-    template = Sandbox().from_string(
+    template = TemplateSandbox().from_string(
         "{% for m in items recursive %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}"
         "{% if m is iterable %}({{ loop(m) }}){% endif %}{% else %}none{% endfor %}"
         " {{ 2 ** 10 }} {{ 'ab' * 3 }} {{ 'a' ~ 1 ~ 'b' }} {{ [1] + [2] }} {{ 3 * 2.5 }}"
         "{% for m in nothing %}x{% else %} empty{% endfor %}{% for a, b in pairs if a %} {{ a }}{{ b }}{% endfor %}"
     )
-    text = render(template, items=[1, [2, 3]], nothing=[], pairs=[(0, 1), (2, 3)])
+    text = render_chat_template(template, items=[1, [2, 3]], nothing=[], pairs=[(0, 1), (2, 3)])
     assert text == "1/2,2/2(1/2,2/2) 1024 ababab a1b [1, 2] 7.5 empty 23"
 
 
@@ -166,4 +188,6 @@ def test_long_chats_stay_below_the_bound(tmp_path: Path, template: str) -> None:
     chat = tuple(ChatMessage(("user", "assistant")[i % 2], f"message {i}") for i in range(5001))
     directory = write_chat_tokenizer(tmp_path, chat_template=template)
     kwargs = {"date_string": "1 Jan 2025"} if template == LLAMA else {}
-    assert "message 5000" in make_chat_format(load_tokenizer(directory), None, kwargs).text(chat)
+    assert "message 5000" in make_chat_format(
+        load_tokenizer(directory), None, kwargs
+    ).render_prompt(chat)

@@ -12,9 +12,13 @@ from config_samples import VALID
 
 from benchmarks.parity.cases import EXPERT_FAMILIES
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.keys import leaf_keys, section_keys
+from rlhf_megatron.config.key_paths import list_leaf_keys, list_section_keys
 from rlhf_megatron.config.load import load_run_config, parse_overrides, read_run_config
-from rlhf_megatron.config.rules.validate import check_world_size, validate, validate_model
+from rlhf_megatron.config.rules.validate import (
+    check_world_size,
+    validate_config,
+    validate_model_config,
+)
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
@@ -39,7 +43,11 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
     loaded = read_run_config(run_file)
-    assert validate(loaded) == [] and validate(loaded.config) == [] and validate_model(loaded, HF_CONFIG) == []
+    assert (
+        validate_config(loaded) == []
+        and validate_config(loaded.config) == []
+        and validate_model_config(loaded, HF_CONFIG) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,9 +98,16 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["model.path=''"], "model.path ('') must name a model directory; set it."),
     ],
 )  # fmt: skip
-def test_a_contradiction_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:
-    found = validate(read_run_config(run_file, overrides))
-    assert len(found) == 1 and expected in found[0] and found[0].endswith("]") and "command line" in found[0]
+def test_a_contradiction_is_one_problem(
+    run_file: Path, overrides: list[str], expected: str
+) -> None:
+    found = validate_config(read_run_config(run_file, overrides))
+    assert (
+        len(found) == 1
+        and expected in found[0]
+        and found[0].endswith("]")
+        and "command line" in found[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,29 +122,38 @@ def test_a_contradiction_is_one_problem(run_file: Path, overrides: list[str], ex
         (["warmup.optim.lr=1e-3"], "warmup.optim.lr"),
         (["actor.optim.lr_decay_steps=9"], "actor.optim.lr_decay_steps"),
         (["checks.log_prob_mean_kl=1"], "checks.log_prob_mean_kl"),
-        (["model.dtype=bfloat16", "checks.log_prob_max_abs_diff=1"], "checks.log_prob_max_abs_diff"),
+        (
+            ["model.dtype=bfloat16", "checks.log_prob_max_abs_diff=1"],
+            "checks.log_prob_max_abs_diff",
+        ),
         (["trainer.test_freq=30"], "trainer.test_freq"),
     ],
 )
-def test_a_setting_that_would_be_ignored_is_an_error(run_file: Path, overrides: list[str], key: str) -> None:
-    (problem,) = validate(read_run_config(run_file, overrides))
+def test_a_setting_that_would_be_ignored_is_an_error(
+    run_file: Path, overrides: list[str], key: str
+) -> None:
+    (problem,) = validate_config(read_run_config(run_file, overrides))
     assert problem.startswith(f"{key} (") and "would be ignored because" in problem
 
 
-def test_a_later_layer_may_switch_off_what_an_earlier_one_set(tmp_path: Path, run_file: Path) -> None:
+def test_a_later_layer_may_switch_off_what_an_earlier_one_set(
+    tmp_path: Path, run_file: Path
+) -> None:
     base = tmp_path / "kl.yaml"
     base.write_text(
         "extends: run.yaml\nactor: {use_kl_loss: true, kl_loss_coef: 0.1}\nreference: {param_offload: true}\n"
     )
-    assert validate(read_run_config(base)) == []
-    assert validate(read_run_config(base, ["actor.use_kl_loss=false"])) == []
-    again = validate(read_run_config(base, ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.2"]))
+    assert validate_config(read_run_config(base)) == []
+    assert validate_config(read_run_config(base, ["actor.use_kl_loss=false"])) == []
+    again = validate_config(
+        read_run_config(base, ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.2"])
+    )
     assert [problem.split(" ")[0] for problem in again] == ["actor.kl_loss_coef"]
 
 
 def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path) -> None:
     config = read_run_config(run_file).config
-    assert validate(replace(config, actor=replace(config.actor, kl_loss_coef=0.5))) == [
+    assert validate_config(replace(config, actor=replace(config.actor, kl_loss_coef=0.5))) == [
         "actor.kl_loss_coef (0.5) would be ignored because actor.use_kl_loss is false; remove it, or set it to true."
     ]
 
@@ -157,16 +181,20 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
 def test_a_model_that_does_not_fit(
     run_file: Path, changes: dict[str, Any], overrides: list[str], expected: str
 ) -> None:
-    found = validate_model(read_run_config(run_file, overrides), {**HF_CONFIG, **changes})
+    found = validate_model_config(read_run_config(run_file, overrides), {**HF_CONFIG, **changes})
     assert any(f"model/config.json: {expected}" in problem for problem in found), found
     assert len(found) <= 2
 
 
 def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
     """Experts with biases over tensor-parallel ranks, and servers that would not compute with its weights."""
-    given = ["actor.megatron.sequence_parallel=true", "rollout.engine=sglang", "rollout.quantization=fp8"]
+    given = [
+        "actor.megatron.sequence_parallel=true",
+        "rollout.engine=sglang",
+        "rollout.quantization=fp8",
+    ]
     given += ["rollout.sglang.args={device: cpu}", "rollout.endpoints=['http://127.0.0.1:1']"]
-    found = validate_model(read_run_config(run_file, given), EXPERT_FAMILIES["gpt_oss"])
+    found = validate_model_config(read_run_config(run_file, given), EXPERT_FAMILIES["gpt_oss"])
     expected = (
         "actor.megatron.expert_tensor_parallel_size (2, null: as tensor_model_parallel_size) must be 1",
         "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or GPUs for the servers.",
@@ -176,22 +204,34 @@ def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
         "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
     )
     assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
-    mended = ["actor.megatron.sequence_parallel=true", "actor.megatron.expert_tensor_parallel_size=1"]
-    assert validate_model(read_run_config(run_file, mended), EXPERT_FAMILIES["gpt_oss"]) == []
+    mended = [
+        "actor.megatron.sequence_parallel=true",
+        "actor.megatron.expert_tensor_parallel_size=1",
+    ]
+    assert (
+        validate_model_config(read_run_config(run_file, mended), EXPERT_FAMILIES["gpt_oss"]) == []
+    )
     mended += ["rollout.engine=sglang", "rollout.dtype=bfloat16"]
     given_limit = {**EXPERT_FAMILIES["gpt_oss"], "swiglu_limit": 7.0}
-    assert validate_model(read_run_config(run_file, mended), given_limit) == []
+    assert validate_model_config(read_run_config(run_file, mended), given_limit) == []
 
 
 def test_dp_attention_is_for_families_that_sglang_has_it_for(run_file: Path) -> None:
-    asked = ["rollout.engine=sglang", "rollout.sglang.args={tp_size: 4, dp-size: 2, enable_dp_attention: true}"]
-    (found,) = validate_model(read_run_config(run_file, asked), {**HF_CONFIG, "model_type": "llama"})
+    asked = [
+        "rollout.engine=sglang",
+        "rollout.sglang.args={tp_size: 4, dp-size: 2, enable_dp_attention: true}",
+    ]
+    (found,) = validate_model_config(
+        read_run_config(run_file, asked), {**HF_CONFIG, "model_type": "llama"}
+    )
     assert "SGLang cuts the attention of llama over all ranks whatever they serve, " in found
     untied = {**HF_CONFIG, "tie_word_embeddings": False}
-    assert validate_model(read_run_config(run_file, asked), untied) == []
+    assert validate_model_config(read_run_config(run_file, asked), untied) == []
     assert (
         "add enable-dp-lm-head"
-        in validate_model(read_run_config(run_file, asked), {**untied, "tie_word_embeddings": True})[0]
+        in validate_model_config(
+            read_run_config(run_file, asked), {**untied, "tie_word_embeddings": True}
+        )[0]
     )
 
 
@@ -202,32 +242,46 @@ def test_dp_attention_is_for_families_that_sglang_has_it_for(run_file: Path) -> 
             "{tp_size: 4, dp-size: 3, enable_dp_attention: true}",
             "dp-size (3) must divide tp-size (4); use one of 1, 2, 4.",
         ),
-        ("{tp: 4, dp-size: 8, enable_dp_attention: true}", "dp-size (8) must divide tp-size (4); use one of 1, 2, 4."),
+        (
+            "{tp: 4, dp-size: 8, enable_dp_attention: true}",
+            "dp-size (8) must divide tp-size (4); use one of 1, 2, 4.",
+        ),
         (
             "{tp_size: 4, expert-parallel-size: 3}",
             "expert-parallel-size (3) must divide tp-size (4); use one of 1, 2, 4.",
         ),
-        ("{tp_size: 4, dp_size: 2.5, enable_dp_attention: true}", "dp_size (2.5) must be a whole number from 1."),
+        (
+            "{tp_size: 4, dp_size: 2.5, enable_dp_attention: true}",
+            "dp_size (2.5) must be a whole number from 1.",
+        ),
         ("{tp_size: 0}", "tp_size (0) must be a whole number from 1."),
         (
             "{tp_size: 4, enable_dp_attention: true}",
             "enable_dp_attention (True) needs dp-size, the number of groups of",
         ),
-        ("{tp_size: 4, enable_dp_lm_head: true}", "enable_dp_lm_head (True) needs enable-dp-attention; set it, with"),
+        (
+            "{tp_size: 4, enable_dp_lm_head: true}",
+            "enable_dp_lm_head (True) needs enable-dp-attention; set it, with",
+        ),
         ("{tp_size: 4, moe_dense_tp_size: 2}", "moe_dense_tp_size (2) must be 1 or tp-size (4)."),
-        ("{tp_size: 4, data_parallel_size: 2}", "data_parallel_size (2) cannot be: copies of the model in one server"),
+        (
+            "{tp_size: 4, data_parallel_size: 2}",
+            "data_parallel_size (2) cannot be: copies of the model in one server",
+        ),
     ],
     ids=lambda value: value if value.startswith("{") else "",
 )
-def test_sizes_with_which_sglang_would_not_start_are_refused(run_file: Path, args: str, words: str) -> None:
+def test_sizes_with_which_sglang_would_not_start_are_refused(
+    run_file: Path, args: str, words: str
+) -> None:
     config = read_run_config(run_file, ["rollout.engine=sglang", f"rollout.sglang.args={args}"])
-    (found,) = [problem for problem in validate(config) if "rollout.sglang.args" in problem]
+    (found,) = [problem for problem in validate_config(config) if "rollout.sglang.args" in problem]
     assert f"rollout.sglang.args.{words}" in found
 
 
 def test_plain_rope_is_accepted(run_file: Path) -> None:
     rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    assert validate_model(read_run_config(run_file), {**HF_CONFIG, **rope}) == []
+    assert validate_model_config(read_run_config(run_file), {**HF_CONFIG, **rope}) == []
 
 
 def test_world_size(run_file: Path) -> None:
@@ -248,10 +302,15 @@ def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) 
         try:
             load_run_config(run_file, overrides)
         except ConfigError as error:
-            return [problem.rpartition(" [")[0].replace(f"{tmp_path}/", "") for problem in error.problems]
+            return [
+                problem.rpartition(" [")[0].replace(f"{tmp_path}/", "")
+                for problem in error.problems
+            ]
         return []
 
-    assert problems() == ["model.path (model) is not a directory; correct it, or make or fetch the model first."]
+    assert problems() == [
+        "model.path (model) is not a directory; correct it, or make or fetch the model first."
+    ]
     model = tmp_path / "model"
     model.mkdir()
     assert problems() == [
@@ -281,7 +340,7 @@ def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tables_name_existing_settings_only() -> None:
-    known = {*leaf_keys(RunConfig), *section_keys(RunConfig)}
+    known = {*list_leaf_keys(RunConfig), *list_section_keys(RunConfig)}
     free = tuple(f"{key}." for key in known if key.endswith(("params", "args")))
     for entry in VERL_NAMES:
         assert entry.target is None or entry.target in known or entry.target.startswith(free), entry
@@ -298,29 +357,50 @@ def test_every_setting_is_described_and_can_be_overridden() -> None:
 
     for section in sections(RunConfig):
         assert all(f.metadata.get("doc") for f in fields(section)), section
-    assert len(parse_overrides([f"{key}=1" for key in leaf_keys(RunConfig)], 0)) == len(leaf_keys(RunConfig))
+    assert len(parse_overrides([f"{key}=1" for key in list_leaf_keys(RunConfig)], 0)) == len(
+        list_leaf_keys(RunConfig)
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("trainer.seed=9223372036854775808", "must be at most 9223372036854775807: generators take 64 bits"),
+        (
+            "trainer.seed=9223372036854775808",
+            "must be at most 9223372036854775807: generators take 64 bits",
+        ),
         ("rollout.temperature=1e-320", "must be at least 0.01: the loss needs log-probs"),
         ("rollout.val_kwargs.temperature=1e-320", "must be at least 0.01, or 0 for greedy"),
-        ("rollout.request_timeout_s=1e308", "must be at most 31536000: nobody waits longer than a year"),
+        (
+            "rollout.request_timeout_s=1e308",
+            "must be at most 31536000: nobody waits longer than a year",
+        ),
         ("trainer.stage_timeouts_s.update=1e-320", "must be at least 0.001: clocks are not finer"),
         ("rollout.update_weights_bucket_megabytes=10000000000", "must be at most 1048576: 1 TiB"),
         ("rollout.num_engines=100000", "must be at most 4096: each is a process"),
         ("actor.ppo_epochs=1000000000", "must be at most 1000: more passes only fit the noise"),
-        ("checks.log_prob_max_abs_diff=1e308", "must be at most 10000.0: log-probs never differ so much"),
-        ("trainer.experiment_name='a\\nb'", "must be a name of printable characters, 200 bytes at most"),
-        (f"trainer.project_name={'x' * 300}", "must be a name of printable characters, 200 bytes at most"),
+        (
+            "checks.log_prob_max_abs_diff=1e308",
+            "must be at most 10000.0: log-probs never differ so much",
+        ),
+        (
+            "trainer.experiment_name='a\\nb'",
+            "must be a name of printable characters, 200 bytes at most",
+        ),
+        (
+            f"trainer.project_name={'x' * 300}",
+            "must be a name of printable characters, 200 bytes at most",
+        ),
         (f"actor.optim.clip_grad=1{'0' * 400}", "must be at most 1000000.0"),
         (f"data.train_batch_size=1{'0' * 400}", "must be at most 10000000: the controller holds"),
         ("data.train_batch_size=9999991", "must divide data.train_batch_size"),  # a prime
     ],
 )
-def test_an_absurd_value_is_refused_with_the_reason(run_file: Path, override: str, expected: str) -> None:
+def test_an_absurd_value_is_refused_with_the_reason(
+    run_file: Path, override: str, expected: str
+) -> None:
     override = override.replace("'a\\nb'", '"a\\nb"')
-    found = validate(read_run_config(run_file, [override]))
-    assert len(found) == 1 and expected in found[0] and override.partition("=")[0] in found[0], found
+    found = validate_config(read_run_config(run_file, [override]))
+    assert len(found) == 1 and expected in found[0] and override.partition("=")[0] in found[0], (
+        found
+    )

@@ -15,8 +15,8 @@ from rlhf_megatron import plugins
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
-from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.registry import PACKAGES, parts_of
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.registry import PACKAGES, load_registry
 
 ESTIMATOR = """
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageOutputs
@@ -31,12 +31,12 @@ NAMED = VALID + "plugins: [mine.py]\nalgorithm: {adv_estimator: mine}\n"
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No plugin of another test is there, and none is left."""
-    monkeypatch.setattr(plugins, "_loaded", {})
-    before = {kind: set(parts_of(kind)) for kind in PACKAGES}
+    monkeypatch.setattr(plugins, "_loaded_plugins", {})
+    before = {kind: set(load_registry(kind)) for kind in PACKAGES}
     yield
     for kind, names in before.items():
-        for name in set(parts_of(kind)) - names:
-            del parts_of(kind)._entries[name]
+        for name in set(load_registry(kind)) - names:
+            del load_registry(kind)._entries[name]
 
 
 @pytest.fixture
@@ -54,8 +54,10 @@ def test_a_file_counts_from_the_one_that_names_it(run_file: Path, tmp_path: Path
     config = load_run_config(child, with_files=False).config
     assert config.plugins == (str(tmp_path / "mine.py"),)
     again = tmp_path / "again.yaml"
-    again.write_text(as_yaml(config))
-    assert load_run_config(again, with_files=False).config == config  # an absolute path: it is found from anywhere
+    again.write_text(render_config_yaml(config))
+    assert (
+        load_run_config(again, with_files=False).config == config
+    )  # an absolute path: it is found from anywhere
 
 
 def test_on_the_command_line_it_counts_from_the_working_directory(
@@ -63,7 +65,9 @@ def test_on_the_command_line_it_counts_from_the_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.py").write_text(ESTIMATOR)
-    assert read_run_config(run_file, ["plugins=[other.py]"]).config.plugins == (str(tmp_path / "other.py"),)
+    assert read_run_config(run_file, ["plugins=[other.py]"]).config.plugins == (
+        str(tmp_path / "other.py"),
+    )
     assert read_run_config(run_file, ["plugins=[some.module]"]).config.plugins == ("some.module",)
 
 
@@ -88,7 +92,9 @@ def test_a_module_is_found_from_the_working_directory(
         (ESTIMATOR.replace('"sample"', '"group"'), ["rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator mine"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told(run_file: Path, text: str | None, overrides: list[str], expected: str) -> None:
+def test_what_is_wrong_is_told(
+    run_file: Path, text: str | None, overrides: list[str], expected: str
+) -> None:
     if text is not None:
         run_file.with_name("mine.py").write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -97,7 +103,9 @@ def test_what_is_wrong_is_told(run_file: Path, text: str | None, overrides: list
     assert expected in problem
 
 
-def test_one_that_registers_nothing_is_warned_of(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_registers_nothing_is_warned_of(
+    run_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_file.write_text(VALID + "plugins: [mine.py]\n")
     run_file.with_name("mine.py").write_text("x = 1\n")
     with caplog.at_level(logging.WARNING):
@@ -105,9 +113,13 @@ def test_one_that_registers_nothing_is_warned_of(run_file: Path, caplog: pytest.
     assert "mine.py registers nothing; remove it, or register a part in it." in caplog.text
 
 
-def test_check_says_what_it_runs_and_show_runs_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_it_runs_and_show_runs_nothing(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_file.with_name("mine.py").write_text(f"print('it runs')\n{ESTIMATOR}")
-    assert main(["config", "show", str(run_file), "model.path=''"]) == 2  # its own problem, and none of the estimator
+    assert (
+        main(["config", "show", str(run_file), "model.path=''"]) == 2
+    )  # its own problem, and none of the estimator
     shown = capsys.readouterr()
     assert "it runs" not in shown.out and "adv_estimator" in shown.out and "1 problem" in shown.err
     assert main(["config", "check", str(run_file), "--no-files", "--no-plugins"]) == 0
@@ -115,4 +127,7 @@ def test_check_says_what_it_runs_and_show_runs_nothing(run_file: Path, capsys: p
         "not checked: advantage estimator 'mine' (algorithm.adv_estimator), which a plugin may have"
     )
     assert main(["config", "check", str(run_file), "--no-files"]) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == [f"runs {run_file.with_name('mine.py')}", "it runs"]
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"runs {run_file.with_name('mine.py')}",
+        "it runs",
+    ]

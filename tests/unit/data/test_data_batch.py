@@ -9,23 +9,23 @@ from rlhf_megatron.data.batch import (
     RolloutBatch,
     ScoredBatch,
     TokenBatch,
-    concat,
-    gain,
-    offsets_from_lengths,
-    select,
-    token_index,
+    add_columns,
+    compute_offsets,
+    concat_batches,
+    make_token_index,
+    select_samples,
 )
 
 
 def test_token_index_follows_the_order_of_the_samples() -> None:
     offsets = torch.tensor([0, 3, 4, 6])
-    assert token_index(offsets, [2, 0]).tolist() == [4, 5, 0, 1, 2]
-    assert token_index(offsets, []).tolist() == []
-    assert token_index(offsets, [1, 1]).tolist() == [3, 3]
+    assert make_token_index(offsets, [2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert make_token_index(offsets, []).tolist() == []
+    assert make_token_index(offsets, [1, 1]).tolist() == [3, 3]
 
 
 def test_select_takes_every_column_along() -> None:
-    picked = select(scored(), [2, 0])
+    picked = select_samples(scored(), [2, 0])
     assert type(picked) is ScoredBatch
     assert picked.offsets.tolist() == [0, 2, 5]
     assert picked.token_ids.tolist() == [14, 15, 10, 11, 12]
@@ -39,14 +39,16 @@ def test_select_takes_every_column_along() -> None:
 
 
 def test_select_of_nothing_is_an_empty_batch() -> None:
-    empty = select(scored(), [])
+    empty = select_samples(scored(), [])
     assert len(empty) == 0 and empty.num_tokens == 0
     assert empty.token_ids.dtype == torch.int64 and empty.labels == ()
 
 
 def test_concat_undoes_a_cut() -> None:
     batch = scored()
-    whole = concat([select(batch, [0]), select(batch, []), select(batch, [1, 2])])
+    whole = concat_batches(
+        [select_samples(batch, [0]), select_samples(batch, []), select_samples(batch, [1, 2])]
+    )
     assert whole.offsets.tolist() == batch.offsets.tolist()
     assert whole.token_ids.tolist() == batch.token_ids.tolist()
     assert whole.finish_reasons == batch.finish_reasons
@@ -57,22 +59,24 @@ def test_concat_undoes_a_cut() -> None:
 
 def test_optional_columns_stay_absent() -> None:
     weights = torch.tensor([0.0, 1.0])
-    batch = MiniBatch(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]), weights, weights)
-    assert concat([batch, batch]).advantages is None
-    assert select(batch, [0]).advantages is None
+    batch = MiniBatch(
+        torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]), weights, weights
+    )
+    assert concat_batches([batch, batch]).advantages is None
+    assert select_samples(batch, [0]).advantages is None
 
 
 def test_gain_keeps_what_was_there() -> None:
     tokens = TokenBatch(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]))
     weights = torch.tensor([0.0, 1.0])
-    result = gain(MiniBatch, tokens, loss_weights=weights, metric_weights=weights)
+    result = add_columns(MiniBatch, tokens, loss_weights=weights, metric_weights=weights)
     assert type(result) is MiniBatch
     assert result.token_ids is tokens.token_ids and result.loss_weights.tolist() == [0.0, 1.0]
 
 
 def test_lengths() -> None:
     assert scored().lengths.tolist() == [3, 1, 2]
-    assert offsets_from_lengths(torch.tensor([3, 1, 2])).tolist() == [0, 3, 4, 6]
-    assert offsets_from_lengths(torch.tensor([], dtype=torch.int64)).tolist() == [0]
+    assert compute_offsets(torch.tensor([3, 1, 2])).tolist() == [0, 3, 4, 6]
+    assert compute_offsets(torch.tensor([], dtype=torch.int64)).tolist() == [0]
     assert len(PromptBatch(((1,),), ("a",), ("b",), ("c",), (0,), ("",))) == 1
     assert issubclass(ScoredBatch, RolloutBatch)

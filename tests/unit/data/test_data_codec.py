@@ -1,8 +1,10 @@
 """Messages: exact round trips, and nothing but a ValueError for malformed ones."""
 
 import contextlib
+import importlib
 import json
 import math
+import pkgutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +17,34 @@ from data_samples import scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rlhf_megatron
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch
-from rlhf_megatron.data.plan import plan_replicas
+from rlhf_megatron.data.replica_plan import plan_replicas
 
 
-@codec.register
+@codec.register("Leaf")
 @dataclass(frozen=True)
 class Leaf:
     values: torch.Tensor
     name: str = "leaf"
 
 
-@codec.register
+@codec.register("Tree")
 @dataclass(frozen=True)
 class Tree:
     leaves: tuple[Leaf, ...]
     where: Path | None = None
 
 
-@codec.register
+@codec.register("OldName", {"num_rows": "found"})
+@dataclass(frozen=True)
+class Renamed:
+    num_rows: int
+    limit: int = 9
+
+
+@codec.register("Strict")
 @dataclass(frozen=True)
 class Strict:
     count: int
@@ -51,7 +61,10 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         if left.dtype != right.dtype or left.shape != right.shape:
             return False
-        return left.reshape(-1).view(torch.uint8).tolist() == right.reshape(-1).view(torch.uint8).tolist()
+        return (
+            left.reshape(-1).view(torch.uint8).tolist()
+            == right.reshape(-1).view(torch.uint8).tolist()
+        )
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
@@ -62,7 +75,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def round_trip(obj: Any) -> Any:
-    return codec.decode(codec.encode(obj))
+    return codec.decode_message(codec.encode_message(obj))
 
 
 values = st.recursive(
@@ -118,18 +131,18 @@ def test_batches_and_plans_travel() -> None:
 
 
 def test_decoded_tensors_can_be_written_to_and_share_a_writable_message() -> None:
-    message = bytearray(codec.encode(torch.zeros(4)))
-    tensor = codec.decode(message)
+    message = bytearray(codec.encode_message(torch.zeros(4)))
+    tensor = codec.decode_message(message)
     tensor[0] = 1.0
-    assert codec.decode(message).tolist() == [1.0, 0.0, 0.0, 0.0]
-    readonly = codec.encode(torch.zeros(4))
-    codec.decode(readonly).fill_(7.0)
-    assert codec.decode(readonly).tolist() == [0.0] * 4
+    assert codec.decode_message(message).tolist() == [1.0, 0.0, 0.0, 0.0]
+    readonly = codec.encode_message(torch.zeros(4))
+    codec.decode_message(readonly).fill_(7.0)
+    assert codec.decode_message(readonly).tolist() == [0.0] * 4
 
 
 def test_buffers_are_aligned() -> None:
-    message = bytearray(codec.encode([b"x", torch.arange(3)]))
-    assert codec.decode(message)[1].tolist() == [0, 1, 2]
+    message = bytearray(codec.encode_message([b"x", torch.arange(3)]))
+    assert codec.decode_message(message)[1].tolist() == [0, 1, 2]
     assert message.index(struct.pack("<3q", 0, 1, 2)) % codec.ALIGNMENT == 0
 
 
@@ -151,23 +164,52 @@ class Unregistered:
 )
 def test_what_cannot_be_encoded(obj: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        codec.encode([obj])
+        codec.encode_message([obj])
 
 
 def test_a_cycle_cannot_be_encoded() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(ValueError, match="contains itself"):
-        codec.encode(loop)
+        codec.encode_message(loop)
 
 
 def test_register_refuses() -> None:
     with pytest.raises(ValueError, match="must be a frozen dataclass"):
-        codec.register(dataclass(type("Thawed", (), {})))
+        codec.register("Thawed")(dataclass(type("Thawed", (), {})))
 
     other = dataclass(frozen=True)(type("Leaf", (), {"__module__": "elsewhere"}))
-    with pytest.raises(ValueError, match="Leaf of elsewhere is registered already"):
-        codec.register(other)
+    with pytest.raises(ValueError, match=r"'Leaf' of elsewhere\.Leaf is taken already by"):
+        codec.register("Leaf")(other)
+    with pytest.raises(ValueError, match=r"Strict has no field \['total'\] to be renamed"):
+        codec.register("Strict", {"total": "count"})(Strict)
+
+
+def test_a_renamed_field_keeps_its_wire_name() -> None:
+    written = codec.encode_message(Renamed(3, 4))
+    assert b'["OldName",{"found":3,"limit":4}]' in written
+    assert codec.decode_message(written) == Renamed(3, 4)
+    assert codec.decode_message(codec.encode_message([Renamed(3)])) == [Renamed(3, 9)]
+    with pytest.raises(ValueError, match=r"OldName was written with other fields \(.*num_rows"):
+        codec.decode_message(message({"data": ["OldName", {"num_rows": 3}]}))
+
+
+def test_the_wire_names_of_the_package_never_change() -> None:
+    """A file of wire_names.txt that an older version wrote must stay readable: add lines, change none."""
+    for module in pkgutil.walk_packages(rlhf_megatron.__path__, "rlhf_megatron."):
+        source = Path(module.module_finder.path) / (module.name.rpartition(".")[2] + ".py")  # type: ignore[union-attr]
+        if source.is_file() and "codec.register(" in source.read_text():
+            importlib.import_module(module.name)
+    in_package = {
+        wire_format.class_name: list(wire_format.wire_fields.values())
+        for cls, wire_format in codec._WIRE_FORMATS.items()
+        if cls.__module__.startswith("rlhf_megatron.")
+    }
+    frozen = {}
+    for line in (Path(__file__).parent / "wire_names.txt").read_text().splitlines():
+        name, _, wire_fields = line.partition(": ")
+        frozen[name] = wire_fields.split()
+    assert in_package == frozen
 
 
 def message(tree: Any, sizes: Any = (), body: bytes = b"", **more: Any) -> bytes:
@@ -181,13 +223,19 @@ def message(tree: Any, sizes: Any = (), body: bytes = b"", **more: Any) -> bytes
     [
         (b"", "0 bytes that do not start"),
         (b"\x80\x04K\x01.....", "do not start"),
-        (codec.MAGIC + b"\xff\xff\xff\x7f{}", "a header of 2147483647 bytes is announced, 2 bytes follow"),
+        (
+            codec.MAGIC + b"\xff\xff\xff\x7f{}",
+            "a header of 2147483647 bytes is announced, 2 bytes follow",
+        ),
         (codec.MAGIC + b"\x02\0\0\0{{", "malformed message"),
         (codec.MAGIC + b"\x02\0\0\0[]", "Expected `object`, got `array`"),
         (message(1, extra=1), "unknown field `extra`"),
         (codec.MAGIC + b'\x0a\0\0\0{"tree":1}', "missing required field `sizes`"),
         (message({"data": ["os.system", {}]}), "'os.system' is not registered here"),
-        (message({"data": ["Leaf", {"name": "x"}]}), "written with other fields .differing: values."),
+        (
+            message({"data": ["Leaf", {"name": "x"}]}),
+            "written with other fields .differing: values.",
+        ),
         (message({"data": ["Leaf", {"y": 1}]}), "written with other fields .differing: values, y."),
         (message({"data": ["Leaf", {"values": 1, "name": "x", "y": 1}]}), "differing: y"),
         (message({"tuple": [], "dict": {}}), "one key"),
@@ -214,7 +262,7 @@ def message(tree: Any, sizes: Any = (), body: bytes = b"", **more: Any) -> bytes
 )
 def test_malformed_messages(data: bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        codec.decode(data)
+        codec.decode_message(data)
 
 
 def test_half_of_a_surrogate_pair_travels() -> None:
@@ -224,34 +272,36 @@ def test_half_of_a_surrogate_pair_travels() -> None:
 def test_deep_nesting_is_an_error() -> None:
     header = b'{"tree":' + b"[" * 100_000 + b"]" * 100_000 + b',"sizes":[]}'
     with pytest.raises(ValueError, match="malformed message"):
-        codec.decode(codec.MAGIC + len(header).to_bytes(4, "little") + header)
+        codec.decode_message(codec.MAGIC + len(header).to_bytes(4, "little") + header)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_damaged_message_is_refused_or_decoded_but_never_crashes(data: st.DataObject) -> None:
-    whole = codec.encode({"a": torch.arange(3), "b": (b"xyz", Leaf(torch.ones(2, dtype=torch.bool)), 1.5)})
+    whole = codec.encode_message(
+        {"a": torch.arange(3), "b": (b"xyz", Leaf(torch.ones(2, dtype=torch.bool)), 1.5)}
+    )
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 3))):
         damaged[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError):
-        codec.decode(damaged)
+        codec.decode_message(damaged)
     with pytest.raises(ValueError, match="malformed"):
-        codec.decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        codec.decode_message(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "steps" / "1.bin"
-    codec.write_file(path, {"x": torch.arange(3)})
-    codec.write_file(path, {"x": torch.arange(4)})
-    assert codec.read_file(path)["x"].tolist() == [0, 1, 2, 3]
+    codec.write_message_file(path, {"x": torch.arange(3)})
+    codec.write_message_file(path, {"x": torch.arange(4)})
+    assert codec.read_message_file(path)["x"].tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="cannot encode"):
-        codec.write_file(path, {"x": object()})
-    assert codec.read_file(path)["x"].tolist() == [0, 1, 2, 3]
+        codec.write_message_file(path, {"x": object()})
+    assert codec.read_message_file(path)["x"].tolist() == [0, 1, 2, 3]
     assert [p.name for p in path.parent.iterdir()] == ["1.bin"]
 
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"1.bin: malformed message: \d+ bytes are announced"):
-        codec.read_file(path)
+        codec.read_message_file(path)
     with pytest.raises(ValueError, match=r"2.bin does not exist"):
-        codec.read_file(path.with_name("2.bin"))
+        codec.read_message_file(path.with_name("2.bin"))

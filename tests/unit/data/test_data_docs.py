@@ -12,11 +12,11 @@ from places import ROOT
 from pyarrow import parquet
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import DataConfig
-from rlhf_megatron.data.items import PromptItem
-from rlhf_megatron.data.prompts import PromptSets, load_prompts
-from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.data.item_stream import PromptStream
+from rlhf_megatron.data.prompt_items import PromptItem
+from rlhf_megatron.data.prompts import PromptSets, load_prompt_sets
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -32,8 +32,14 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES:
         (tmp_path / name).write_text(text, encoding="utf-8")
     write_chat_tokenizer(tmp_path / "model", chat_template=QWEN)
-    row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "extra_info": {"index": 0}}
-    table = pyarrow.Table.from_pylist([row | {"reward_model": {"ground_truth": "2", "style": "rule"}}])
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "extra_info": {"index": 0},
+    }
+    table = pyarrow.Table.from_pylist(
+        [row | {"reward_model": {"ground_truth": "2", "style": "rule"}}]
+    )
     parquet.write_table(table, tmp_path / "verl.parquet")
     return tmp_path
 
@@ -45,12 +51,14 @@ def loaded(directory: Path, text: str) -> tuple[DataConfig, PromptSets]:
     path.write_text(re.sub("^data: .*\n", lengths, VALID, flags=re.MULTILINE))
     (directory / "example.yaml").write_text("extends: run.yaml\n" + text)
     run = read_run_config(directory / "example.yaml")
-    assert validate(run) == []
-    return run.config.data, load_prompts(run.config.data, load_tokenizer(directory / "model"))
+    assert validate_config(run) == []
+    return run.config.data, load_prompt_sets(run.config.data, load_tokenizer(directory / "model"))
 
 
 def shown(item: PromptItem) -> str:
-    return f"{item.source} | {item.prompt} | {item.label} | {item.extra}".replace("\n", "↵").rstrip()
+    return f"{item.source} | {item.prompt} | {item.label} | {item.extra}".replace(
+        "\n", "↵"
+    ).rstrip()
 
 
 def test_the_page_has_its_examples() -> None:
@@ -61,22 +69,24 @@ def test_the_page_has_its_examples() -> None:
 def test_what_the_model_reads(directory: Path, number: int) -> None:
     text, lines = SHOWN[number]
     _, sets = loaded(directory, text)
-    assert [shown(item) for item in (*sets.train, *sets.held_out)] == lines.splitlines()
+    assert [shown(item) for item in (*sets.train_items, *sets.held_out_items)] == lines.splitlines()
 
 
 def test_the_order_of_sources(directory: Path) -> None:
     text, lines = SHOWN[-1]
     config, sets = loaded(directory, text)
     stream = PromptStream(sets.sources, 8, config.shuffle, seed=1)
-    assert " ".join(stream.next(1).sources) == lines.strip()
+    assert " ".join(stream.draw_step_prompts(1).sources) == lines.strip()
     assert [held_out.name for held_out in sets.held_out_sets] == ["sums", "products"]
-    assert sets.sources[1].items[0].prompt.endswith("=") and not sets.sources[1].items[0].prompt.endswith("==")
+    assert sets.sources[1].items[0].prompt.endswith("=") and not sets.sources[1].items[
+        0
+    ].prompt.endswith("==")
 
 
 def test_the_recipe_for_verl(directory: Path) -> None:
     (text,) = [text for text in CONFIGURATIONS if "verl.parquet" in text]
     _, sets = loaded(directory, text)
-    (item,) = sets.train
+    (item,) = sets.train_items
     assert shown(item) == (
         "openai/gsm8k | <|im_start|>user↵1+1?<|im_end|>↵<|im_start|>assistant↵ | 2 | "
         '{"data_source": "openai/gsm8k", "extra_info": {"index": 0},'

@@ -15,15 +15,25 @@ def test_pairs_are_wrong_answers_beside_the_right_one(tmp_path: Path) -> None:
     subprocess.run([*program, "problems"], cwd=tmp_path, check=True, capture_output=True)
     folder = tmp_path / "runs" / "smollm2_data"
     train, val = (
-        [json.loads(line) for line in (folder / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "val")
+        [json.loads(line) for line in (folder / f"{n}.jsonl").read_text().splitlines()]
+        for n in ("train", "val")
     )
     assert len(train) == 309 and len(val) == 120
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in val}
-    assert all(eval(row["prompt"].removesuffix("=")) == int(row["answer"]) for row in (*train, *val))
+    assert all(
+        eval(row["prompt"].removesuffix("=")) == int(row["answer"]) for row in (*train, *val)
+    )
 
     responses = [[train[0]["answer"], " 999 ", "999"], ["", train[1]["answer"]]]
-    answers = [{"index": n, "prompt": "<in a template>", "responses": given} for n, given in enumerate(responses)]
+    answers = [
+        {"index": n, "prompt": "<in a template>", "responses": given}
+        for n, given in enumerate(responses)
+    ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-    subprocess.run([*program, "pairs", "answers.jsonl"], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [*program, "pairs", "answers.jsonl"], cwd=tmp_path, check=True, capture_output=True
+    )
     written = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    assert written == [{"prompt": train[0]["prompt"], "chosen": train[0]["answer"], "rejected": "999"}]
+    assert written == [
+        {"prompt": train[0]["prompt"], "chosen": train[0]["answer"], "rejected": "999"}
+    ]

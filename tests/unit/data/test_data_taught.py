@@ -12,8 +12,8 @@ import torch
 from published_templates import write_published
 
 from rlhf_megatron.config.schema import DataConfig, SFTConfig
-from rlhf_megatron.data.documents import load_documents
-from rlhf_megatron.data.samples import DocumentSource, drawn
+from rlhf_megatron.data.document_samples import SampleSource, gather_samples
+from rlhf_megatron.data.document_sets import load_documents
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 TOP_K = 2
@@ -22,7 +22,11 @@ SFT = SFTConfig("forward_kl", {"top_k": TOP_K}, messages_key="messages", teacher
 
 def chat(*answers: str) -> list[dict[str, str]]:
     roles = ("user", "assistant")
-    return [{"role": role, "content": said} for text in answers for role, said in zip(roles, ("Hi", text), strict=True)]
+    return [
+        {"role": role, "content": said}
+        for text in answers
+        for role, said in zip(roles, ("Hi", text), strict=True)
+    ]
 
 
 def told(num_places: int, first: int) -> dict[str, list[list[float]]]:
@@ -31,7 +35,7 @@ def told(num_places: int, first: int) -> dict[str, list[list[float]]]:
     return {"ids": [[7, 8, n] for n in places], "log_probs": [[-9.0, -2.0, -0.5] for _ in places]}
 
 
-def load(tmp_path: Path, family: str, rows: list[dict[str, Any]], **more: Any) -> DocumentSource:
+def load(tmp_path: Path, family: str, rows: list[dict[str, Any]], **more: Any) -> SampleSource:
     tokenizer = load_tokenizer(write_published(tmp_path, family))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(train_files=(str(tmp_path / "rows.jsonl"),), apply_chat_template=True, **more)
@@ -55,10 +59,10 @@ def test_places_stand_at_the_tokens_that_train(tmp_path: Path, family: str) -> N
     ]
     source = load(tmp_path, family, rows)
     places = [(0, i) for i in reversed(range(len(source.items)))]  # last sample first
-    batch = drawn([source], places)
-    assert batch.taught is not None
+    batch = gather_samples([source], places)
+    assert batch.teacher_columns is not None
     mask = batch.tokens.response_mask
-    ids, log_probs = batch.taught.teacher_ids, batch.taught.teacher_log_probs
+    ids, log_probs = batch.teacher_columns.teacher_ids, batch.teacher_columns.teacher_log_probs
     assert ids.shape == log_probs.shape == (batch.tokens.num_tokens, TOP_K)
     assert not ids[~mask].any() and not log_probs[~mask].any()
     assert bool((ids[mask][:, 1] == 8).all()), "the unlikeliest of three is left out"
@@ -67,15 +71,19 @@ def test_places_stand_at_the_tokens_that_train(tmp_path: Path, family: str) -> N
     first_of_each = [int(ids[start:][mask[start:]][0, 0]) for start in starts]
     assert sorted(first_of_each, reverse=True) == first_of_each, "the last document stands first"
     assert sorted(ids[mask][:, 0].tolist()) == list(range(50, 50 + sum(counts)))
-    again = source.items.batch([0]).taught
-    assert again is not None and torch.equal(again.teacher_ids[again.teacher_ids[:, 0] > 0][0], torch.tensor([50, 8]))
+    again = source.items.make_batch([0]).teacher_columns
+    assert again is not None and torch.equal(
+        again.teacher_ids[again.teacher_ids[:, 0] > 0][0], torch.tensor([50, 8])
+    )
 
 
 def test_another_teacher_is_other_data(tmp_path: Path) -> None:
     """A run that is resumed names its data by what trains."""
     count = num_trained(tmp_path, "llama3", chat("4"))
     digests = {
-        repr(load(tmp_path, "llama3", [{"messages": chat("4"), "teacher": told(count, first)}]).items)
+        repr(
+            load(tmp_path, "llama3", [{"messages": chat("4"), "teacher": told(count, first)}]).items
+        )
         for first in (50, 50, 51)
     }
     assert len(digests) == 2
@@ -84,14 +92,26 @@ def test_another_teacher_is_other_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"ids": [[1, 2]]}, r"1 ids and \d+ log_probs, one for each place, but \d+ tokens of the row train"),
+        (
+            {"ids": [[1, 2]]},
+            r"1 ids and \d+ log_probs, one for each place, but \d+ tokens of the row train",
+        ),
         ({"ids": [[1]] * 2, "log_probs": [[-1.0]] * 2}, "place 0 .*top_k is 2"),
         ({"ids": [[1, 1]] * 2, "log_probs": [[-1.0, -2.0]] * 2}, "must have different tokens"),
         ({"ids": [[1, 2]] * 2, "log_probs": [[-0.1, -0.1]] * 2}, "at most 1 together"),
-        ({"ids": [[1, 10**6]] * 2, "log_probs": [[-1.0, -2.0]] * 2}, "1000000, which is no id below"),
+        (
+            {"ids": [[1, 10**6]] * 2, "log_probs": [[-1.0, -2.0]] * 2},
+            "1000000, which is no id below",
+        ),
         ({"ids": [[1, 2]] * 2, "log_probs": [[-1.0, math.inf]] * 2}, "Infinity is not JSON"),
-        ({"ids": [[1, 2]] * 2, "log_probs": [[-1.0, None]] * 2}, "place 0 .* has None, which is no log-prob"),
-        ({"ids": [[1, 2, 3]] * 2, "log_probs": [[-1.0, -2.0, "-9"]] * 2}, "'-9', which is no log-prob"),
+        (
+            {"ids": [[1, 2]] * 2, "log_probs": [[-1.0, None]] * 2},
+            "place 0 .* has None, which is no log-prob",
+        ),
+        (
+            {"ids": [[1, 2, 3]] * 2, "log_probs": [[-1.0, -2.0, "-9"]] * 2},
+            "'-9', which is no log-prob",
+        ),
         ({"ids": [[1, 2]] * 2, "log_probs": [[True, -1.0]] * 2}, "True, which is no log-prob"),
         ({"ids": [[1, 2]] * 2, "log_probs": [[-1e999, -1.0]] * 2}, "Infinity is not JSON"),
         ({"ids": "1"}, r'must be \{"ids": '),
@@ -112,6 +132,11 @@ def test_a_teacher_may_be_sure(tmp_path: Path) -> None:
 
 def test_a_document_that_would_be_cut(tmp_path: Path) -> None:
     count = num_trained(tmp_path, "llama3", chat("4"))
-    long = [{"messages": [{"role": "user", "content": "x" * 5000}, *chat("4")[1:]], "teacher": told(count, 50)}]
+    long = [
+        {
+            "messages": [{"role": "user", "content": "x" * 5000}, *chat("4")[1:]],
+            "teacher": told(count, 50),
+        }
+    ]
     with pytest.raises(ValueError, match="what a teacher told of it is not cut"):
         load(tmp_path, "llama3", long, truncation="left")

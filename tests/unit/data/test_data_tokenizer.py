@@ -21,7 +21,7 @@ def test_characters(characters: Path) -> None:
     """<pad> 0, <eos> 1, digits 2..11, then + - * = ? and space."""
     tokenizer = load_tokenizer(characters)
     assert tokenizer.encode("07+45=") == (2, 9, 12, 6, 7, 15)
-    assert tokenizer.encode_all(["0", "", "1 ?"]) == [(2,), (), (3, 17, 16)]
+    assert tokenizer.encode_texts(["0", "", "1 ?"]) == [(2,), (), (3, 17, 16)]
     assert tokenizer.decode([2, 7, 4, 1, 0]) == "052"
     assert (tokenizer.eos_token_ids, tokenizer.eos_token_id, tokenizer.pad_token_id) == ((1,), 1, 0)
     assert tokenizer.vocab_size == 32
@@ -44,8 +44,13 @@ def test_transformers_reads_it_the_same_way(characters: Path) -> None:
 def test_the_quickstart_ships_it(characters: Path) -> None:
     shipped = MODEL
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert json.loads((shipped / name).read_text()) == json.loads((characters / name).read_text())
-    assert load_tokenizer(shipped).vocab_size == json.loads((shipped / "config.json").read_text())["vocab_size"]
+        assert json.loads((shipped / name).read_text()) == json.loads(
+            (characters / name).read_text()
+        )
+    assert (
+        load_tokenizer(shipped).vocab_size
+        == json.loads((shipped / "config.json").read_text())["vocab_size"]
+    )
 
 
 def test_a_character_outside_the_vocabulary(characters: Path) -> None:
@@ -55,9 +60,11 @@ def test_a_character_outside_the_vocabulary(characters: Path) -> None:
 
 def test_a_stop_string_must_be_one_token(characters: Path) -> None:
     tokenizer = load_tokenizer(characters)
-    assert tokenizer.token_id("?") == 16
-    with pytest.raises(ValueError, match=r"'12' is 2 tokens \[3, 4\]; choose a string that is one token"):
-        tokenizer.token_id("12")
+    assert tokenizer.encode_single_token("?") == 16
+    with pytest.raises(
+        ValueError, match=r"'12' is 2 tokens \[3, 4\]; choose a string that is one token"
+    ):
+        tokenizer.encode_single_token("12")
 
 
 def test_vocabulary_too_small(tmp_path: Path) -> None:
@@ -65,8 +72,12 @@ def test_vocabulary_too_small(tmp_path: Path) -> None:
         write_character_tokenizer(tmp_path, vocab_size=17)
 
 
-def test_all_end_of_sequence_ids_count(characters: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    (characters / "generation_config.json").write_text('{"eos_token_id": [5, 1], "pad_token_id": 7}')
+def test_all_end_of_sequence_ids_count(
+    characters: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (characters / "generation_config.json").write_text(
+        '{"eos_token_id": [5, 1], "pad_token_id": 7}'
+    )
     (characters / "config.json").write_text('{"eos_token_id": 6}')
     assert load_tokenizer(characters).eos_token_ids == (1, 5, 6)
     assert load_tokenizer(characters).pad_token_id == 0
@@ -108,13 +119,19 @@ def test_byte_level_with_a_template_and_padding(tmp_path: Path) -> None:
 
 
 def test_missing_and_malformed_files(tmp_path: Path, characters: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer at .*/nowhere/tokenizer.json; the directory does not exist"):
+    with pytest.raises(
+        ValueError, match=r"no tokenizer at .*/nowhere/tokenizer.json; the directory does not exist"
+    ):
         load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(ValueError, match=r"no tokenizer at .*/bare/tokenizer.json; save it with transformers"):
+    with pytest.raises(
+        ValueError, match=r"no tokenizer at .*/bare/tokenizer.json; save it with transformers"
+    ):
         load_tokenizer(tmp_path / "bare")
     (characters / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match=r"no end-of-sequence token in .*; name eos_token in tokenizer_config.json"):
+    with pytest.raises(
+        ValueError, match=r"no end-of-sequence token in .*; name eos_token in tokenizer_config.json"
+    ):
         load_tokenizer(characters)
     (characters / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not valid JSON"):

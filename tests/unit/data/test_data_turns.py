@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from published_templates import PUBLISHED, write_published
 
+from rlhf_megatron.data.assistant_turns import ConversationDocuments, tokenize_conversation
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.data.turns import Turns, turns_of
 
 
 def user(text: str) -> dict[str, Any]:
@@ -23,7 +23,9 @@ def says(text: str, **others: Any) -> dict[str, Any]:
 
 
 def calls(arguments: Any) -> list[dict[str, Any]]:
-    return [{"type": "function", "id": "a1b2c3d4e", "function": {"name": "add", "arguments": arguments}}]
+    return [
+        {"type": "function", "id": "a1b2c3d4e", "function": {"name": "add", "arguments": arguments}}
+    ]
 
 
 def with_tools(arguments: Any, **others: Any) -> list[dict[str, Any]]:
@@ -41,34 +43,56 @@ TOOLS = with_tools({"a": 17, "b": "x y"})
 TEXT_TOOLS = with_tools('{"a": 17}')
 TOOLS_THINKING = with_tools({"a": 17, "b": "x y"}, **dict.fromkeys(THOUGHTS, "look"))
 CHATS = (PLAIN, SYSTEM, THINKING, INLINE, TOOLS, TEXT_TOOLS, TOOLS_THINKING)
-CAN_CALL = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CAN_CALL = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 ANALYSIS, FINAL = (f"<|channel|>{name}<|message|>" for name in ("analysis", "final"))
 EMPTY = "<think>\n\n</think>\n\n"
 ARGUMENTS = '{"a": 17, "b": "x y"}'
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": ' + ARGUMENTS + "}\n</tool_call><|im_end|>"
 GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>17</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x y"
 GLM_CALL += "</arg_value>\n</tool_call><|observation|>"
-MISTRAL_CALL = '[TOOL_CALLS] [{"name": "add", "arguments": ' + ARGUMENTS + ', "id": "a1b2c3d4e"}]<|eos|>'
+MISTRAL_CALL = (
+    '[TOOL_CALLS] [{"name": "add", "arguments": ' + ARGUMENTS + ', "id": "a1b2c3d4e"}]<|eos|>'
+)
 OSS_CALL = f" to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>"
 
 
-def chat_of(directory: Path, family: str, template: str | None = None) -> tuple[Tokenizer, ChatFormat]:
+def chat_of(
+    directory: Path, family: str, template: str | None = None
+) -> tuple[Tokenizer, ChatFormat]:
     tokenizer = load_tokenizer(write_published(directory, family, template))
     has_day = "strftime_now" in (tokenizer.chat_template or "")
-    return tokenizer, make_chat_format(tokenizer, None, {"strftime_now": "2025-01-31"} if has_day else {})
+    return tokenizer, make_chat_format(
+        tokenizer, None, {"strftime_now": "2025-01-31"} if has_day else {}
+    )
 
 
 def tools_for(family: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Those of GPT-OSS are written by a page of macros, which has nothing to do with turns."""
-    return CAN_CALL if messages in (TOOLS, TEXT_TOOLS, TOOLS_THINKING) and family != "gpt_oss" else None
+    return (
+        CAN_CALL
+        if messages in (TOOLS, TEXT_TOOLS, TOOLS_THINKING) and family != "gpt_oss"
+        else None
+    )
 
 
-def trained(directory: Path, family: str, messages: list[dict[str, Any]]) -> tuple[Turns, list[list[str]]]:
+def trained(
+    directory: Path, family: str, messages: list[dict[str, Any]]
+) -> tuple[ConversationDocuments, list[list[str]]]:
     """The turns, and the text of each stretch that trains, by document."""
     tokenizer, chat = chat_of(directory, family)
     tools = tools_for(family, messages)
-    turns = turns_of(messages, lambda part, asks: chat.conversation(part, asks, tools), tokenizer)
-    return turns, [[tokenizer.spell(d.token_ids[b:e]) for b, e in d.trained] for d in turns.documents]
+    turns = tokenize_conversation(
+        messages, lambda part, asks: chat.render_conversation(part, asks, tools), tokenizer
+    )
+    return turns, [
+        [tokenizer.decode_with_special_tokens(d.token_ids[b:e]) for b, e in d.trained_spans]
+        for d in turns.documents
+    ]
 
 
 WHOLE, BY_TURN = True, False
@@ -103,11 +127,19 @@ EXPECTED = [
 
 @pytest.mark.parametrize(("family", "messages", "is_whole", "expected"), EXPECTED)
 def test_what_trains(
-    family: str, messages: list[dict[str, Any]], is_whole: bool, expected: list[list[str]], tmp_path: Path
+    family: str,
+    messages: list[dict[str, Any]],
+    is_whole: bool,
+    expected: list[list[str]],
+    tmp_path: Path,
 ) -> None:
     turns, found = trained(tmp_path, family, messages)
-    assert (turns.is_whole, found) == (is_whole, expected)
-    added = sum(text.endswith("<|eos|>") for document in expected for text in document) if family == "glm45" else 0
+    assert (turns.is_single_document, found) == (is_whole, expected)
+    added = (
+        sum(text.endswith("<|eos|>") for document in expected for text in document)
+        if family == "glm45"
+        else 0
+    )
     assert turns.num_stops_added == added  # behind its last turn stands no role
 
 
@@ -130,7 +162,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("family", "messages", "what"), REFUSED)
-def test_what_is_refused(family: str, messages: list[dict[str, Any]], what: str, tmp_path: Path) -> None:
+def test_what_is_refused(
+    family: str, messages: list[dict[str, Any]], what: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=what):
         trained(tmp_path, family, messages)
 
@@ -146,15 +180,22 @@ def test_texts_of_calls_are_found_as_json_writes_them(tmp_path: Path) -> None:
     messages = with_tools({"a": 'é "x"\n', "b": [1.5, {"c": None}], "d": True})
     _, found = trained(tmp_path, "qwen25", messages)
     arguments = '{"a": "é \\"x\\"\\n", "b": [1.5, {"c": null}], "d": true}'
-    assert found[0][0] == f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    assert (
+        found[0][0]
+        == f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    )
     tokenizer = load_tokenizer(write_published(tmp_path / "other", "qwen25"))
 
     def render(messages: Any, asks: bool) -> str:
-        called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        called = [
+            call["function"] for message in messages for call in message.get("tool_calls", ())
+        ]
         return "q: " + "".join(f"{call['name']} {call['arguments']}<|im_end|>" for call in called)
 
-    with pytest.raises(ValueError, match=r"tool call as {'a': 17, 'b': 'x y'}; write them as JSON text"):
-        turns_of(TOOLS[:2], render, tokenizer)
+    with pytest.raises(
+        ValueError, match=r"tool call as {'a': 17, 'b': 'x y'}; write them as JSON text"
+    ):
+        tokenize_conversation(TOOLS[:2], render, tokenizer)
 
 
 def test_lost_thoughts_are_counted(tmp_path: Path) -> None:
@@ -162,9 +203,11 @@ def test_lost_thoughts_are_counted(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_published(tmp_path / "cut", "qwen25"))
 
     def render(messages: Any, asks: bool) -> str:
-        return "".join(f"{m['role']}: {m['content'].split('</think>')[-1]}<|im_end|>" for m in messages)
+        return "".join(
+            f"{m['role']}: {m['content'].split('</think>')[-1]}<|im_end|>" for m in messages
+        )
 
-    assert turns_of(INLINE, render, tokenizer).num_thoughts_lost == 1
+    assert tokenize_conversation(INLINE, render, tokenizer).num_thoughts_lost == 1
     assert trained(tmp_path / "other", "qwen3", THINKING)[0].num_thoughts_lost == 0
 
 
@@ -176,7 +219,7 @@ def test_an_answer_that_the_template_changes_is_named(tmp_path: Path) -> None:
         return said + ("assistant: " if asks else "")
 
     with pytest.raises(ValueError, match=r"leaves out or changes the answer \('Hello!' is not in"):
-        turns_of([user("Hi"), says("<think>no</think>Hello!")], render, tokenizer)
+        tokenize_conversation([user("Hi"), says("<think>no</think>Hello!")], render, tokenizer)
 
 
 def test_a_border_inside_of_a_token_is_refused(tmp_path: Path) -> None:
@@ -184,11 +227,15 @@ def test_a_border_inside_of_a_token_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
 
     def render(messages: Any, asks: bool) -> str:
-        return "".join(f"{m['role'][0]}: {m['content']}<|im_end|>" for m in messages) + ("a: " if asks else "")
+        return "".join(f"{m['role'][0]}: {m['content']}<|im_end|>" for m in messages) + (
+            "a: " if asks else ""
+        )
 
-    assert len(tokenizer.encode(" assistant")) < len(tokenizer.encode(" ")) + len(tokenizer.encode("assistant"))
+    assert len(tokenizer.encode(" assistant")) < len(tokenizer.encode(" ")) + len(
+        tokenizer.encode("assistant")
+    )
     with pytest.raises(ValueError, match=r"inside of the token ' a"):
-        turns_of([user("Hi"), says("assistant")], render, tokenizer)
+        tokenize_conversation([user("Hi"), says("assistant")], render, tokenizer)
 
 
 def test_every_model_is_asked() -> None:
@@ -198,17 +245,23 @@ def test_every_model_is_asked() -> None:
 TRL = importlib.util.find_spec("trl")
 
 
-@pytest.mark.skipif(TRL is None, reason="the package trl, which has published templates, is not installed")
-@pytest.mark.parametrize("family", [name for name, (_, _, file) in PUBLISHED.items() if file is not None])
+@pytest.mark.skipif(
+    TRL is None, reason="the package trl, which has published templates, is not installed"
+)
+@pytest.mark.parametrize(
+    "family", [name for name, (_, _, file) in PUBLISHED.items() if file is not None]
+)
 def test_typed_templates_write_what_the_published_ones_write(family: str, tmp_path: Path) -> None:
     assert TRL is not None and TRL.submodule_search_locations is not None
-    path = Path(TRL.submodule_search_locations[0]) / "chat_templates" / f"{PUBLISHED[family][2]}.jinja"
+    path = (
+        Path(TRL.submodule_search_locations[0]) / "chat_templates" / f"{PUBLISHED[family][2]}.jinja"
+    )
     _, typed = chat_of(tmp_path / "typed", family)
     _, published = chat_of(tmp_path / "published", family, path.read_text(encoding="utf-8"))
 
     def text(chat: ChatFormat, messages: list[dict[str, Any]], asks: bool) -> str | None:
         try:
-            return chat.conversation(messages, asks, tools_for(family, messages))
+            return chat.render_conversation(messages, asks, tools_for(family, messages))
         except ValueError:
             return None
 

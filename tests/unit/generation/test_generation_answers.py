@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_megatron.config.schema import DataConfig, RewardConfig
-from rlhf_megatron.generation.score import score
+from rlhf_megatron.jobs.generation.answer_scoring import score_answer_file
 
 ROW = {
     "question": [{"role": "user", "content": "1+1?"}],
@@ -19,14 +19,28 @@ ROW = {
 
 
 def test_answers_with_the_columns_of_verl(tmp_path: Path) -> None:
-    path, data = tmp_path / "out.jsonl", DataConfig(prompt_key="question", label_key="reward_model.ground_truth")
+    path, data = (
+        tmp_path / "out.jsonl",
+        DataConfig(prompt_key="question", label_key="reward_model.ground_truth"),
+    )
     path.write_text("".join(json.dumps({**ROW, "id": i}) + "\n" for i in range(2)))
-    (found,) = score(path, RewardConfig(), tmp_path / "log", data)
-    assert found.name == "sums" and found.scores() == [(1.0, 0.0)] * 2 and found.prompts.prompts == ("1+1?",) * 2
-    assert json.loads(found.prompts.extras[1]) == {"data_source": "sums", "reward_model": {"style": "rule"}, "id": 1}
+    (found,) = score_answer_file(path, RewardConfig(), tmp_path / "log", data)
+    assert (
+        found.name == "sums"
+        and found.collect_valid_scores() == [(1.0, 0.0)] * 2
+        and found.prompts.prompts == ("1+1?",) * 2
+    )
+    assert json.loads(found.prompts.extras[1]) == {
+        "data_source": "sums",
+        "reward_model": {"style": "rule"},
+        "id": 1,
+    }
     with pytest.raises(ValueError, match=r"line 1 must be an object with \"index\""):
-        score(path, RewardConfig(), tmp_path / "log")
-    for wrong, words in (({"responses": "2"}, "responses must be a list of texts"), ({"question": 3}, "'question'")):
+        score_answer_file(path, RewardConfig(), tmp_path / "log")
+    for wrong, words in (
+        ({"responses": "2"}, "responses must be a list of texts"),
+        ({"question": 3}, "'question'"),
+    ):
         path.write_text(json.dumps(ROW | wrong) + "\n")
         with pytest.raises(ValueError, match=f"out.jsonl:1: {words}"):
-            score(path, RewardConfig(), tmp_path / "log", data)
+            score_answer_file(path, RewardConfig(), tmp_path / "log", data)

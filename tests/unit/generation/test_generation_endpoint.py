@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.generation.answer_file import read_answers
-from rlhf_megatron.generation.endpoint import EndpointJob
-from rlhf_megatron.generation.source import config_of
-from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
+from rlhf_megatron.jobs.generation.endpoint_job import EndpointJob
+from rlhf_megatron.jobs.generation.model_source import load_job_config
+from rlhf_megatron.rollout.engine_interface import EngineError
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 NUM_PROMPTS = 60
@@ -51,7 +51,10 @@ class Stub:
         while 0 < self.num_before_stop <= self.answered.total() and not self.may_go_on.is_set():
             await asyncio.sleep(0.01)
         self.answered[message["content"]] += 1
-        choice = {"message": {"content": f"{message['content']} {body['seed']}"}, "finish_reason": "stop"}
+        choice = {
+            "message": {"content": f"{message['content']} {body['seed']}"},
+            "finish_reason": "stop",
+        }
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": number}})
 
     async def serve(self, is_up: threading.Event, is_over: threading.Event) -> None:
@@ -69,7 +72,7 @@ class Stub:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    monkeypatch.setattr("rlhf_megatron.generation.endpoint.PAUSE_S", 0.01)
+    monkeypatch.setattr("rlhf_megatron.jobs.generation.endpoint_job.PAUSE_S", 0.01)
     found, is_up, is_over = Stub(), threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(found.serve(is_up, is_over)))
     thread.start()
@@ -81,14 +84,23 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 
 def job_of(config: RunConfig, url: str, out: Path) -> EndpointJob:
     seed = config.trainer.seed
-    return EndpointJob.of(config.data, config.rollout, seed, url, "stub", None, out, 8, True, False)
+    return EndpointJob.from_config(
+        config.data, config.rollout, seed, url, "stub", None, out, 8, True, False
+    )
 
 
-def job(stub: Stub, directory: Path, numbers: range, name: str = "answers.parquet", *words: str) -> EndpointJob:
-    rows = [{"prompt": f"question {number}", "answer": str(number), "level": number % 3} for number in numbers]
+def job(
+    stub: Stub, directory: Path, numbers: range, name: str = "answers.parquet", *words: str
+) -> EndpointJob:
+    rows = [
+        {"prompt": f"question {number}", "answer": str(number), "level": number % 3}
+        for number in numbers
+    ]
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = config_of(None, [str(path)], ["rollout.val_kwargs.n=2", "rollout.request_timeout_s=120", *words])
+    config = load_job_config(
+        None, [str(path)], ["rollout.val_kwargs.n=2", "rollout.request_timeout_s=120", *words]
+    )
     return job_of(config, stub.url, directory / name)
 
 
@@ -107,15 +119,20 @@ def test_every_prompt_has_its_answers_once_whatever_fails(stub: Stub, tmp_path: 
     with pytest.raises(RunStopped, match="SIGTERM"):
         first.run(stop, lambda line: None)
     stub.may_go_on.set()
-    kept = [row["prompt"] for row in read_answers(lines)]
+    kept = [row["prompt"] for row in read_answer_rows(lines)]
     assert 10 <= len(kept) < NUM_PROMPTS and not (tmp_path / "answers.parquet").exists()
     said: list[str] = []
     figures = job(stub, tmp_path, range(NUM_PROMPTS)).run(StopRequest(), said.append)
     assert said[0] == f"{len(kept)} of {NUM_PROMPTS} prompts have an answer already"
     assert figures["prompts"] == NUM_PROMPTS - len(kept)
-    rows = list(read_answers(tmp_path / "answers.parquet"))
-    assert [(row["index"], row["prompt"]) for row in rows] == [(n, f"question {n}") for n in range(NUM_PROMPTS)]
-    assert all(row["num_tokens"] == [row["index"]] * 2 and row["answer"] == str(row["index"]) for row in rows)
+    rows = list(read_answer_rows(tmp_path / "answers.parquet"))
+    assert [(row["index"], row["prompt"]) for row in rows] == [
+        (n, f"question {n}") for n in range(NUM_PROMPTS)
+    ]
+    assert all(
+        row["num_tokens"] == [row["index"]] * 2 and row["answer"] == str(row["index"])
+        for row in rows
+    )
     assert all(len(set(row["responses"])) == 2 for row in rows), "each sample has a seed of its own"
     assert json.loads(rows[4]["extra"]) == {"level": 1}
     assert {stub.answered[prompt] for prompt in kept} == {2}, "what was kept was not asked again"
@@ -132,4 +149,4 @@ def test_what_does_not_pass_ends_the_job(stub: Stub, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"has not answered .*within rollout.request_timeout_s"):
         dead.run(StopRequest(), lambda line: None)
     with pytest.raises(ValueError, match="needs files of prompts"):
-        job_of(config_of(None, [], []), stub.url, tmp_path / "a.jsonl")
+        job_of(load_job_config(None, [], []), stub.url, tmp_path / "a.jsonl")

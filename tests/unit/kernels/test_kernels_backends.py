@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.kernels.log_prob import Backend, linear_log_prob
-from rlhf_megatron.kernels.tile_ops import TorchTileOps
+from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend, compute_linear_log_probs
+from rlhf_megatron.ranks.kernels.logit_tile_ops import TorchTileOps
 
 ENOUGH = 2**30  # bytes of stash
 
@@ -27,7 +27,9 @@ class Case:
     added to all. `temperature` "rows": one each, from 0.5 to 2. `without`: which upstream gradients are zero."""
 
     num_tokens: int = 6
-    num_rows: int | None = None  # chosen by `rows_R`, several of a token where there are more; None: without `rows_R`
+    num_rows: int | None = (
+        None  # chosen by `rows_R`, several of a token where there are more; None: without `rows_R`
+    )
     vocab_rows: int = 53
     vocab_size: int = 53
     chunk_size: int = 16
@@ -71,9 +73,15 @@ CASES = {
     "stash of two chunks of four": Case(stash_bytes=500, vocab_rows=60, without="some rows"),
     "softcap": Case(softcap=3.0, temperature="rows"),
     "softcap, logits from -200 to 200": Case(
-        softcap=30.0, offset=-200.0, slope=400.0, targets=(0, 10, 26, 40, 51, 52), with_entropy=False
+        softcap=30.0,
+        offset=-200.0,
+        slope=400.0,
+        targets=(0, 10, 26, 40, 51, 52),
+        with_entropy=False,
     ),
-    "softcap, stash not taken": Case(softcap=5.0, stash_bytes=ENOUGH, num_tokens=9, num_rows=5, without="some rows"),
+    "softcap, stash not taken": Case(
+        softcap=5.0, stash_bytes=ENOUGH, num_tokens=9, num_rows=5, without="some rows"
+    ),
     "softcap, bfloat16": Case(softcap=5.0, dtype=torch.bfloat16, temperature=0.8, vocab_rows=64),
     "softcap, float64": Case(softcap=5.0, dtype=torch.float64, temperature="rows"),
     "bfloat16": Case(dtype=torch.bfloat16, temperature="rows", vocab_rows=64),
@@ -82,7 +90,14 @@ CASES = {
     "float64": Case(dtype=torch.float64, temperature="rows", stash_bytes=ENOUGH),
 }
 LONG_CASES = {
-    "many chunks": Case(num_tokens=40, vocab_rows=1000, vocab_size=983, chunk_size=128, hidden=24, temperature="rows")
+    "many chunks": Case(
+        num_tokens=40,
+        vocab_rows=1000,
+        vocab_size=983,
+        chunk_size=128,
+        hidden=24,
+        temperature="rows",
+    )
 }
 
 
@@ -104,10 +119,16 @@ def inputs(case: Case) -> Inputs:
     hidden_TH, weight_VH = randn(case.num_tokens, case.hidden), randn(case.vocab_rows, case.hidden)
     hidden_TH[:, :2] = 1.0
     weight_VH[:, 0] = case.offset
-    weight_VH[:, 1] = torch.linspace(0.0, case.slope, case.vocab_size + 1)[1:].repeat(2)[: case.vocab_rows]
+    weight_VH[:, 1] = torch.linspace(0.0, case.slope, case.vocab_size + 1)[1:].repeat(2)[
+        : case.vocab_rows
+    ]
     weight_VH[case.vocab_size :] *= 30.0  # padding that would win if it counted
     num_rows = case.num_tokens if case.num_rows is None else case.num_rows
-    rows_R = None if case.num_rows is None else torch.randperm(case.num_tokens, generator=generator)[:num_rows]
+    rows_R = (
+        None
+        if case.num_rows is None
+        else torch.randperm(case.num_tokens, generator=generator)[:num_rows]
+    )
     if rows_R is not None and len(rows_R) < num_rows:
         rows_R = torch.randint(0, case.num_tokens, (num_rows,), generator=generator)
     targets_R = torch.randint(0, case.vocab_size, (num_rows,), generator=generator)
@@ -121,13 +142,23 @@ def inputs(case: Case) -> Inputs:
     grads_2R = randn(2, num_rows)
     if case.without:
         grads_2R[:, :: 1 if case.without == "all rows" else 2] = 0.0
-    return Inputs(hidden_TH.to(case.dtype), weight_VH.to(case.dtype), targets_R, rows_R, temperature_R, *grads_2R)
+    return Inputs(
+        hidden_TH.to(case.dtype),
+        weight_VH.to(case.dtype),
+        targets_R,
+        rows_R,
+        temperature_R,
+        *grads_2R,
+    )
 
 
 def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
     """Softmax, its statistics and the gradient of sum u log p + w H, element by element."""
     rows_R = torch.arange(case.num_tokens) if given.rows_R is None else given.rows_R
-    hidden_RH, weight_VH = given.hidden_TH.double()[rows_R], given.weight_VH.double()[: case.vocab_size]
+    hidden_RH, weight_VH = (
+        given.hidden_TH.double()[rows_R],
+        given.weight_VH.double()[: case.vocab_size],
+    )
     inv_R1 = 1.0 / given.temperature_R.double()[:, None]
     logits_RV = hidden_RH @ weight_VH.T
     tanh_RV = (logits_RV / case.softcap).tanh() if case.softcap else torch.zeros_like(logits_RV)
@@ -139,7 +170,9 @@ def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
     is_target_RV = torch.arange(case.vocab_size) == given.targets_R[:, None]
     grad_RV = given.grad_log_probs_R[:, None] * (is_target_RV.double() - p_RV)
     if case.with_entropy:
-        grad_RV = grad_RV - given.grad_entropies_R[:, None] * p_RV * (log_p_RV + entropies_R[:, None])
+        grad_RV = grad_RV - given.grad_entropies_R[:, None] * p_RV * (
+            log_p_RV + entropies_R[:, None]
+        )
     grad_RV = grad_RV * inv_R1 * (1 - tanh_RV.square())
     grad_hidden_TH = torch.zeros(case.num_tokens, case.hidden, dtype=torch.float64)
     grad_hidden_TH.index_add_(0, rows_R, grad_RV @ weight_VH)
@@ -151,14 +184,18 @@ def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
     return {**found, "hidden's gradient": grad_hidden_TH, "weight's gradient": grad_weight_VH}
 
 
-def outcome(case: Case, backend: Backend, device: str) -> dict[str, Tensor]:
+def outcome(case: Case, backend: LogProbBackend, device: str) -> dict[str, Tensor]:
     given = inputs(case)
-    hidden_TH, weight_VH = (x.to(device).requires_grad_() for x in (given.hidden_TH, given.weight_VH))
-    out = linear_log_prob(
+    hidden_TH, weight_VH = (
+        x.to(device).requires_grad_() for x in (given.hidden_TH, given.weight_VH)
+    )
+    out = compute_linear_log_probs(
         hidden_TH,
         weight_VH,
         given.targets_R.to(device),
-        temperature=given.temperature_R.to(device) if case.temperature == "rows" else float(case.temperature),
+        temperature=given.temperature_R.to(device)
+        if case.temperature == "rows"
+        else float(case.temperature),
         vocab_start=0,
         vocab_size=case.vocab_size,
         tp_group=None,
@@ -166,7 +203,7 @@ def outcome(case: Case, backend: Backend, device: str) -> dict[str, Tensor]:
         with_entropy=case.with_entropy,
         with_sum_squares=True,
         rows_R=None if given.rows_R is None else given.rows_R.to(device),
-        has_repeats=case.num_rows is not None and case.num_rows > case.num_tokens,
+        has_repeated_rows=case.num_rows is not None and case.num_rows > case.num_tokens,
         stash_bytes=case.stash_bytes,
         softcap=case.softcap,
         backend=backend,
@@ -174,7 +211,10 @@ def outcome(case: Case, backend: Backend, device: str) -> dict[str, Tensor]:
     loss = (out.log_probs_R * given.grad_log_probs_R.to(device, out.log_probs_R.dtype)).sum()
     found = {"log-probs": out.log_probs_R, "squares": out.sum_squares_R}
     if out.entropies_R is not None:
-        loss = loss + (out.entropies_R * given.grad_entropies_R.to(device, out.entropies_R.dtype)).sum()
+        loss = (
+            loss
+            + (out.entropies_R * given.grad_entropies_R.to(device, out.entropies_R.dtype)).sum()
+        )
         found["entropies"] = out.entropies_R
     loss.backward()
     found |= {"hidden's gradient": hidden_TH.grad, "weight's gradient": weight_VH.grad}
@@ -201,7 +241,9 @@ def without_torch(case: Case, device: str) -> dict[str, Tensor]:
 def run(where: str, case: Case, request: pytest.FixtureRequest) -> dict[str, Tensor]:
     backend, _, device = where.partition(" on ")
     if device:
-        return without_torch(case, "cuda") if backend == "triton" else outcome(case, backend, "cuda")
+        return (
+            without_torch(case, "cuda") if backend == "triton" else outcome(case, backend, "cuda")
+        )
     if backend == "triton":
         return request.getfixturevalue("triton_interpreter").run(without_torch, case, "cpu")
     return outcome(case, backend, "cpu")
@@ -209,7 +251,10 @@ def run(where: str, case: Case, request: pytest.FixtureRequest) -> dict[str, Ten
 
 WHERE = [
     *("reference", "chunked", "triton"),
-    *(pytest.param(f"{name} on CUDA", marks=pytest.mark.gpu) for name in ("reference", "chunked", "triton")),
+    *(
+        pytest.param(f"{name} on CUDA", marks=pytest.mark.gpu)
+        for name in ("reference", "chunked", "triton")
+    ),
 ]
 
 
@@ -220,11 +265,19 @@ def check(case: Case, found: dict[str, Tensor]) -> None:
     is_float64 = case.dtype == torch.float64
     # What is added up in the largest logit; its rounding to float32 counts twice in a difference of two.
     terms_RV = given.hidden_TH.double().abs() @ given.weight_VH.double().abs()[: case.vocab_size].T
-    largest = terms_RV.max().item() / given.temperature_R.min().item() if len(given.targets_R) else 0.0
+    largest = (
+        terms_RV.max().item() / given.temperature_R.min().item() if len(given.targets_R) else 0.0
+    )
     forward = 1e-12 if is_float64 else 1e-6 + largest * 2.0**-23
     # Of the gradient's norm: float32's sums, float16's 11 bits in the stash, the result's rounding to 16 bits and that
     # of the logits' gradient before its products.
-    backward = 1e-11 if is_float64 else 2e-5 if case.dtype == torch.float32 else 0.75 * torch.finfo(case.dtype).eps
+    backward = (
+        1e-11
+        if is_float64
+        else 2e-5
+        if case.dtype == torch.float32
+        else 0.75 * torch.finfo(case.dtype).eps
+    )
     if case.stash_bytes:
         backward += 3e-4
     for name, value in expected.items():
@@ -233,7 +286,8 @@ def check(case: Case, found: dict[str, Tensor]) -> None:
             error, size = (found[name].double() - value).norm(), value.norm()
             assert error <= backward * size, f"{name}: {error:.3g} of {size:.3g}"
             assert torch.equal(
-                found[name][value.abs().sum(1) == 0], torch.zeros_like(found[name][value.abs().sum(1) == 0])
+                found[name][value.abs().sum(1) == 0],
+                torch.zeros_like(found[name][value.abs().sum(1) == 0]),
             )
         else:
             assert found[name].dtype == (torch.float64 if is_float64 else torch.float32), name
@@ -242,7 +296,9 @@ def check(case: Case, found: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)])
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)]
+)
 def test_equals_the_formulas(where: str, name: str, request: pytest.FixtureRequest) -> None:
     case = {**CASES, **LONG_CASES}[name]
     check(case, run(where, case, request))

@@ -10,18 +10,27 @@ import torch
 from head_tools import WHOLE, problem
 from torch import Tensor
 
-from rlhf_megatron.kernels import log_prob_chunked, stash
-from rlhf_megatron.kernels.log_prob import linear_log_prob
-from rlhf_megatron.kernels.stash import KeptChunk, Stash
-from rlhf_megatron.kernels.tile_ops import STASH_SCALE, RowGradients, RowStatistics, TorchTileOps
+from rlhf_megatron.ranks.kernels import log_prob_chunked, tile_stash
+from rlhf_megatron.ranks.kernels.log_prob import compute_linear_log_probs
+from rlhf_megatron.ranks.kernels.logit_tile_ops import (
+    STASH_SCALE,
+    RowGradientInputs,
+    RowStatistics,
+    TorchTileOps,
+)
+from rlhf_megatron.ranks.kernels.tile_stash import StashedChunk, TileStash
 
 ENOUGH = 2**30
 
 
-def gradients(stash_bytes: int, dtype: torch.dtype, scale: float, entropy_weight: float) -> tuple[Tensor, ...]:
+def gradients(
+    stash_bytes: int, dtype: torch.dtype, scale: float, entropy_weight: float
+) -> tuple[Tensor, ...]:
     hidden_TH, weight_VH, targets_T = problem(64, 64, 6000, 6000, torch.float32, scale)
     leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden_TH, weight_VH)]
-    outputs = linear_log_prob(*leaves, targets_T, **WHOLE, vocab_size=6000, chunk_size=2048, stash_bytes=stash_bytes)
+    outputs = compute_linear_log_probs(
+        *leaves, targets_T, **WHOLE, vocab_size=6000, chunk_size=2048, stash_bytes=stash_bytes
+    )
     assert outputs.entropies_R is not None
     token_weights_T = torch.linspace(-1, 2, 64, dtype=dtype)
     loss = ((outputs.log_probs_R + entropy_weight * outputs.entropies_R) * token_weights_T).sum()
@@ -48,9 +57,11 @@ def tile_error(z_RC: Tensor, columns_R: Tensor) -> Tensor:
     statistics = RowStatistics(-1e30 * one_R, zero_R, zero_R.clone(), None, None)
     stash_RC, max_R = z_RC.to(torch.float16), zero_R.clone()
     ops = TorchTileOps()
-    ops.update(z_RC.clone(), None, columns_R, statistics, stash_RC, max_R)
-    rows = RowGradients(z_RC.logsumexp(1), None, one_R, None, None)
-    found_RC = ops.grad_logits_from_stash(stash_RC, max_R, columns_R, rows, torch.float64)
+    ops.update_statistics(z_RC.clone(), None, columns_R, statistics, stash_RC, max_R)
+    rows = RowGradientInputs(z_RC.logsumexp(1), None, one_R, None, None)
+    found_RC = ops.compute_logit_gradient_from_stash(
+        stash_RC, max_R, columns_R, rows, torch.float64
+    )
     expected_RC = -z_RC.softmax(1)
     is_target_RC = torch.arange(z_RC.shape[1]) == columns_R[:, None]
     # 1 - p of the target as the sum of the others: no cancellation where it is certain.
@@ -68,7 +79,9 @@ def test_the_documented_bound_of_a_row_holds_and_is_nearly_reached() -> None:
         assert tile_error(z_RC, torch.randint(0, 40, (200,), generator=generator)).max() < bound
         assert tile_error(z_RC, z_RC.argmax(1)).max() < bound
     halfway = math.log(0.5 * (1 + 2.0**-11 * 0.99))
-    worst = tile_error(torch.tensor([[0.0, halfway]], dtype=torch.float64), torch.tensor([0])).item()
+    worst = tile_error(
+        torch.tensor([[0.0, halfway]], dtype=torch.float64), torch.tensor([0])
+    ).item()
     assert 0.95 * bound < worst < bound
 
 
@@ -77,34 +90,40 @@ def test_what_a_tile_keeps_by_hand() -> None:
     z_RC = torch.tensor([[3.0, 3.0 - math.log(2), -25.0, -100.0]])
     statistics = RowStatistics(torch.full((1,), -1e30), torch.zeros(1), torch.zeros(1), None, None)
     stash_RC, max_R = torch.empty(1, 4, dtype=torch.float16), torch.empty(1)
-    TorchTileOps().update(z_RC, None, torch.tensor([-1]), statistics, stash_RC, max_R)
+    TorchTileOps().update_statistics(z_RC, None, torch.tensor([-1]), statistics, stash_RC, max_R)
     assert max_R.tolist() == [3.0]
     assert stash_RC[0].tolist() == [STASH_SCALE, STASH_SCALE / 2, 0.0, 0.0]  # e^-28 is below 2^-40
-    rows = RowGradients(torch.tensor([3.5]), None, torch.tensor([1.0]), torch.tensor([0.7]), torch.tensor([0.2]))
-    found = TorchTileOps().grad_logits_from_stash(stash_RC, max_R, torch.tensor([-1]), rows, torch.float32)
+    rows = RowGradientInputs(
+        torch.tensor([3.5]), None, torch.tensor([1.0]), torch.tensor([0.7]), torch.tensor([0.2])
+    )
+    found = TorchTileOps().compute_logit_gradient_from_stash(
+        stash_RC, max_R, torch.tensor([-1]), rows, torch.float32
+    )
     p, half = math.exp(-0.5), math.exp(-0.5) / 2
     expected = [-q * (1.0 + 0.2 * (math.log(q) + 0.7)) for q in (p, half)]
     assert found[0].tolist() == pytest.approx([*expected, 0.0, 0.0], rel=1e-5)
 
 
-class Watched(Stash):
+class Watched(TileStash):
     """Records what it has room for, and what is read: first columns of chunks, those of logits negative."""
 
     kept: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
 
-    def make_room(self, first: int, num_rows: int, num_columns: int, like: Tensor) -> KeptChunk | None:
-        chunk = super().make_room(first, num_rows, num_columns, like)
-        Watched.kept += named(first, chunk)
+    def allocate_chunk(
+        self, first_column: int, num_rows: int, num_columns: int, logits_like: Tensor
+    ) -> StashedChunk | None:
+        chunk = super().allocate_chunk(first_column, num_rows, num_columns, logits_like)
+        Watched.kept += named(first_column, chunk)
         return chunk
 
-    def take(self, first: int) -> KeptChunk | None:
-        chunk = super().take(first)
-        Watched.read += named(first, chunk)
+    def pop_chunk(self, first_column: int) -> StashedChunk | None:
+        chunk = super().pop_chunk(first_column)
+        Watched.read += named(first_column, chunk)
         return chunk
 
 
-def named(first: int, chunk: KeptChunk | None) -> tuple[int, ...]:
+def named(first: int, chunk: StashedChunk | None) -> tuple[int, ...]:
     if chunk is None:
         return ()
     assert chunk.values_RC.dtype == (torch.float32 if chunk.max_R is None else torch.float16)
@@ -113,7 +132,7 @@ def named(first: int, chunk: KeptChunk | None) -> tuple[int, ...]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
-    monkeypatch.setattr(log_prob_chunked, "Stash", Watched)
+    monkeypatch.setattr(log_prob_chunked, "TileStash", Watched)
     monkeypatch.setattr(Watched, "kept", ())
     monkeypatch.setattr(Watched, "read", ())
     return Watched
@@ -121,7 +140,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
 
 def call(stash_bytes: int, *leaves: Tensor) -> Tensor:
     kwargs: dict[str, Any] = {**WHOLE, "vocab_size": 40, "chunk_size": 10}
-    return linear_log_prob(*leaves, **kwargs, stash_bytes=stash_bytes).log_probs_R
+    return compute_linear_log_probs(*leaves, **kwargs, stash_bytes=stash_bytes).log_probs_R
 
 
 @pytest.mark.parametrize(
@@ -140,10 +159,14 @@ def call(stash_bytes: int, *leaves: Tensor) -> Tensor:
     ],
 )
 def test_chunks_are_kept_while_they_fit(
-    watched: type[Watched], monkeypatch: pytest.MonkeyPatch, stash_bytes: int, exact_bytes: int, kept: tuple[int, ...]
+    watched: type[Watched],
+    monkeypatch: pytest.MonkeyPatch,
+    stash_bytes: int,
+    exact_bytes: int,
+    kept: tuple[int, ...],
 ) -> None:
     """Of a chunk, 7 rows x (10 columns x 2 bytes + 4 bytes for the maximum) = 168 bytes, or 7 x 10 x 4 = 280."""
-    monkeypatch.setitem(stash._EXACT_BYTES, "cpu", exact_bytes)
+    monkeypatch.setitem(tile_stash._EXACT_BYTES, "cpu", exact_bytes)
     leaves = problem(7, 8, 40, 40, torch.float32)
     call(stash_bytes, *leaves).sum().backward()
     assert watched.kept == watched.read == kept
@@ -160,11 +183,13 @@ def test_nothing_is_kept_where_nothing_needs_a_gradient(watched: type[Watched]) 
 
 
 @pytest.mark.parametrize("num_without", [0, 3])
-def test_logits_that_are_kept_change_no_bit(monkeypatch: pytest.MonkeyPatch, num_without: int) -> None:
+def test_logits_that_are_kept_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, num_without: int
+) -> None:
     """The same products, whether they wait or are made twice; not quite those of fewer rows."""
     found = []
     for exact_bytes in (0, 500, 10**6):
-        monkeypatch.setitem(stash._EXACT_BYTES, "cpu", exact_bytes)
+        monkeypatch.setitem(tile_stash._EXACT_BYTES, "cpu", exact_bytes)
         leaves = problem(7, 8, 40, 40, torch.float64 if num_without else torch.float32)
         log_probs_T = call(0, *leaves)
         found.append(torch.autograd.grad(log_probs_T[num_without:].sum(), leaves[:2]))
@@ -189,5 +214,7 @@ def test_a_second_backward_pass_computes_the_logits_again() -> None:
 
 
 def test_repeats_bit_for_bit() -> None:
-    for first, second in zip(*(gradients(ENOUGH, torch.float32, 3.0, 0.1) for _ in range(2)), strict=True):
+    for first, second in zip(
+        *(gradients(ENOUGH, torch.float32, 3.0, 0.1) for _ in range(2)), strict=True
+    ):
         assert torch.equal(first, second)

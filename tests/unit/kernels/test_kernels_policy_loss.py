@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.kernels.eager import eager_policy
 from rlhf_megatron.algorithms.losses import PolicyLossInputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams
-from rlhf_megatron.algorithms.losses.kl import KLType
+from rlhf_megatron.algorithms.losses.kl_estimators import KLType
 from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip
-from rlhf_megatron.kernels import row_loss
-from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
+from rlhf_megatron.algorithms.losses.total_token_loss import RegularizerParams
+from rlhf_megatron.ranks.kernels import weighted_row_loss
+from rlhf_megatron.ranks.kernels.policy_row_loss import PolicyRowLoss
 
 PARAMS = PPOClipParams(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
 GRADED = ("log_probs_T", "entropies_T")
@@ -62,18 +62,27 @@ def make_weights(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def in_dtype(inputs: PolicyLossInputs, dtype: torch.dtype) -> PolicyLossInputs:
     columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
-    return PolicyLossInputs(**{k: v if v is None or v.dtype == torch.bool else v.to(dtype) for k, v in columns.items()})
+    return PolicyLossInputs(
+        **{k: v if v is None or v.dtype == torch.bool else v.to(dtype) for k, v in columns.items()}
+    )
 
 
 def with_leaves(inputs: PolicyLossInputs) -> PolicyLossInputs:
     leaves = {name: getattr(inputs, name) for name in GRADED}
-    return replace(inputs, **{k: v.detach().clone().requires_grad_() for k, v in leaves.items() if v is not None})
+    return replace(
+        inputs,
+        **{k: v.detach().clone().requires_grad_() for k, v in leaves.items() if v is not None},
+    )
 
 
 def results(inputs: PolicyLossInputs, loss: Tensor, sums: dict[str, Tensor]) -> Results:
     leaves = {name: getattr(inputs, name) for name in GRADED if getattr(inputs, name) is not None}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return {"loss": loss.detach(), **sums, **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None}}
+    return {
+        "loss": loss.detach(),
+        **sums,
+        **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None},
+    }
 
 
 def row_loss_of(
@@ -85,7 +94,11 @@ def row_loss_of(
 def fused_sums(
     loss: PolicyRowLoss, inputs: PolicyLossInputs, loss_weights: Tensor, metric_weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    columns = {name.removesuffix("_T"): getattr(inputs, name) for name in COLUMNS if getattr(inputs, name) is not None}
+    columns = {
+        name.removesuffix("_T"): getattr(inputs, name)
+        for name in COLUMNS
+        if getattr(inputs, name) is not None
+    }
     columns |= {"loss_weights": loss_weights, "metric_weights": metric_weights}
     value, sums = loss(inputs.log_probs_T, inputs.entropies_T, columns)
     assert sums.pop("actor/loss") is not value
@@ -93,14 +106,20 @@ def fused_sums(
 
 
 def fused(
-    inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], params: PPOClipParams, regularizers: RegularizerParams
+    inputs: PolicyLossInputs,
+    weights: tuple[Tensor, Tensor],
+    params: PPOClipParams,
+    regularizers: RegularizerParams,
 ) -> Results:
     inputs = with_leaves(inputs)
     return results(inputs, *fused_sums(row_loss_of(regularizers, params), inputs, *weights))
 
 
 def eager(
-    inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], params: PPOClipParams, regularizers: RegularizerParams
+    inputs: PolicyLossInputs,
+    weights: tuple[Tensor, Tensor],
+    params: PPOClipParams,
+    regularizers: RegularizerParams,
 ) -> Results:
     inputs = with_leaves(inputs)
     terms = eager_policy(inputs, params, regularizers)
@@ -124,7 +143,7 @@ def assert_equal(found: Results, expected: Results, relative: float, absolute: f
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_loss, "CPU_BLOCK", 16)
+    monkeypatch.setattr(weighted_row_loss, "CPU_BLOCK", 16)
 
 
 # log-prob less old one, advantage: loss, d loss / d log-prob, ppo_kl, clipped, dual-clipped; ranges 0.8 to 1.28, dual 3
@@ -141,8 +160,24 @@ BY_HAND = [
     (LOG(5.0), 2.0, -2.56, 0.0, -LOG(5.0), 1, 0),  # none for a positive advantage
     (25.0, 2.0, -2.56, 0.0, -20.0, 1, 0),  # exponent clamped above
     (25.0, -2.0, 6.0, 0.0, -20.0, 0, 1),
-    (-25.0, 2.0, -2 * math.exp(-20), 0.0, 20.0, 0, 0),  # and below: the loss is free, the gradient still 0
-    (-20.0, 2.0, -2 * math.exp(-20), -2 * math.exp(-20), 20.0, 0, 0),  # at the clamp itself it is not
+    (
+        -25.0,
+        2.0,
+        -2 * math.exp(-20),
+        0.0,
+        20.0,
+        0,
+        0,
+    ),  # and below: the loss is free, the gradient still 0
+    (
+        -20.0,
+        2.0,
+        -2 * math.exp(-20),
+        -2 * math.exp(-20),
+        20.0,
+        0,
+        0,
+    ),  # at the clamp itself it is not
     (-25.0, -2.0, 1.6, 0.0, 20.0, 1, 0),
     (LOG(1.7), 0.0, 0.0, 0.0, -LOG(1.7), 0, 0),  # advantage 0: nothing to clip
     (LOG(0.3), 0.0, 0.0, 0.0, -LOG(0.3), 0, 0),
@@ -152,12 +187,21 @@ BY_HAND = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("moved", "advantage", "loss", "grad", "kl", "clipped", "dual"), BY_HAND)
 def test_by_hand(
-    dtype: torch.dtype, moved: float, advantage: float, loss: float, grad: float, kl: float, clipped: int, dual: int
+    dtype: torch.dtype,
+    moved: float,
+    advantage: float,
+    loss: float,
+    grad: float,
+    kl: float,
+    clipped: int,
+    dual: int,
 ) -> None:
     def column(value: float) -> Tensor:
         return torch.tensor([value], dtype=dtype)
 
-    inputs = PolicyLossInputs(column(moved), column(0.0), column(advantage), torch.ones(1, dtype=torch.bool))
+    inputs = PolicyLossInputs(
+        column(moved), column(0.0), column(advantage), torch.ones(1, dtype=torch.bool)
+    )
     found = fused(inputs, (column(0.5), column(0.25)), PARAMS, RegularizerParams())
     near = pytest.approx if dtype == torch.float64 else lambda value: pytest.approx(value, rel=1e-5)
     assert found["loss"].item() == near(0.5 * loss)
@@ -194,7 +238,9 @@ KL_BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in KL_BY_HAND.items() for row in rows])
+@pytest.mark.parametrize(
+    ("kind", "row"), [(kind, row) for kind, rows in KL_BY_HAND.items() for row in rows]
+)
 def test_regularizers_by_hand(kind: Any, row: tuple[float, float, float]) -> None:
     diff, kl, kl_grad = row
 
@@ -227,36 +273,52 @@ REGULARIZERS = [
 ]
 
 
-@pytest.mark.parametrize("without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"])
+@pytest.mark.parametrize(
+    "without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"]
+)
 @pytest.mark.parametrize("regularizers", REGULARIZERS, ids=str)
-def test_equals_eager(regularizers: RegularizerParams, without: dict[str, None], small_blocks: None) -> None:
+def test_equals_eager(
+    regularizers: RegularizerParams, without: dict[str, None], small_blocks: None
+) -> None:
     """Over seven blocks, the last of them ragged."""
-    inputs, weights = make_inputs(1, 103, torch.float64, **without), make_weights(103, torch.float64)
+    inputs, weights = (
+        make_inputs(1, 103, torch.float64, **without),
+        make_weights(103, torch.float64),
+    )
     exact = eager(inputs, weights, PARAMS, regularizers)
     assert_equal(fused(inputs, weights, PARAMS, regularizers), exact, 1e-12, 1e-15)
     single = in_dtype(inputs, torch.float32)
-    in_single = eager(in_dtype(single, torch.float64), weights, PARAMS, regularizers)  # of the rounded columns
+    in_single = eager(
+        in_dtype(single, torch.float64), weights, PARAMS, regularizers
+    )  # of the rounded columns
     weights_32 = (weights[0].float(), weights[1].float())
     assert_equal(fused(single, weights_32, PARAMS, regularizers), in_single, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_without_optional_columns(dtype: torch.dtype) -> None:
-    inputs = make_inputs(2, 50, dtype, entropies_T=None, ref_log_probs_T=None, correction_weights_T=None)
+    inputs = make_inputs(
+        2, 50, dtype, entropies_T=None, ref_log_probs_T=None, correction_weights_T=None
+    )
     weights = make_weights(50, dtype)
     found = fused(inputs, weights, PARAMS, RegularizerParams())
     assert "actor/kl_loss" not in found and "actor/entropy_loss" not in found
     assert_equal(
-        found, eager(inputs, weights, PARAMS, RegularizerParams()), 1e-5 if dtype == torch.float32 else 1e-12, 1e-6
+        found,
+        eager(inputs, weights, PARAMS, RegularizerParams()),
+        1e-5 if dtype == torch.float32 else 1e-12,
+        1e-6,
     )
 
 
-def test_more_rows_than_a_block_give_the_same_as_blocks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_rows = row_loss.CPU_BLOCK + 5
+def test_more_rows_than_a_block_give_the_same_as_blocks_of_another_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_rows = weighted_row_loss.CPU_BLOCK + 5
     inputs, weights = make_inputs(3, num_rows, torch.float32), make_weights(num_rows, torch.float32)
     regularizers = RegularizerParams(0.1, "k3", 0.03)
     two_blocks = fused(inputs, weights, PARAMS, regularizers)
-    monkeypatch.setattr(row_loss, "CPU_BLOCK", 1000)
+    monkeypatch.setattr(weighted_row_loss, "CPU_BLOCK", 1000)
     many = fused(inputs, weights, PARAMS, regularizers)
     assert torch.equal(many["log_probs_T"], two_blocks["log_probs_T"])
     assert_equal(many, two_blocks, 1e-6, 1e-6)
@@ -268,15 +330,21 @@ def test_finite_differences() -> None:
     moved = (inputs.log_probs_T - inputs.old_log_probs_T).exp()
     kl = inputs.ref_log_probs_T - inputs.log_probs_T  # type: ignore[operator]
     borders = [(moved - border).abs() < 1e-3 for border in (0.8, 1.28, 3.0)]
-    assert not torch.stack(borders).any() and not ((kl.expm1() - kl - 10).abs() < 1e-3).any(), "not at a kink"
+    assert not torch.stack(borders).any() and not ((kl.expm1() - kl - 10).abs() < 1e-3).any(), (
+        "not at a kink"
+    )
     step = row_loss_of(RegularizerParams(0.1, "k3", 0.03))
 
     def loss(log_probs_R: Tensor, entropies_R: Tensor) -> Tensor:
-        return fused_sums(step, replace(inputs, log_probs_T=log_probs_R, entropies_T=entropies_R), *weights)[0]
+        return fused_sums(
+            step, replace(inputs, log_probs_T=log_probs_R, entropies_T=entropies_R), *weights
+        )[0]
 
     leaves = with_leaves(inputs)
     assert leaves.entropies_T is not None
-    assert torch.autograd.gradcheck(loss, (leaves.log_probs_T, leaves.entropies_T), eps=1e-7, atol=1e-8)
+    assert torch.autograd.gradcheck(
+        loss, (leaves.log_probs_T, leaves.entropies_T), eps=1e-7, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -294,12 +362,19 @@ def test_ties_at_the_borders(dtype: torch.dtype, log_ratio: float) -> None:
         columns = [torch.tensor([value], dtype=dtype) for value in (log_ratio, 0.0, advantage)]
         inputs = PolicyLossInputs(*columns, torch.ones(1, dtype=torch.bool))
         weights = (torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype))
-        found, expected = (form(inputs, weights, params, RegularizerParams()) for form in (fused, eager))
+        found, expected = (
+            form(inputs, weights, params, RegularizerParams()) for form in (fused, eager)
+        )
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         is_clipped = log_ratio == 1.1 and advantage > 0
-        assert found["actor/pg_clipfrac"].item() == is_clipped and found["actor/pg_clipfrac_lower"].item() == 0
+        assert (
+            found["actor/pg_clipfrac"].item() == is_clipped
+            and found["actor/pg_clipfrac_lower"].item() == 0
+        )
         if not is_clipped:
-            assert found["log_probs_T"].item() == found["loss"].item() != 0, "d(-A r) / d log-prob is -A r"
+            assert found["log_probs_T"].item() == found["loss"].item() != 0, (
+                "d(-A r) / d log-prob is -A r"
+            )
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
@@ -327,7 +402,9 @@ def test_rows_without_weight_have_no_gradient() -> None:
 
 def test_half_precision_is_refused() -> None:
     inputs = make_inputs(7, 8, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"log-probs are torch.bfloat16: .*Compute them in float32"):
+    with pytest.raises(
+        ValueError, match=r"log-probs are torch.bfloat16: .*Compute them in float32"
+    ):
         fused(inputs, make_weights(8, torch.float32), PARAMS, RegularizerParams())
 
 
@@ -342,7 +419,9 @@ def test_columns_of_another_type_are_converted() -> None:
 
 def step_of(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     loss = row_loss_of(RegularizerParams(0.1, "k3", 0.03))
-    return fused_sums(loss, inputs, *make_weights(inputs.log_probs_T.numel(), inputs.log_probs_T.dtype))
+    return fused_sums(
+        loss, inputs, *make_weights(inputs.log_probs_T.numel(), inputs.log_probs_T.dtype)
+    )
 
 
 def test_backward_multiplies_and_may_run_twice() -> None:
@@ -360,7 +439,9 @@ def test_backward_multiplies_and_may_run_twice() -> None:
 def test_gradients_that_nobody_asks_for() -> None:
     inputs = with_leaves(make_inputs(10, 30, torch.float32))
     assert inputs.entropies_T is not None
-    loss, _ = fused_sums(row_loss_of(RegularizerParams(0.1, "k3", 0.0)), inputs, *make_weights(30, torch.float32))
+    loss, _ = fused_sums(
+        row_loss_of(RegularizerParams(0.1, "k3", 0.0)), inputs, *make_weights(30, torch.float32)
+    )
     loss.backward()
     assert inputs.entropies_T.grad is None and inputs.log_probs_T.grad is not None
     frozen = replace(inputs, log_probs_T=inputs.log_probs_T.detach())
@@ -385,7 +466,9 @@ def test_what_is_not_a_number_is_seen() -> None:
     for column in ("log_probs_T", "old_log_probs_T", "advantages_T", "ref_log_probs_T"):
         inputs = make_inputs(12, 40, torch.float32)
         getattr(inputs, column)[17] = math.nan
-        found = fused(inputs, make_weights(40, torch.float32), PARAMS, RegularizerParams(0.1, "k3", 0.03))
+        found = fused(
+            inputs, make_weights(40, torch.float32), PARAMS, RegularizerParams(0.1, "k3", 0.03)
+        )
         assert math.isnan(found["loss"].item()), column
         bad = found["log_probs_T"].isnan().nonzero().flatten().tolist()
         assert bad == [17], column
@@ -406,11 +489,16 @@ def test_on_cuda(use_triton: bool) -> None:
     """Plain torch and the kernel give what the CPU gives, without a wait."""
     regularizers = RegularizerParams(0.1, "k3", 0.03)
     for num_rows in (0, 1, 513, 5000):
-        inputs, weights = make_inputs(14, num_rows, torch.float64), make_weights(num_rows, torch.float64)
+        inputs, weights = (
+            make_inputs(14, num_rows, torch.float64),
+            make_weights(num_rows, torch.float64),
+        )
         single = in_dtype(inputs, torch.float32)
         expected = eager(in_dtype(single, torch.float64), weights, PARAMS, regularizers)
         columns = {name: getattr(single, name) for name in PolicyLossInputs.__dataclass_fields__}
-        there = with_leaves(PolicyLossInputs(**{k: None if v is None else v.cuda() for k, v in columns.items()}))
+        there = with_leaves(
+            PolicyLossInputs(**{k: None if v is None else v.cuda() for k, v in columns.items()})
+        )
         cuda_weights = [weight.float().cuda() for weight in weights]
         step = row_loss_of(regularizers, use_triton=use_triton)
         results(there, *fused_sums(step, there, *cuda_weights))  # compiles, and tries Triton

@@ -17,13 +17,17 @@ from torch import Tensor
 from benchmarks.kernels.eager import eager_value
 from benchmarks.kernels.policy_loss import eager_sums
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.base import TELL_GRADIENT, tells_gradient
-from rlhf_megatron.algorithms.losses.kl import KLType
+from rlhf_megatron.algorithms.losses.kl_estimators import KLType
+from rlhf_megatron.algorithms.losses.policy_loss import LOSSES_WITH_GRADIENT, mark_returns_gradient
 from rlhf_megatron.algorithms.metric_names import METRICS
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig
-from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
-from rlhf_megatron.kernels.row_loss import Sums, value_sums, weighted
-from rlhf_megatron.workers.losses import make_row_losses, policy_row_loss
+from rlhf_megatron.ranks.kernels.policy_row_loss import PolicyRowLoss
+from rlhf_megatron.ranks.kernels.weighted_row_loss import (
+    LossAndMetricSums,
+    compute_value_loss_sums,
+    weigh_loss_terms,
+)
+from rlhf_megatron.ranks.workers.actor_losses import make_policy_row_loss, make_row_losses
 
 FULL = ActorConfig(entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1)
 
@@ -51,7 +55,7 @@ def make_columns(num_rows: int, dtype: torch.dtype, device: str = "cpu") -> dict
     return {name: column.to(device, dtype) for name, column in columns.items()}
 
 
-RowSums = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Sums]
+RowSums = Callable[[Tensor, Tensor | None, dict[str, Tensor]], LossAndMetricSums]
 
 
 def run(
@@ -61,17 +65,31 @@ def run(
     leaves = [columns[name].clone().requires_grad_() for name in ("log_probs", "entropies")]
     value, sums = row_loss(leaves[0], leaves[1] if has_entropies else None, columns)
     value.backward()
-    return {"value": value.detach(), **sums}, [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return {"value": value.detach(), **sums}, [
+        leaf.grad for leaf in leaves if leaf.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", get_args(KLType))
 @pytest.mark.parametrize("num_rows", [0, 70])
-def test_fused_and_eager_give_the_same(kind: KLType, num_rows: int, dtype: torch.dtype, small_blocks: None) -> None:  # noqa: F811
+def test_fused_and_eager_give_the_same(
+    kind: KLType,
+    num_rows: int,
+    dtype: torch.dtype,
+    small_blocks: None,  # noqa: F811
+) -> None:
     columns = make_columns(num_rows, dtype)
-    fused = policy_row_loss(replace(FULL, kl_loss_type=kind))
-    (found, grads), (expected, expected_grads) = run(fused, columns), run(partial(eager_sums, fused), columns)
-    assert list(found) == list(expected) and set(found) <= {"value", *METRICS} and "actor/kl_loss" in found
+    fused = make_policy_row_loss(replace(FULL, kl_loss_type=kind))
+    (found, grads), (expected, expected_grads) = (
+        run(fused, columns),
+        run(partial(eager_sums, fused), columns),
+    )
+    assert (
+        list(found) == list(expected)
+        and set(found) <= {"value", *METRICS}
+        and "actor/kl_loss" in found
+    )
     assert torch.equal(found["value"], found["actor/loss"])
     relative, absolute = (1e-5, 1e-6) if dtype == torch.float32 else (1e-12, 1e-14)
     for name, value in expected.items():
@@ -86,14 +104,14 @@ def new_loss() -> Iterator[PolicyRowLoss]:
     """A policy loss that tells its gradient, registered for the time of a test."""
 
     @POLICY_LOSSES.register("newest", needs=("advantages",))
-    @tells_gradient
+    @mark_returns_gradient
     def newest(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
         assert not inputs.log_probs_T.requires_grad or not torch.is_grad_enabled()
         grad_T = -inputs.advantages_T
         return PolicyLossOutputs(grad_T * inputs.log_probs_T, {}, grad_T)
 
-    yield policy_row_loss(replace(FULL, policy_loss=PolicyLossConfig("newest")))
-    TELL_GRADIENT.remove(newest)
+    yield make_policy_row_loss(replace(FULL, policy_loss=PolicyLossConfig("newest")))
+    LOSSES_WITH_GRADIENT.remove(newest)
     del POLICY_LOSSES._entries["newest"]
 
 
@@ -103,9 +121,14 @@ def test_a_new_loss_brings_its_gradient(new_loss: PolicyRowLoss) -> None:
     def newest(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
         return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, {})
 
-    (found, grads), (expected, expected_grads) = run(new_loss, columns), run(replace(new_loss, loss=newest), columns)
+    (found, grads), (expected, expected_grads) = (
+        run(new_loss, columns),
+        run(replace(new_loss, loss=newest), columns),
+    )
     assert "actor/pg_clipfrac" not in found and list(found) == list(expected)
-    for one, other in zip([*found.values(), *grads], [*expected.values(), *expected_grads], strict=True):
+    for one, other in zip(
+        [*found.values(), *grads], [*expected.values(), *expected_grads], strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
@@ -113,8 +136,10 @@ def test_a_new_loss_brings_its_gradient(new_loss: PolicyRowLoss) -> None:
 def test_correction_weights_are_read_where_there_are_some(loss: str) -> None:
     columns = make_columns(20, torch.float32)
     twice = {**columns, "correction_weights": torch.full((20,), 2.0)}
-    row_loss = policy_row_loss(ActorConfig(policy_loss=PolicyLossConfig(loss)))
-    (found, grads), (once, grads_once) = (run(row_loss, read, has_entropies=False) for read in (twice, columns))
+    row_loss = make_policy_row_loss(ActorConfig(policy_loss=PolicyLossConfig(loss)))
+    (found, grads), (once, grads_once) = (
+        run(row_loss, read, has_entropies=False) for read in (twice, columns)
+    )
     torch.testing.assert_close(found["actor/loss"], 2 * once["actor/loss"])
     torch.testing.assert_close(grads[0], 2 * grads_once[0])
     assert torch.equal(found["actor/ppo_kl"], once["actor/ppo_kl"])
@@ -123,35 +148,54 @@ def test_correction_weights_are_read_where_there_are_some(loss: str) -> None:
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_rows", [0, 90])
-def test_value_loss_equals_eager(clip: float, dtype: torch.dtype, num_rows: int, small_blocks: None) -> None:  # noqa: F811
+def test_value_loss_equals_eager(
+    clip: float,
+    dtype: torch.dtype,
+    num_rows: int,
+    small_blocks: None,  # noqa: F811
+) -> None:
     columns = make_columns(num_rows, dtype)
     read = [columns[name] for name in ("old_values", "returns")]
     values = [columns["values"].clone().requires_grad_() for _ in range(2)]
-    found, sums = value_sums(values[0], columns, clip)
-    expected, expected_sums = weighted(eager_value(values[1], *read, clip), columns)
+    found, sums = compute_value_loss_sums(values[0], columns, clip)
+    expected, expected_sums = weigh_loss_terms(eager_value(values[1], *read, clip), columns)
     found.backward()
     expected.backward()
-    tolerance = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    tolerance = (
+        {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    )
     assert list(sums) == list(expected_sums) and set(sums) <= set(METRICS)
-    assert num_rows == 0 or clip == 0 or 0 < sums["critic/vf_clipfrac"] < columns["metric_weights"].sum()
-    for one, other in zip([found, *sums.values()], [expected, *expected_sums.values()], strict=True):
+    assert (
+        num_rows == 0
+        or clip == 0
+        or 0 < sums["critic/vf_clipfrac"] < columns["metric_weights"].sum()
+    )
+    for one, other in zip(
+        [found, *sums.values()], [expected, *expected_sums.values()], strict=True
+    ):
         torch.testing.assert_close(one, other, **tolerance)
     torch.testing.assert_close(values[0].grad, values[1].grad, **tolerance)
 
 
 @pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), VALUE_LOSSES)
-def test_value_loss_by_hand(value: float, old: float, target: float, loss: float, grad: float, clipped: int) -> None:
-    columns = [torch.tensor([number], dtype=torch.float64) for number in (value, old, target, 0.5, 0.25)]
+def test_value_loss_by_hand(
+    value: float, old: float, target: float, loss: float, grad: float, clipped: int
+) -> None:
+    columns = [
+        torch.tensor([number], dtype=torch.float64) for number in (value, old, target, 0.5, 0.25)
+    ]
     values, *others = columns
     values.requires_grad_()
     names = ("old_values", "returns", "loss_weights", "metric_weights")
-    found, sums = value_sums(values, dict(zip(names, others, strict=True)), 0.5)
+    found, sums = compute_value_loss_sums(values, dict(zip(names, others, strict=True)), 0.5)
     found.backward()
     assert values.grad is not None
     assert found.item() == pytest.approx(0.5 * loss, rel=1e-12)
     assert values.grad.item() == pytest.approx(0.5 * grad, rel=1e-12, abs=1e-15)
     expected = {"critic/vf_loss": loss, "critic/vf_clipfrac": clipped, "critic/vpred_mean": value}
-    assert {name: 4 * metric.item() for name, metric in sums.items()} == pytest.approx(expected, rel=1e-12)
+    assert {name: 4 * metric.item() for name, metric in sums.items()} == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def every_loss(columns: dict[str, Tensor]) -> Iterator[Tensor]:
@@ -160,7 +204,7 @@ def every_loss(columns: dict[str, Tensor]) -> Iterator[Tensor]:
     for name in ("policy", "sft"):
         yield from run(row_losses[name], columns, has_entropies=name == "policy")[1]
     values = columns["values"].clone().requires_grad_()
-    value_sums(values, columns, 0.5)[0].backward()
+    compute_value_loss_sums(values, columns, 0.5)[0].backward()
     assert values.grad is not None
     yield values.grad
 
@@ -175,7 +219,11 @@ def test_no_loss_of_rows_waits_for_the_device() -> None:
 
 def test_waiting_is_seen() -> None:
     is_odd = torch.tensor([False, True])
-    for read in (lambda: torch.ones(1).item(), lambda: bool(is_odd.any()), lambda: is_odd.nonzero()):
+    for read in (
+        lambda: torch.ones(1).item(),
+        lambda: bool(is_odd.any()),
+        lambda: is_odd.nonzero(),
+    ):
         with DeviceWaits() as waits:
             read()
         assert len(waits.found) == 1

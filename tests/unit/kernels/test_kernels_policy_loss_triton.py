@@ -23,33 +23,48 @@ from torch import Tensor
 from triton_interpreter import TritonInterpreter
 
 from rlhf_megatron.algorithms.losses import PolicyLossInputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams
-from rlhf_megatron.kernels import policy_loss
-from rlhf_megatron.kernels.policy_loss import MAX_ERROR
-from rlhf_megatron.kernels.triton_support import interpreter_support, triton_support
+from rlhf_megatron.algorithms.losses.total_token_loss import RegularizerParams
+from rlhf_megatron.ranks.kernels import policy_row_loss
+from rlhf_megatron.ranks.kernels.policy_row_loss import MAX_ERROR
+from rlhf_megatron.ranks.kernels.triton_support import (
+    query_interpreter_support,
+    query_triton_support,
+)
 
 BLOCK = 64  # in place of 512, so that few rows have several programs
 Run = Callable[[PolicyLossInputs, tuple[Tensor, Tensor], RegularizerParams], Results]
 
 
 def run_kernel(
-    inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], regularizers: RegularizerParams, device: str
+    inputs: PolicyLossInputs,
+    weights: tuple[Tensor, Tensor],
+    regularizers: RegularizerParams,
+    device: str,
 ) -> Results:
     """Loss, gradient of the log-probs and sums; the same bits each time."""
-    from rlhf_megatron.kernels import policy_loss_triton
+    from rlhf_megatron.ranks.kernels import policy_row_loss_triton
 
     columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
-    there = PolicyLossInputs(**{name: None if x is None else x.to(device) for name, x in columns.items()})
-    usual, policy_loss_triton.BLOCK = policy_loss_triton.BLOCK, BLOCK
+    there = PolicyLossInputs(
+        **{name: None if x is None else x.to(device) for name, x in columns.items()}
+    )
+    usual, policy_row_loss_triton.BLOCK = policy_row_loss_triton.BLOCK, BLOCK
     try:
         arguments = (there, PARAMS, regularizers, weights[0].to(device), weights[1].to(device))
-        found, again = (policy_loss_triton.ppo_clip_sums(*arguments) for _ in range(2))
+        found, again = (
+            policy_row_loss_triton.compute_ppo_clip_row_sums(*arguments) for _ in range(2)
+        )
     finally:
-        policy_loss_triton.BLOCK = usual
-    assert torch.equal(found.grad_R.view(torch.int32), again.grad_R.view(torch.int32)), "not repeatable"
-    results = {"loss": found.value, **found.metrics, "log_probs_T": found.grad_R}
-    sums = {"loss": again.value, **again.metrics}
-    assert all(torch.equal(value.view(torch.int32), results[name].view(torch.int32)) for name, value in sums.items())
+        policy_row_loss_triton.BLOCK = usual
+    assert torch.equal(found.grad_R.view(torch.int32), again.grad_R.view(torch.int32)), (
+        "not repeatable"
+    )
+    results = {"loss": found.loss_sum, **found.metric_sums, "log_probs_T": found.grad_R}
+    sums = {"loss": again.loss_sum, **again.metric_sums}
+    assert all(
+        torch.equal(value.view(torch.int32), results[name].view(torch.int32))
+        for name, value in sums.items()
+    )
     return {name: value.cpu() for name, value in results.items()}
 
 
@@ -57,7 +72,7 @@ def run_kernel(
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Calls `run_kernel` where Triton's kernels run."""
     if request.param == "cuda":
-        support = triton_support(torch.device("cuda"))
+        support = query_triton_support(torch.device("cuda"))
         if not support.is_usable:
             pytest.skip(support.why_not)
         yield lambda *args: run_kernel(*args, device="cuda")
@@ -66,7 +81,9 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     yield lambda *args: interpreter.run(run_kernel, *args, device="cpu")
 
 
-def exact(inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], regularizers: RegularizerParams) -> Results:
+def exact(
+    inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], regularizers: RegularizerParams
+) -> Results:
     wide = (weights[0].double(), weights[1].double())
     found = eager(in_dtype(inputs, torch.float64), wide, PARAMS, regularizers)
     found.pop("entropies_T", None)  # its gradient is no kernel's work
@@ -75,18 +92,32 @@ def exact(inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], regularizers
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+", "abs", "abs+"])
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0), (0.1, 0.03)])
-@pytest.mark.parametrize("without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"])
-def test_equals_eager(run: Run, kind: Any, coefficients: tuple[float, float], without: dict[str, None]) -> None:
+@pytest.mark.parametrize(
+    "without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"]
+)
+def test_equals_eager(
+    run: Run, kind: Any, coefficients: tuple[float, float], without: dict[str, None]
+) -> None:
     """Three programs, the last one ragged."""
-    inputs, weights = make_inputs(1, 150, torch.float32, **without), make_weights(150, torch.float32)
+    inputs, weights = (
+        make_inputs(1, 150, torch.float32, **without),
+        make_weights(150, torch.float32),
+    )
     regularizers = RegularizerParams(coefficients[0], kind, coefficients[1])
-    assert_equal(run(inputs, weights, regularizers), exact(inputs, weights, regularizers), 1e-5, 1e-6)
+    assert_equal(
+        run(inputs, weights, regularizers), exact(inputs, weights, regularizers), 1e-5, 1e-6
+    )
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, BLOCK, BLOCK + 1])
 def test_sizes_without_optional_columns(run: Run, num_rows: int) -> None:
-    absent: dict[str, None] = dict.fromkeys(("entropies_T", "ref_log_probs_T", "correction_weights_T"))
-    inputs, weights = make_inputs(2, num_rows, torch.float32, **absent), make_weights(num_rows, torch.float32)
+    absent: dict[str, None] = dict.fromkeys(
+        ("entropies_T", "ref_log_probs_T", "correction_weights_T")
+    )
+    inputs, weights = (
+        make_inputs(2, num_rows, torch.float32, **absent),
+        make_weights(num_rows, torch.float32),
+    )
     found = run(inputs, weights, RegularizerParams())
     assert_equal(found, exact(inputs, weights, RegularizerParams()), 1e-5, 1e-6)
     assert found["log_probs_T"].shape == (num_rows,)
@@ -102,7 +133,11 @@ def test_k3_near_zero_keeps_its_digits(run: Run) -> None:
         one[row] = 1.0
         found = run(inputs, (one, one), RegularizerParams(1.0, "k3", 0.0))
         d = float(diff[row].double())
-        assert found["loss"].item() == found["actor/kl_loss"].item() == pytest.approx(math.expm1(d) - d, rel=2e-6)
+        assert (
+            found["loss"].item()
+            == found["actor/kl_loss"].item()
+            == pytest.approx(math.expm1(d) - d, rel=2e-6)
+        )
         assert found["log_probs_T"][row].item() == pytest.approx(-math.expm1(d), rel=1e-6)
 
 
@@ -118,15 +153,15 @@ def test_what_is_not_a_number_is_seen(run: Run) -> None:
 
 
 def self_check(is_spoilt: bool, device: str) -> float:
-    from rlhf_megatron.kernels import policy_loss_triton
-    from rlhf_megatron.kernels.policy_loss import kernel_error
+    from rlhf_megatron.ranks.kernels import policy_row_loss_triton
+    from rlhf_megatron.ranks.kernels.policy_row_loss import measure_loss_kernel_error
 
-    usual = policy_loss_triton.KL_KINDS
-    policy_loss_triton.KL_KINDS = {"k3": 2} if is_spoilt else usual
+    usual = policy_row_loss_triton.KL_KINDS
+    policy_row_loss_triton.KL_KINDS = {"k3": 2} if is_spoilt else usual
     try:
-        return kernel_error(torch.device(device))
+        return measure_loss_kernel_error(torch.device(device))
     finally:
-        policy_loss_triton.KL_KINDS = usual
+        policy_row_loss_triton.KL_KINDS = usual
 
 
 def test_the_self_check_sees_a_wrong_kernel(triton_interpreter: TritonInterpreter) -> None:
@@ -139,18 +174,23 @@ def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPa
     def fails(device: torch.device) -> float:
         raise RuntimeError("no compiler\nand a long explanation")
 
-    monkeypatch.setattr(policy_loss, "kernel_error", fails)
-    assert policy_loss._kernel_problem(torch.device("cpu")) == "its Triton kernel failed: RuntimeError: no compiler"
-    monkeypatch.setattr(policy_loss, "kernel_error", lambda device: math.nan)
-    assert "off by nan" in policy_loss._kernel_problem(torch.device("cpu"))
-    monkeypatch.setattr(policy_loss, "kernel_error", lambda device: 1e-7)
-    assert policy_loss._kernel_problem(torch.device("cpu")) == ""
+    monkeypatch.setattr(policy_row_loss, "measure_loss_kernel_error", fails)
+    assert (
+        policy_row_loss._describe_kernel_problem(torch.device("cpu"))
+        == "its Triton kernel failed: RuntimeError: no compiler"
+    )
+    monkeypatch.setattr(policy_row_loss, "measure_loss_kernel_error", lambda device: math.nan)
+    assert "off by nan" in policy_row_loss._describe_kernel_problem(torch.device("cpu"))
+    monkeypatch.setattr(policy_row_loss, "measure_loss_kernel_error", lambda device: 1e-7)
+    assert policy_row_loss._describe_kernel_problem(torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize("has_all", [False, True])
-def test_compiles_for_a_gpu_that_is_not_here(has_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_for_a_gpu_that_is_not_here(
+    has_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To machine code of an H200, which the interpreter never sees: types and names that it lets pass are refused."""
-    support = interpreter_support()
+    support = query_interpreter_support()
     if not support.version:
         pytest.skip(support.why_not)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -158,21 +198,27 @@ def test_compiles_for_a_gpu_that_is_not_here(has_all: bool, tmp_path: Path, monk
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rlhf_megatron.kernels import policy_loss_triton
+    from rlhf_megatron.ranks.kernels import policy_row_loss_triton
 
-    kernel = policy_loss_triton._ppo_clip_kernel
+    kernel = policy_row_loss_triton._ppo_clip_kernel
     constants = {
         "KL_KIND": 3 if has_all else 0,
         "IS_KL_STRAIGHT": has_all,
         "HAS_ENTROPIES": has_all,
         "HAS_CORRECTION": has_all,
         "NUM_SUMS": 7 if has_all else 5,
-        "BLOCK": policy_loss_triton.BLOCK,
+        "BLOCK": policy_row_loss_triton.BLOCK,
     }
-    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_R")} | {"block_sums": "*fp32"}
-    scalars = {"num_rows": "i32"} | dict.fromkeys(("low", "high", "bound", "kl_coef", "entropy_coeff"), "fp32")
+    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_R")} | {
+        "block_sums": "*fp32"
+    }
+    scalars = {"num_rows": "i32"} | dict.fromkeys(
+        ("low", "high", "bound", "kl_coef", "entropy_coeff"), "fp32"
+    )
     signature = {**types, **scalars, **dict.fromkeys(constants, "constexpr")}
     assert set(signature) == set(kernel.arg_names)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}
+    )
     assert len(compiled.asm["cubin"]) > 0 and "fma.rn" not in compiled.asm["ptx"]

@@ -13,10 +13,12 @@ from torch import Tensor
 from workers_jobs import make_actor, share
 
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.parallel.world import World
 
 
-def waits_of_an_update(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[int, list[str]]:
+def waits_of_an_update(
+    world: World, state: dict[str, Tensor], batch: MiniBatch
+) -> tuple[int, list[str]]:
     """(micro-batches, what the host would wait for in their forward and backward passes)."""
     actor = make_actor(world, "llama", state)
     shard, plan = share(world, batch, token_budget=40)
@@ -24,7 +26,7 @@ def waits_of_an_update(world: World, state: dict[str, Tensor], batch: MiniBatch)
         actor.update(shard, plan, reference.TEMPERATURE)
     packed, row_loss, _ = actor._work(shard, plan, reference.TEMPERATURE, "policy")
     with DeviceWaits() as waits:
-        actor._pass(packed, row_loss)
+        actor._run_training_pass(packed, row_loss)
     return len(packed.micro_batches), waits.found
 
 
@@ -39,8 +41,13 @@ def test_an_update_waits_at_most_for_the_rows_of_the_head(dist_pool: DistPool) -
     with torch.no_grad():
         batch = reference.with_past(batch, reference.token_log_probs(model, batch)[0])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ((num_micro_batches, found),) = dist_pool.run(waits_of_an_update, state=state, batch=batch, timeout_s=300)
+    ((num_micro_batches, found),) = dist_pool.run(
+        waits_of_an_update, state=state, batch=batch, timeout_s=300
+    )
     assert num_micro_batches == 3
     places = Counter(place.partition(",")[0] for place in found)
-    assert set(places) <= {"nonzero in kernels/log_prob_chunked.py", "_unique2 in models/document_order.py"}
+    assert set(places) <= {
+        "nonzero in ranks/kernels/log_prob_chunked.py",
+        "_unique2 in ranks/models/document_token_order.py",
+    }
     assert max(places.values()) <= num_micro_batches

@@ -11,42 +11,52 @@ import torch
 from dist_pool import DistPool
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.source import RandomSource
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.attention import packed_documents
-from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.head import HiddenStatesHead, head_weight
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+from rlhf_megatron.ranks.models.output_heads import HiddenStatesHead, get_head_weight
+from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_source import RandomWeightSource
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    yield create_world(Layout(1), torch.device("cpu"))
+    yield create_world(ParallelLayout(1), torch.device("cpu"))
     destroy_world()
 
 
 def hf_model(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").double()
-    source = RandomSource(seed=3, std=0.15)
-    weights = {hf.name: source.tensor(hf) for rule in table_for(config) for hf in rule.hf}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager"
+    ).double()
+    source = RandomWeightSource(seed=3, std=0.15)
+    weights = {
+        hf.name: source.make_random_tensor(hf)
+        for rule in make_weight_table(config)
+        for hf in rule.hf_tensors
+    }
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= ({"lm_head.weight"} if config["tie_word_embeddings"] else set())
+    assert not unexpected and set(missing) <= (
+        {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    )
     return model
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_log_probs_equal_those_of_transformers(world: World, model_type: str, is_tied: bool) -> None:
+def test_log_probs_equal_those_of_transformers(
+    world: World, model_type: str, is_tied: bool
+) -> None:
     config = jobs.hf_config(model_type, is_tied)
     model = jobs.loaded_model(config, world)
     reference = hf_model(config)
     with torch.no_grad():
         got = jobs.run(world, model, forward_only=True)
-        batches = jobs.micro_batches(Layout(1), jobs.LENGTHS)
+        batches = jobs.micro_batches(ParallelLayout(1), jobs.LENGTHS)
         for (_, log_probs), batch, lengths in zip(got, batches, jobs.LENGTHS, strict=True):
             documents = batch.ids[0, : sum(lengths)].split(lengths)
             want = torch.cat([_log_probs(reference, document) for document in documents])
@@ -59,40 +69,43 @@ def _log_probs(reference: torch.nn.Module, document: Tensor) -> Tensor:
 
 
 def test_last_stage_keeps_megatrons_output_layer(world: World) -> None:
-    untied = build_model(jobs.hf_config(), world, torch.float32)
+    untied = build_megatron_model(jobs.hf_config(), world, torch.float32)
     chunk = untied.chunks[0]
     assert type(chunk.output_layer) is HiddenStatesHead
-    assert head_weight(chunk) is chunk.output_layer.weight and head_weight(chunk).shape == (37, 32)
+    assert get_head_weight(chunk) is chunk.output_layer.weight and get_head_weight(chunk).shape == (
+        37,
+        32,
+    )
     state = chunk.sharded_state_dict(metadata={"dp_cp_group": world.dp_group})
     assert state["output_layer.weight"].global_shape == (37, 32)
-    tied = build_model(jobs.hf_config(is_tied=True), world, torch.float32).chunks[0]
+    tied = build_megatron_model(jobs.hf_config(is_tied=True), world, torch.float32).chunks[0]
     assert tied.output_layer.weight is None
-    assert head_weight(tied) is tied.embedding.word_embeddings.weight
+    assert get_head_weight(tied) is tied.embedding.word_embeddings.weight
     chunk.post_process = False
     with pytest.raises(ValueError, match="last pipeline stage only"):
-        head_weight(chunk)
+        get_head_weight(chunk)
 
 
 def test_bfloat16_parameters_and_activations(world: World) -> None:
-    model = build_model(jobs.hf_config(), world, torch.bfloat16)
+    model = build_megatron_model(jobs.hf_config(), world, torch.bfloat16)
     assert {p.dtype for p in model.chunks[0].parameters()} == {torch.bfloat16}
-    batch = jobs.micro_batches(Layout(1), jobs.LENGTHS)[0]
+    batch = jobs.micro_batches(ParallelLayout(1), jobs.LENGTHS)[0]
     for parameter in model.chunks[0].parameters():
         torch.nn.init.constant_(parameter, 0.01)
-    documents = packed_documents(batch.borders, batch.longest, batch.positions)
+    documents = make_packed_documents(batch.borders, batch.longest, batch.positions)
     hidden = model.chunks[0](batch.ids, batch.positions, None, packed_seq_params=documents)
     assert hidden.dtype == torch.bfloat16
 
 
 def test_padded_batches_are_refused(world: World) -> None:
-    chunk = build_model(jobs.hf_config(), world, torch.float32).chunks[0]
+    chunk = build_megatron_model(jobs.hf_config(), world, torch.float32).chunks[0]
     with pytest.raises(ValueError, match="made by packed_documents"):
         chunk(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None)
 
 
 def refused(world: World, changes: dict[str, Any], megatron: MegatronConfig | None = None) -> str:
     try:
-        build_model({**jobs.hf_config(), **changes}, world, torch.float32, megatron)
+        build_megatron_model({**jobs.hf_config(), **changes}, world, torch.float32, megatron)
     except ValueError as error:
         return str(error)
     return ""
@@ -109,20 +122,26 @@ def test_sizes_that_do_not_divide_are_all_named(dist_pool: DistPool) -> None:
 
 @pytest.mark.dist
 def test_layers_are_spread_over_stages_and_their_chunks(dist_pool: DistPool) -> None:
-    message = dist_pool.run(refused, pp=2, vpp=2, changes={"num_hidden_layers": 6}, timeout_s=300)[0]
+    message = dist_pool.run(refused, pp=2, vpp=2, changes={"num_hidden_layers": 6}, timeout_s=300)[
+        0
+    ]
     wanted = "num_layers (6) must be a multiple of pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
     assert message.startswith(wanted + " (2 x 2)")
 
 
 def full(method: Any, num_layers: int | None) -> MegatronConfig:
-    return MegatronConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers)
+    return MegatronConfig(
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers
+    )
 
 
 def test_recompute_that_would_run_past_a_chunk_or_be_ignored_is_refused(world: World) -> None:
     assert "recompute_num_layers (3) must divide the layers of a model chunk (4 =" in refused(
         world, {}, full("uniform", 3)
     )
-    assert "(5) must be at most the layers of a model chunk (4 =" in refused(world, {}, full("block", 5))
+    assert "(5) must be at most the layers of a model chunk (4 =" in refused(
+        world, {}, full("block", 5)
+    )
     assert "full recompute needs recompute_method (None)" in refused(world, {}, full(None, 1))
     assert "recompute_num_layers (None)" in refused(world, {}, full("block", None))
     assert refused(world, {}, full("uniform", 2)) == refused(world, {}, full("block", 3)) == ""
@@ -159,19 +178,40 @@ def calls_of_a_step(world: World, megatron: MegatronConfig) -> dict[str, list[in
     ("settings", "again"),
     [
         ({}, {}),
-        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "all"),
-        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, "first"),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 2,
+            },
+            "all",
+        ),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            },
+            "first",
+        ),
         ({"recompute_granularity": "selective"}, {"self_attention.core_attention"}),
-        ({"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, {"input_layernorm"}),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+            {"input_layernorm"},
+        ),
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, {"mlp"}),
     ],
     ids=["keep", "uniform", "block", "core_attn", "layernorm", "mlp"],
 )
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_what_is_computed_again_is_what_was_asked_for(world: World, impl: Any, settings: Any, again: Any) -> None:
+def test_what_is_computed_again_is_what_was_asked_for(
+    world: World, impl: Any, settings: Any, again: Any
+) -> None:
     if impl == "transformer_engine" and "layernorm" in settings.get("recompute_modules", ()):
         return  # refused, see above
-    for name, calls in calls_of_a_step(world, MegatronConfig(transformer_impl=impl, **settings)).items():
+    for name, calls in calls_of_a_step(
+        world, MegatronConfig(transformer_impl=impl, **settings)
+    ).items():
         if again == "all":
             assert calls == [2, 2, 2, 2]
         elif again == "first":

@@ -12,15 +12,15 @@ import torch
 from table_samples import LLAMA3_ROPE, THREE_KV_HEADS, StateSource, random_state
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.load_model import load_hf, named_parameters
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.attention import packed_documents
-from rlhf_megatron.models.build import MegatronModel, build_model
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.head import head_weight
-from rlhf_megatron.models.table import Impl
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters, load_hf_weights
+from rlhf_megatron.ranks.models.megatron_model_builder import MegatronModel, build_megatron_model
+from rlhf_megatron.ranks.models.output_heads import get_head_weight
+from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_table import LayerImpl
 
 LENGTHS = (120, 7, 33)
 COMMON = {
@@ -55,13 +55,17 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    yield create_world(Layout(1), torch.device("cpu"))
+    yield create_world(ParallelLayout(1), torch.device("cpu"))
     destroy_world()
 
 
-def built(config: dict[str, Any], state: dict[str, Tensor], world: World, impl: Impl = "local") -> MegatronModel:
-    model = build_model(config, world, torch.float32, MegatronConfig(transformer_impl=impl))
-    load_hf(model.chunks, table_for(config, 1, impl), StateSource(state), 0, 1)
+def built(
+    config: dict[str, Any], state: dict[str, Tensor], world: World, impl: LayerImpl = "local"
+) -> MegatronModel:
+    model = build_megatron_model(
+        config, world, torch.float32, MegatronConfig(transformer_impl=impl)
+    )
+    load_hf_weights(model.chunks, make_weight_table(config, 1, impl), StateSource(state), 0, 1)
     return model
 
 
@@ -75,10 +79,12 @@ def ours(model: MegatronModel) -> Tensor:
     ids = torch.cat(documents())[None]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     borders = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    packed = packed_documents(borders, max(LENGTHS), positions)
+    packed = make_packed_documents(borders, max(LENGTHS), positions)
     hidden = model.chunks[0](ids, positions, None, packed_seq_params=packed)[0]
-    log_p = (hidden @ head_weight(model.chunks[0]).T).log_softmax(-1)
-    rows = torch.cat([torch.arange(start, stop - 1) for start, stop in itertools.pairwise(borders.tolist())])
+    log_p = (hidden @ get_head_weight(model.chunks[0]).T).log_softmax(-1)
+    rows = torch.cat(
+        [torch.arange(start, stop - 1) for start, stop in itertools.pairwise(borders.tolist())]
+    )
     return log_p[rows].gather(1, ids[0, rows + 1, None])[:, 0]
 
 
@@ -89,7 +95,9 @@ def of_transformers(config: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
     their_config = AutoConfig.for_model(**copy.deepcopy(config))
     model = AutoModelForCausalLM.from_config(their_config, attn_implementation="eager").double()
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and missing == (["lm_head.weight"] if config["tie_word_embeddings"] else [])
+    assert not unexpected and missing == (
+        ["lm_head.weight"] if config["tie_word_embeddings"] else []
+    )
     found = []
     for ids in documents():
         log_p = model(ids[None]).logits[0, :-1].log_softmax(-1)
@@ -100,36 +108,44 @@ def of_transformers(config: dict[str, Any], state: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_log_probs_equal_those_of_transformers(world: World, name: str, impl: Impl) -> None:
+def test_log_probs_equal_those_of_transformers(world: World, name: str, impl: LayerImpl) -> None:
     state = random_state(MODELS[name])
     got = ours(built(MODELS[name], state, world, impl))
-    torch.testing.assert_close(got.double(), of_transformers(MODELS[name], state), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        got.double(), of_transformers(MODELS[name], state), atol=2e-5, rtol=0
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, config in MODELS.items() if "rope_scaling" in config])
+@pytest.mark.parametrize(
+    "name", [name for name, config in MODELS.items() if "rope_scaling" in config]
+)
 @torch.no_grad()
 def test_rescaling_counts(world: World, name: str) -> None:
     """Or the equality above would hold for a model that ignores it."""
     state = random_state(MODELS[name])
     scaled, plain = (
-        ours(built(config, state, world)) for config in (MODELS[name], MODELS[name] | {"rope_scaling": None})
+        ours(built(config, state, world))
+        for config in (MODELS[name], MODELS[name] | {"rope_scaling": None})
     )
     assert (scaled - plain).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
-    "name, num_biases", [("llama, biased", 7), ("llama, biased attention", 4), ("llama, biased MLP", 3)]
+    "name, num_biases",
+    [("llama, biased", 7), ("llama, biased attention", 4), ("llama, biased MLP", 3)],
 )
-def test_every_bias_has_a_gradient_as_in_transformers(world: World, name: str, num_biases: int) -> None:
+def test_every_bias_has_a_gradient_as_in_transformers(
+    world: World, name: str, num_biases: int
+) -> None:
     config = MODELS[name]
     state = random_state(config)
     model = built(config, state, world)
     ours(model).sum().backward()
     got = {}
-    parameters = named_parameters(model.chunks)
-    for rule in table_for(config):
+    parameters = collect_named_parameters(model.chunks)
+    for rule in make_weight_table(config):
         parts = rule.to_hf(parameters[rule.megatron_name].grad)
-        got |= {hf.name: part for hf, part in zip(rule.hf, parts, strict=True)}
+        got |= {hf.name: part for hf, part in zip(rule.hf_tensors, parts, strict=True)}
     leaves = {name: tensor.double().requires_grad_() for name, tensor in state.items()}
     torch.func.functional_call(_Sum(config), leaves, ()).backward()
     assert sum(name.endswith("bias") for name in got) == 2 * num_biases
@@ -145,11 +161,13 @@ def test_recomputing_an_mlp_with_biases_is_refused(world: World) -> None:
     for modules in (("mlp",), ("layernorm", "mlp")):
         megatron = MegatronConfig(recompute_granularity="selective", recompute_modules=modules)
         with pytest.raises(ValueError, match="must not have mlp for an MLP with biases"):
-            build_model(config, world, torch.float32, megatron)
+            build_megatron_model(config, world, torch.float32, megatron)
         for change in ({"attention_bias": False, "mlp_bias": False}, {"mlp_bias": False}):
-            build_model(config | change, world, torch.float32, megatron)
-    megatron = MegatronConfig(recompute_granularity="selective", recompute_modules=("layernorm", "core_attn"))
-    build_model(config, world, torch.float32, megatron)
+            build_megatron_model(config | change, world, torch.float32, megatron)
+    megatron = MegatronConfig(
+        recompute_granularity="selective", recompute_modules=("layernorm", "core_attn")
+    )
+    build_megatron_model(config, world, torch.float32, megatron)
 
 
 class _Sum(torch.nn.Module):
@@ -159,7 +177,9 @@ class _Sum(torch.nn.Module):
         super().__init__()
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        their = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").double()
+        their = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), attn_implementation="eager"
+        ).double()
         self.model, self.lm_head = their.model, their.lm_head
 
     def forward(self) -> Tensor:

@@ -17,7 +17,7 @@ from table_samples import (
     tied,
 )
 
-from rlhf_megatron.config.rules.model import model_problems
+from rlhf_megatron.config.rules.model_rules import find_policy_model_problems
 from rlhf_megatron.config.schema import DataConfig, MegatronConfig, ModelConfig, RunConfig
 
 VPP = "virtual_pipeline_model_parallel_size"
@@ -25,17 +25,29 @@ VPP = "virtual_pipeline_model_parallel_size"
 
 def problems(hf_config: dict[str, Any], **layout: Any) -> list[str]:
     """Texts without the file's name."""
-    run = RunConfig(model=ModelConfig(path="m"), data=DataConfig(max_prompt_length=8, max_response_length=8))
+    run = RunConfig(
+        model=ModelConfig(path="m"), data=DataConfig(max_prompt_length=8, max_response_length=8)
+    )
     megatron = MegatronConfig(**layout)
     run = replace(run, actor=replace(run.actor, megatron=megatron))
-    return [problem.text.removeprefix("m/config.json: ") for problem in model_problems(run, hf_config)]
+    return [
+        problem.text.removeprefix("m/config.json: ")
+        for problem in find_policy_model_problems(run, hf_config)
+    ]
 
 
-@pytest.mark.parametrize("rope", [{}, {"rope_scaling": LLAMA3_ROPE}, {"rope_parameters": LLAMA3_ROPE}])
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_scaling": LLAMA3_ROPE}, {"rope_parameters": LLAMA3_ROPE}]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_accepted(name: str, rope: dict[str, Any]) -> None:
     for hf_config in (FAMILIES[name], tied(FAMILIES[name])):
-        assert problems({**hf_config, **rope}, tensor_model_parallel_size=4, pipeline_model_parallel_size=2) == []
+        assert (
+            problems(
+                {**hf_config, **rope}, tensor_model_parallel_size=4, pipeline_model_parallel_size=2
+            )
+            == []
+        )
         three = {**hf_config, **rope, **THREE_KV_HEADS}
         assert problems(three, tensor_model_parallel_size=3) == []
 
@@ -67,17 +79,27 @@ def test_layers_must_divide_by_stages_and_chunks() -> None:
 
 
 def test_an_mlp_with_biases_is_not_recomputed() -> None:
-    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}
+    selective: dict[str, Any] = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "mlp"),
+    }
     assert problems(BIASED_LLAMA, **selective) == [
         "mlp_bias (True) and actor.megatron.recompute_modules (['layernorm', 'mlp']) do not go together:"
         " megatron-core's backward pass through a recomputed MLP with biases does not end; remove mlp or use"
         " actor.megatron.recompute_granularity: full."
     ]
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     assert problems(BIASED_LLAMA, **full) == []
     assert problems(SMALL_QWEN2, **selective) == []
     assert problems({**BIASED_LLAMA, "mlp_bias": False}, **selective) == []
-    assert problems(BIASED_LLAMA, **selective | {"recompute_modules": ("layernorm", "core_attn")}) == []
+    assert (
+        problems(BIASED_LLAMA, **selective | {"recompute_modules": ("layernorm", "core_attn")})
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,4 +144,9 @@ def test_a_sliding_window_that_is_switched_off_is_no_window() -> None:
     """As Qwen2.5 ships it, and as transformers 5 writes it."""
     off = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 2}
     assert problems({**SMALL_QWEN2, **off}) == []
-    assert problems({**SMALL_QWEN2, **off, "sliding_window": None, "layer_types": ["full_attention"] * 4}) == []
+    assert (
+        problems(
+            {**SMALL_QWEN2, **off, "sliding_window": None, "layer_types": ["full_attention"] * 4}
+        )
+        == []
+    )

@@ -9,20 +9,20 @@ import pytest
 import torch
 from table_samples import SMALL_LLAMA, SMALL_QWEN2, SMALL_QWEN3, tied
 
-from rlhf_megatron.checkpoint.load_model import named_parameters
-from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.head import ValueHead, value_head
-from rlhf_megatron.models.table import check_tensor_parallel, rules_of_stage
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
+from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+from rlhf_megatron.ranks.models.output_heads import ValueHead, get_value_head
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_table import check_tensor_parallel_split, select_stage_rules
 
 FAMILIES = {"qwen3": SMALL_QWEN3, "llama": SMALL_LLAMA, "qwen2": SMALL_QWEN2}
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    yield create_world(Layout(1), torch.device("cpu"))
+    yield create_world(ParallelLayout(1), torch.device("cpu"))
     destroy_world()
 
 
@@ -37,18 +37,29 @@ def test_names_and_shapes_are_those_of_a_token_classifier(name: str, is_tied: bo
         model = transformers.AutoModelForTokenClassification.from_config(config)
     theirs = {n: tuple(t.shape) for n, t in model.named_parameters()}
     for tp_size in (1, 2):
-        table = table_for(hf_config, tp_size, head="value")
-        check_tensor_parallel(table, tp_size)
-        assert {hf.name: hf.shape for rule in table for hf in rule.hf} == theirs
+        table = make_weight_table(hf_config, tp_size, head="value")
+        check_tensor_parallel_split(table, tp_size)
+        assert {hf.name: hf.shape for rule in table for hf in rule.hf_tensors} == theirs
 
 
 def test_the_head_takes_the_place_of_the_output_layer() -> None:
     for config in (SMALL_QWEN3, tied(SMALL_QWEN3)):
-        policy = [rule.megatron_name for rule in table_for(config) if rule.megatron_name != "output_layer.weight"]
-        table = table_for(config, head="value")
-        assert [rule.megatron_name for rule in table] == [*policy, "output_layer.weight", "output_layer.bias"]
+        policy = [
+            rule.megatron_name
+            for rule in make_weight_table(config)
+            if rule.megatron_name != "output_layer.weight"
+        ]
+        table = make_weight_table(config, head="value")
+        assert [rule.megatron_name for rule in table] == [
+            *policy,
+            "output_layer.weight",
+            "output_layer.bias",
+        ]
         assert {rule.split for rule in table[-2:]} == {"replicated"}
-        assert [rule.megatron_name for rule in rules_of_stage(table, 1, Layout(2, pp=2))[-3:]] == [
+        assert [
+            rule.megatron_name
+            for rule in select_stage_rules(table, 1, ParallelLayout(2, pp=2))[-3:]
+        ] == [
             "decoder.final_layernorm.weight",
             "output_layer.weight",
             "output_layer.bias",
@@ -57,10 +68,16 @@ def test_the_head_takes_the_place_of_the_output_layer() -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_critic_has_no_output_layer_and_ties_nothing(world: World, is_tied: bool) -> None:
-    chunk = build_model(jobs.hf_config(is_tied=is_tied), world, torch.float32, head="value").chunks[0]
-    assert value_head(chunk) is chunk.output_layer and type(chunk.output_layer) is ValueHead
+    chunk = build_megatron_model(
+        jobs.hf_config(is_tied=is_tied), world, torch.float32, head="value"
+    ).chunks[0]
+    assert get_value_head(chunk) is chunk.output_layer and type(chunk.output_layer) is ValueHead
     assert not chunk.share_embeddings_and_output_weights
-    behind = {name: tuple(p.shape) for name, p in named_parameters([chunk]).items() if "decoder" not in name}
+    behind = {
+        name: tuple(p.shape)
+        for name, p in collect_named_parameters([chunk]).items()
+        if "decoder" not in name
+    }
     assert behind == {
         "embedding.word_embeddings.weight": (37, 32),
         "output_layer.weight": (1, 32),
@@ -71,7 +88,7 @@ def test_a_critic_has_no_output_layer_and_ties_nothing(world: World, is_tied: bo
     assert state["output_layer.bias"].key == "value_head.bias"
     chunk.post_process = False
     with pytest.raises(ValueError, match="last pipeline stage only"):
-        value_head(chunk)
+        get_value_head(chunk)
 
 
 def test_values_are_float32_sums_of_rounded_numbers(world: World) -> None:
@@ -80,8 +97,10 @@ def test_values_are_float32_sums_of_rounded_numbers(world: World) -> None:
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[1.0, 2.0**-9, 2.0**-10]]))
         head.bias.fill_(3.0)
-    hidden = torch.tensor([[1.0, 1.0, 2.0**-10], [2.0, 0.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
-    values = head.values(hidden, torch.arange(2))
+    hidden = torch.tensor(
+        [[1.0, 1.0, 2.0**-10], [2.0, 0.0, 0.0]], dtype=torch.bfloat16, requires_grad=True
+    )
+    values = head.compute_values(hidden, torch.arange(2))
     assert values.dtype == torch.float32
     assert values.tolist() == [4 + 2.0**-9 + 2.0**-20, 5.0]
     (values * torch.tensor([3.0, 1.0])).sum().backward()
@@ -94,7 +113,7 @@ def test_values_are_float32_sums_of_rounded_numbers(world: World) -> None:
 def test_no_rows_have_gradients_that_are_zero(world: World) -> None:
     """And not none: a rank without rows still takes part in the reductions of every parameter."""
     head = ValueHead(3, torch.float32, is_sequence_split=False, tp_group=world.tp_group)
-    values = head.values(torch.ones(2, 3), torch.arange(0))
+    values = head.compute_values(torch.ones(2, 3), torch.arange(0))
     assert values.shape == (0,)
     values.sum().backward()
     assert head.weight.grad is not None and head.weight.grad.tolist() == [[0.0, 0.0, 0.0]]

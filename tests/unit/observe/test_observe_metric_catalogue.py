@@ -6,29 +6,41 @@ from typing import get_args
 import pytest
 
 from rlhf_megatron.algorithms.metric_names import PLACEHOLDERS, Reduction
-from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS, VERL_NAMES, find, reference
+from rlhf_megatron.controller.observe.metrics.metric_catalogue import (
+    METRIC_CATALOGUE,
+    METRIC_SECTIONS,
+    VERL_NAMES,
+    find_metric,
+    format_metric_reference,
+)
 
 
 def test_the_reference_has_a_line_for_every_metric() -> None:
-    text = reference()
-    assert [name for name, metric in CATALOGUE.items() if f"| `{name}` | {metric.unit} |" not in text] == []
+    text = format_metric_reference()
+    assert [
+        name
+        for name, metric in METRIC_CATALOGUE.items()
+        if f"| `{name}` | {metric.unit} |" not in text
+    ] == []
 
 
 def test_every_metric_stands_in_one_section_only() -> None:
-    names = [name for _, metrics in SECTIONS for name in metrics]
-    assert len(names) == len(set(names)) == len(CATALOGUE) and set(names) == set(CATALOGUE)
+    names = [name for _, metrics in METRIC_SECTIONS for name in metrics]
+    assert len(names) == len(set(names)) == len(METRIC_CATALOGUE) and set(names) == set(
+        METRIC_CATALOGUE
+    )
 
 
 def test_every_line_says_everything() -> None:
-    for name, metric in CATALOGUE.items():
+    for name, metric in METRIC_CATALOGUE.items():
         assert re.fullmatch(r"[\w<>]+(/[\w<>@]+)+", name), name
-        assert metric.unit and metric.meaning and metric.over, name
-        assert metric.reduction in get_args(Reduction) and metric.over[-1] not in "+-", name
+        assert metric.unit and metric.meaning and metric.reduced_over, name
+        assert metric.reduction in get_args(Reduction) and metric.reduced_over[-1] not in "+-", name
         assert set(re.findall(r"<(\w+)>", name)) <= set(PLACEHOLDERS), name
 
 
 def test_verls_names_lead_to_ours() -> None:
-    assert [ours for ours, _ in VERL_NAMES.values() if find(ours) is None] == []
+    assert [ours for ours, _ in VERL_NAMES.values() if find_metric(ours) is None] == []
 
 
 @pytest.mark.parametrize(
@@ -44,11 +56,21 @@ def test_verls_names_lead_to_ours() -> None:
     ],
 )
 def test_a_pattern_stands_for_its_keys(key: str, name: str) -> None:
-    assert find(key) is CATALOGUE[name]
+    assert find_metric(key) is METRIC_CATALOGUE[name]
 
 
 @pytest.mark.parametrize(
-    "key", ["reference/lr", "val/gsm8k/mean@", "val/gsm8k/best@x", "timing_s/a/b", "health/", "timing_s", "lr", ""]
+    "key",
+    [
+        "reference/lr",
+        "val/gsm8k/mean@",
+        "val/gsm8k/best@x",
+        "timing_s/a/b",
+        "health/",
+        "timing_s",
+        "lr",
+        "",
+    ],
 )
 def test_a_key_that_no_pattern_allows_is_not_listed(key: str) -> None:
-    assert find(key) is None
+    assert find_metric(key) is None

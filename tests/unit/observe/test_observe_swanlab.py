@@ -12,9 +12,9 @@ from places import SUPPORT
 from service_files import records
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.observe.loggers import check_loggers
-from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.tracker import Tracker
+from rlhf_megatron.controller.observe.loggers import check_logger_setups
+from rlhf_megatron.controller.observe.run_facts import RunFacts
+from rlhf_megatron.controller.observe.tracker import RunTracker
 
 FACTS = RunFacts("a run", "a project", config={"actor": {"optim": {"lr": 1e-4}}})
 
@@ -22,9 +22,11 @@ FACTS = RunFacts("a run", "a project", config={"actor": {"optim": {"lr": 1e-4}}}
 def write(run_dir: Path) -> None:
     """A run of two steps and its resumption by two more, in this process."""
     for steps in ((1, 2), (3, 4)):
-        with Tracker(run_dir, ("swanlab",), 4, FACTS) as tracker:
+        with RunTracker(run_dir, ("swanlab",), 4, FACTS) as tracker:
             for step in steps:
-                tracker.write(step, "step", {"critic/rewards/mean": step / 4, "val/sums/mean@4": 0.5})
+                tracker.log_metrics(
+                    step, "step", {"critic/rewards/mean": step / 4, "val/sums/mean@4": 0.5}
+                )
 
 
 def test_a_run_and_its_resumption_are_one(tmp_path: Path) -> None:
@@ -52,25 +54,38 @@ def test_a_run_and_its_resumption_are_one(tmp_path: Path) -> None:
         found = [record_pb2.Record.FromString(data) for data in records(path)]
         start = next(record.start for record in found if record.HasField("start"))
         assert (start.project, start.name, start.id) == ("a-project", "a run", name)
-        points = [(r.scalar.step, r.scalar.key, r.scalar.value.number) for r in found if r.HasField("scalar")]
-        assert points == [
-            point for s in steps for point in ((s, "critic/rewards/mean", s / 4), (s, "val/sums/mean@4", 0.5))
+        points = [
+            (r.scalar.step, r.scalar.key, r.scalar.value.number)
+            for r in found
+            if r.HasField("scalar")
         ]
-        assert found[-1].finish.state == 1 and "lr: 0.0001" in (path.parent / "files" / "config.yaml").read_text()
+        assert points == [
+            point
+            for s in steps
+            for point in ((s, "critic/rewards/mean", s / 4), (s, "val/sums/mean@4", 0.5))
+        ]
+        assert (
+            found[-1].finish.state == 1
+            and "lr: 0.0001" in (path.parent / "files" / "config.yaml").read_text()
+        )
 
 
-def test_a_missing_key_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("swanlab")
     for name in [name for name in os.environ if name.startswith("SWANLAB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"trainer.logger: swanlab has no API key; run `swanlab login`"):
-        check_loggers(["swanlab"])
+    with pytest.raises(
+        ConfigError, match=r"trainer.logger: swanlab has no API key; run `swanlab login`"
+    ):
+        check_logger_setups(["swanlab"])
     monkeypatch.setenv("SWANLAB_MODE", "offline")
-    check_loggers(["swanlab"])
+    check_logger_setups(["swanlab"])
 
 
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     with pytest.raises(ConfigError, match=r"trainer.logger: swanlab is not installed; install it"):
-        check_loggers(["swanlab"])
+        check_logger_setups(["swanlab"])

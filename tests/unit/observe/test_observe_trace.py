@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_megatron.controller.observe.trace import PROCESS_NUMBER, TraceWriter
+from rlhf_megatron.controller.observe.tracker import RunTracker
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.observe.trace import PROCESS, Trace
-from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.proxies import Workers
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-BATCH = TokenBatch(torch.tensor([0, 2, 5]), torch.arange(5), torch.tensor([False, True, False, True, True]))
+BATCH = TokenBatch(
+    torch.tensor([0, 2, 5]), torch.arange(5), torch.tensor([False, True, False, True, True])
+)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -33,14 +35,21 @@ def check_format(events: list[dict[str, Any]]) -> None:
     names: dict[int, str] = {}
     tracks: dict[int, list[tuple[int, int]]] = {}
     for event in events:
-        assert event["ph"] in ("X", "M") and event["pid"] == PROCESS and isinstance(event["name"], str)
+        assert (
+            event["ph"] in ("X", "M")
+            and event["pid"] == PROCESS_NUMBER
+            and isinstance(event["name"], str)
+        )
         if event["name"] == "thread_name":
             names[event["tid"]] = event["args"]["name"]
         if event["ph"] == "X":
-            assert all(isinstance(event[key], int) for key in ("ts", "dur", "tid")) and event["dur"] >= 0
+            assert (
+                all(isinstance(event[key], int) for key in ("ts", "dur", "tid"))
+                and event["dur"] >= 0
+            )
             assert event["tid"] in names, "a track is named before its first event"
             tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(set(names.values())) == len(names) and PROCESS not in names
+    assert len(set(names.values())) == len(names) and PROCESS_NUMBER not in names
     for spans in tracks.values():
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
@@ -49,60 +58,68 @@ def check_format(events: list[dict[str, Any]]) -> None:
 
 def test_steps_and_stages_with_their_times(tmp_path: Path) -> None:
     before = time.time()
-    with Tracker(tmp_path, ("jsonl",), total_steps=2) as tracker:
-        with tracker.stage("evaluate"):
+    with RunTracker(tmp_path, ("jsonl",), total_steps=2) as tracker:
+        with tracker.time_stage("evaluate"):
             pass
-        with pytest.raises(KeyError), tracker.step(1), tracker.stage("generate"):
+        with pytest.raises(KeyError), tracker.track_step(1), tracker.time_stage("generate"):
             time.sleep(0.03)
             raise KeyError
     after = time.time()
     events = read(tmp_path / "trace.json")
     check_format(events)
     found = durations(events)
-    assert set(found) == {"evaluate", "generate"}, "a step that failed is no step; its stages are there"
+    assert set(found) == {"evaluate", "generate"}, (
+        "a step that failed is no step; its stages are there"
+    )
     generate = found["generate"]
     assert (generate["tid"], generate["cat"], generate["args"]) == (1, "stage", {"step": 1})
     assert 30_000 <= generate["dur"] <= (after - before) * 1e6
-    assert before * 1e6 - 1e4 <= found["evaluate"]["ts"] < generate["ts"] <= after * 1e6 + 1e4  # wall clock
+    assert (
+        before * 1e6 - 1e4 <= found["evaluate"]["ts"] < generate["ts"] <= after * 1e6 + 1e4
+    )  # wall clock
     threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert threads == ["steps", "stages"]
 
 
 def test_an_open_trace_is_an_array_without_its_end(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    trace = Trace(path, "x")
-    trace.add("a", "stages", "stage", 1.0, 1.5)
+    trace = TraceWriter(path, "x")
+    trace.add_event("a", "stages", "stage", 1.0, 1.5)
     text = path.read_text()
     assert text.startswith("[\n") and text.endswith("},\n")
     assert all(json.loads(line.removesuffix(",")) for line in text.splitlines()[1:])
     check_format(json.loads(text.removesuffix(",\n") + "]"))
     trace.close()
     trace.close()
-    trace.add("late", "stages", "stage", 2.0, 3.0)
+    trace.add_event("late", "stages", "stage", 2.0, 3.0)
     assert set(durations(read(path))) == {"a"}
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty", "bracket"])
 def test_a_trace_is_gone_on_with(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "trace.json"
-    first = Trace(path, "x")
-    first.add("a", "stages", "stage", 1.0, 1.5)
+    first = TraceWriter(path, "x")
+    first.add_event("a", "stages", "stage", 1.0, 1.5)
     text = path.read_text()
     first.close()
     if ending != "closed":
-        path.write_text({"open": text, "cut": text + '{"name": "b", "ph', "empty": "", "bracket": "[\n"}[ending])
-    second = Trace(path, "x")
+        path.write_text(
+            {"open": text, "cut": text + '{"name": "b", "ph', "empty": "", "bracket": "[\n"}[ending]
+        )
+    second = TraceWriter(path, "x")
     second.step = 4
-    second.add("c", "stages", "stage", 2.0, 2.25)
+    second.add_event("c", "stages", "stage", 2.0, 2.25)
     second.close()
     events = read(path)
     assert set(durations(events)) == ({"c"} if ending in ("empty", "bracket") else {"a", "c"})
-    assert durations(events)["c"]["dur"] == 250_000 and durations(events)["c"]["args"] == {"step": 4}
+    assert durations(events)["c"]["dur"] == 250_000 and durations(events)["c"]["args"] == {
+        "step": 4
+    }
     assert sum(event["name"] == "process_labels" for event in events) == 1
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
-    with Tracker(tmp_path, (), total_steps=1) as tracker, tracker.stage("generate"):
+    with RunTracker(tmp_path, (), total_steps=1) as tracker, tracker.time_stage("generate"):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +128,7 @@ class SlowPools:
     """A WorkerGroup of two pools, each a thread that sleeps through its calls one after the other, once it `may_begin`.
     The critic's ends after the actor's."""
 
-    layout = Layout(world_size=1)
+    layout = ParallelLayout(world_size=1)
 
     def __init__(self) -> None:
         self.layouts = {"actor": self.layout, "critic": self.layout}
@@ -120,7 +137,9 @@ class SlowPools:
         self.may_begin = threading.Event()
         self.is_closed = False
 
-    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+    def scatter(
+        self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
+    ) -> Future[Any]:
         assert token_budget == 99
         return self.broadcast(method, **arguments, batch=batch)
 
@@ -149,8 +168,8 @@ class SlowPools:
 
 
 def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
-    trace, pools = Trace(tmp_path / "trace.json", "x"), SlowPools()
-    workers = Workers(pools, trace.watch)
+    trace, pools = TraceWriter(tmp_path / "trace.json", "x"), SlowPools()
+    workers = RoleProxies(pools, trace.record_call)
     trace.step = 3
     start = time.monotonic()
     futures = [
@@ -165,12 +184,17 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
     pools.close()
     took = time.monotonic() - start
     trace.close()
-    assert pools.is_closed and pools.calls[2] == ("reference.log_probs", {"with_entropy": False, "batch": BATCH})
+    assert pools.is_closed and pools.calls[2] == (
+        "reference.log_probs",
+        {"with_entropy": False, "batch": BATCH},
+    )
     assert pools.calls[3] == ("host.send_weights", {"version": 7})
     events = read(tmp_path / "trace.json")
     check_format(events)
     found = durations(events)
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert {name: tracks[event["tid"]] for name, event in found.items()} == {
         "actor.log_probs": "actor pool",
         "critic.values": "critic pool",
@@ -178,13 +202,23 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
         "host.send_weights": "actor pool",
     }
     assert found["actor.log_probs"]["args"] == {"step": 3, "num_samples": 2, "num_tokens": 5}
-    first, second, other = found["actor.log_probs"], found["reference.log_probs"], found["critic.values"]
-    assert second["ts"] >= first["ts"] + first["dur"], "a call waits for the one before it in its pool"
+    first, second, other = (
+        found["actor.log_probs"],
+        found["reference.log_probs"],
+        found["critic.values"],
+    )
+    assert second["ts"] >= first["ts"] + first["dur"], (
+        "a call waits for the one before it in its pool"
+    )
     last = found["host.send_weights"]
     for event in (first, other, second, last):
         assert event["dur"] >= 20_000
-    assert first["dur"] + second["dur"] + last["dur"] <= took * 1e6, "time that a call waited is not its own"
-    assert other["ts"] < first["ts"] + first["dur"] and other["ts"] + other["dur"] > second["ts"], "pools overlap"
+    assert first["dur"] + second["dur"] + last["dur"] <= took * 1e6, (
+        "time that a call waited is not its own"
+    )
+    assert other["ts"] < first["ts"] + first["dur"] and other["ts"] + other["dur"] > second["ts"], (
+        "pools overlap"
+    )
 
 
 def test_a_call_that_fails_is_seen_and_its_error_goes_on(tmp_path: Path) -> None:
@@ -194,8 +228,8 @@ def test_a_call_that_fails_is_seen_and_its_error_goes_on(tmp_path: Path) -> None
             future.set_exception(ValueError("lost"))
             return future
 
-    trace = Trace(tmp_path / "trace.json", "x")
+    trace = TraceWriter(tmp_path / "trace.json", "x")
     with pytest.raises(ValueError, match="lost"):
-        Workers(Failing(), trace.watch).host.refresh_reference().result()
+        RoleProxies(Failing(), trace.record_call).host.refresh_reference().result()
     trace.close()
     assert set(durations(read(tmp_path / "trace.json"))) == {"host.refresh_reference"}

@@ -16,21 +16,25 @@ from scheduler_samples import train_batch
 from service_files import records
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.observe.loggers import check_loggers
-from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.tracker import Tracker
+from rlhf_megatron.controller.observe.loggers import check_logger_setups
+from rlhf_megatron.controller.observe.run_facts import RunFacts
+from rlhf_megatron.controller.observe.tracker import RunTracker
 
 SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 8.0}
-FACTS = RunFacts("a run", "a project", samples_kept=2, config={"actor": {"optim": {"lr": 1e-4}}})
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+FACTS = RunFacts(
+    "a run", "a project", num_samples_logged=2, config={"actor": {"optim": {"lr": 1e-4}}}
+)
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
+)
 
 
 def write(run_dir: Path) -> None:
-    with Tracker(run_dir, ("jsonl", "wandb"), 2, FACTS) as tracker:
-        tracker.warmup(40, {"warmup/loss": 2.0})
+    with RunTracker(run_dir, ("jsonl", "wandb"), 2, FACTS) as tracker:
+        tracker.log_warmup_step(40, {"warmup/loss": 2.0})
         for step in (1, 2):
-            with tracker.step(step):
-                tracker.batch(train_batch(8), SAID)
+            with tracker.track_step(step):
+                tracker.set_step_batch(train_batch(8), SAID)
 
 
 def in_a_process_of_its_own(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +68,10 @@ def test_an_offline_run_has_everything(tmp_path: Path) -> None:
     config = {item.key: json.loads(item.value_json) for r in found for item in r.run.config.update}
     assert config["actor"] == {"optim": {"lr": 1e-4}}
     history = [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.history.item}
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in r.history.item
+        }
         for r in found
         if r.HasField("history")
     ]
@@ -72,24 +79,39 @@ def test_an_offline_run_has_everything(tmp_path: Path) -> None:
     steps = [row for row in history if "critic/rewards/mean" in row]
     for row, written in zip(steps, expected[1:], strict=True):
         assert row["step"] == written["step"]
-        assert {key: row[key] for key in written if "/" in key} == {k: v for k, v in written.items() if "/" in k}
-    assert [(row["warmup/step"], row["warmup/loss"]) for row in history if "warmup/loss" in row] == [(40, 2.0)]
+        assert {key: row[key] for key in written if "/" in key} == {
+            k: v for k, v in written.items() if "/" in k
+        }
+    assert [
+        (row["warmup/step"], row["warmup/loss"]) for row in history if "warmup/loss" in row
+    ] == [(40, 2.0)]
     axes = {r.metric.name: r.metric.step_metric for r in found if r.HasField("metric")}
-    assert axes["warmup/loss"] == "warmup/step" and axes["critic/rewards/mean"] == axes["samples"] == "step"
+    assert (
+        axes["warmup/loss"] == "warmup/step"
+        and axes["critic/rewards/mean"] == axes["samples"] == "step"
+    )
     rewards = [row for row in history if "histogram/rewards/values" in row]
     assert len(rewards) == 2 and sum(rewards[0]["histogram/rewards/values"]) == 8
     assert rewards[0]["histogram/rewards/bins"][-1] == 7.0
     tables = [json.loads(p.read_text()) for p in path.parent.glob("files/media/table/*.table.json")]
     assert len(tables) == 2 and tables[0]["columns"][:3] == ["step", "kind", "prompt"]
     assert {tuple(row[:3]) for table in tables for row in table["data"]} == {
-        *((step, kind, prompt) for step in (1, 2) for kind, prompt in (("best", "7"), ("worst", "0"))),
+        *(
+            (step, kind, prompt)
+            for step in (1, 2)
+            for kind, prompt in (("best", "7"), ("worst", "0"))
+        ),
     }
     assert next(r.exit.exit_code for r in found if r.HasField("exit")) == 0
 
 
 @needs_wandb
 def test_a_service_that_cannot_be_reached_is_told_once(tmp_path: Path) -> None:
-    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
+    nowhere = {
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_INIT_TIMEOUT": "2",
+    }
     result = in_a_process_of_its_own(tmp_path, **nowhere)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("logger wandb is switched off: ") == 1
@@ -99,20 +121,31 @@ def test_a_service_that_cannot_be_reached_is_told_once(tmp_path: Path) -> None:
 
 @needs_wandb
 def test_no_key_is_told_before_anything_starts(tmp_path: Path) -> None:
-    code = "from rlhf_megatron.observe.loggers import check_loggers; check_loggers(['wandb'])"
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {"HOME": str(tmp_path)}
-    for environment, says in (({}, "wandb has no API key; run `wandb login`"), ({"WANDB_MODE": "offline"}, "")):
+    code = "from rlhf_megatron.controller.observe.loggers import check_loggers; check_loggers(['wandb'])"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {
+        "HOME": str(tmp_path)
+    }
+    for environment, says in (
+        ({}, "wandb has no API key; run `wandb login`"),
+        ({"WANDB_MODE": "offline"}, ""),
+    ):
         result = subprocess.run(
-            [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", code],
+            env=clean | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert (result.returncode != 0) == bool(says) and says in result.stderr, result.stderr
 
 
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loggers(("console", "jsonl", "tensorboard"))
+    check_logger_setups(("console", "jsonl", "tensorboard"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"trainer.logger: wandb is not installed; install it .*\[wandb\]"):
-        check_loggers(("console", "wandb"))
+    with pytest.raises(
+        ConfigError, match=r"trainer.logger: wandb is not installed; install it .*\[wandb\]"
+    ):
+        check_logger_setups(("console", "wandb"))
 
 
 class BreakingService:

@@ -21,7 +21,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed (apt-get install chromium)"),
+    pytest.mark.skipif(
+        BROWSER is None, reason="no Chromium or Chrome is installed (apt-get install chromium)"
+    ),
 ]
 LIMIT_S = 180.0
 ROWS = [evaluation_row(0, 0.2, 0.1, 0.3), step_row(1, 0.25), step_row(2, 0.5)]
@@ -57,16 +59,26 @@ class Tab:
 def address(tmp_path: Path) -> Iterator[Path]:
     """Of the file in which the browser says where it listens."""
     profile = tmp_path / "profile"
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+    ]
     words += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
-    with subprocess.Popen([str(BROWSER), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+    with subprocess.Popen(
+        [str(BROWSER), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as browser:
         yield profile / "DevToolsActivePort"
         browser.kill()
 
 
 def test_the_page_follows_the_run_and_fits_a_narrow_screen(tmp_path: Path, address: Path) -> None:
     run = write_run_dir(tmp_path / "run", ROWS, samples=[sample(1)])
-    watch = threading.Thread(target=main, args=(["report", str(run), "--open", "no", "--watch", "1"],), daemon=True)
+    watch = threading.Thread(
+        target=main, args=(["report", str(run), "--open", "no", "--watch", "1"],), daemon=True
+    )
     watch.start()
     try:
         asyncio.run(_look(run, address))
@@ -84,20 +96,35 @@ async def _look(run: Path, address: Path) -> None:
     port = address.read_text().splitlines()[0]
     async with aiohttp.ClientSession() as session:
         async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-            (tab_at,) = [each["webSocketDebuggerUrl"] for each in await answer.json() if each["type"] == "page"]
+            (tab_at,) = [
+                each["webSocketDebuggerUrl"]
+                for each in await answer.json()
+                if each["type"] == "page"
+            ]
         async with session.ws_connect(tab_at) as socket:
             tab = Tab(socket)
             await tab.call("Page.navigate", url=page.as_uri())
-            text, drawn = "document.body.innerText", "document.querySelectorAll('figure canvas').length"
-            assert "step 3 of 4" not in await tab.until(text, lambda found: "step 2 of 4" in (found or ""))
+            text, drawn = (
+                "document.body.innerText",
+                "document.querySelectorAll('figure canvas').length",
+            )
+            assert "step 3 of 4" not in await tab.until(
+                text, lambda found: "step 2 of 4" in (found or "")
+            )
             assert await tab.until(drawn, lambda count: (count or 0) > 3)
             write_lines(run / "metrics.jsonl", [*ROWS, step_row(3, 0.75)])
             await tab.until(text, lambda found: "step 3 of 4" in (found or ""))
             await tab.call(
-                "Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False
+                "Emulation.setDeviceMetricsOverride",
+                width=400,
+                height=800,
+                deviceScaleFactor=1,
+                mobile=False,
             )
             await tab.until("innerWidth", lambda width: width == 400)
-            assert await tab.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+            assert await tab.value(
+                "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+            )
             assert await tab.until(drawn, lambda count: (count or 0) > 3)
             widest = "Math.max(...[...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().right))"
             assert await tab.value(f"{widest} <= document.documentElement.clientWidth")

@@ -6,12 +6,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_lines, write_run_dir
+from report_samples import (
+    Page,
+    evaluation_row,
+    mismatch_line,
+    sample,
+    step_row,
+    write_lines,
+    write_run_dir,
+)
 
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.observe.report.build import plain
-from rlhf_megatron.observe.report.compare import compare_charts, compare_page, differing_settings, group_runs
-from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.controller.observe.report.comparison_page import (
+    find_differing_settings,
+    group_runs,
+    make_comparison_charts,
+    render_comparison_page,
+)
+from rlhf_megatron.controller.observe.report.report_writer import escape_matplotlib_text
+from rlhf_megatron.controller.observe.report.run_files import read_run_files
 
 
 def colours_of(path: Path) -> tuple[tuple[int, int], int]:
@@ -23,19 +36,30 @@ def colours_of(path: Path) -> tuple[tuple[int, int], int]:
 def test_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     lines = [mismatch_line(1, {"stop": [1, 2, 3]})]
-    path = write_run_dir(tmp_path / "run", samples=[sample(1)], mismatch=lines, summary={"steps": 2, "seconds": 9.0})
+    path = write_run_dir(
+        tmp_path / "run", samples=[sample(1)], mismatch=lines, summary={"steps": 2, "seconds": 9.0}
+    )
     assert main(["report", str(path), "--open", "no"]) == 0
     said = capsys.readouterr().out
-    assert f"report: {path / 'report' / 'index.html'}" in said and said.startswith("run: finished at step 2 of 4\n")
+    assert f"report: {path / 'report' / 'index.html'}" in said and said.startswith(
+        "run: finished at step 2 of 4\n"
+    )
     pictures = sorted(p.name for p in (path / "report").glob("*.png"))
-    assert pictures == ["lengths.png", "mismatch.png", "policy.png", "reward.png", "time.png"][-len(pictures) :]
+    assert (
+        pictures
+        == ["lengths.png", "mismatch.png", "policy.png", "reward.png", "time.png"][-len(pictures) :]
+    )
     assert {"mismatch.png", "policy.png", "reward.png", "time.png"} <= set(pictures)
     for name in pictures:
         (width, height), num_colours = colours_of(path / "report" / name)
         assert width > 500 and height > 300 and num_colours > 20, name
     page = Page((path / "report" / "index.html").read_text())
-    assert [a["href"] for tag, a in page.tags if tag == "a" and str(a["href"]).endswith(".png")] == [
-        name for name in ("reward.png", "policy.png", "time.png", "mismatch.png") if name in pictures
+    assert [
+        a["href"] for tag, a in page.tags if tag == "a" and str(a["href"]).endswith(".png")
+    ] == [
+        name
+        for name in ("reward.png", "policy.png", "time.png", "mismatch.png")
+        if name in pictures
     ]
     assert sorted(p.name for p in (path / "report").iterdir()) == sorted([*pictures, "index.html"])
 
@@ -57,7 +81,9 @@ def test_a_watched_report_follows_the_run_to_its_end(
     monkeypatch.setattr("time.sleep", sleep)
     assert main(["report", str(path), "--open", "no", "--watch", "7"]) == 0
     said = capsys.readouterr().out
-    assert "step 2 of 4 was written less than" in said and said.endswith("run: finished at step 3 of 4\n")
+    assert "step 2 of 4 was written less than" in said and said.endswith(
+        "run: finished at step 3 of 4\n"
+    )
     reload = '<meta http-equiv="refresh" content="7">'
     assert [reload in page for page in pages] == [True, True] and pages[0] != pages[1]
     assert reload not in (path / "report" / "index.html").read_text()
@@ -129,11 +155,11 @@ def make_seeds(tmp_path: Path) -> list[Path]:
 
 
 def test_seeds_are_one_configuration(tmp_path: Path) -> None:
-    groups = group_runs([read_run(path) for path in make_seeds(tmp_path)])
+    groups = group_runs([read_run_files(path) for path in make_seeds(tmp_path)])
     assert [(g.label, len(g.runs)) for g in groups] == [("base (2 runs)", 2), ("fast", 1)]
-    assert differing_settings(groups) == [("actor.optim.lr", ["0.001", "0.1"])]
-    reward = compare_charts(groups, "reward")[0]
-    assert [(s.label, s.is_faint, s.group, s.values) for s in reward.series] == [
+    assert find_differing_settings(groups) == [("actor.optim.lr", ["0.001", "0.1"])]
+    reward = make_comparison_charts(groups, "reward")[0]
+    assert [(s.label, s.is_faint, s.colour_index, s.values) for s in reward.series] == [
         ("base (2 runs)", True, 0, (0.25, 0.5)),
         ("base (2 runs)", True, 0, (0.25, 0.7)),
         ("base (2 runs)", False, 0, (0.25, 0.6)),
@@ -150,8 +176,8 @@ def test_a_mean_stops_where_a_run_stops(tmp_path: Path) -> None:
     paths = make_seeds(tmp_path)[:2]
     write = [step_row(1, 0.25), step_row(2, 0.5), step_row(3, 1.0)]
     longer = write_run_dir(tmp_path / "base-seed3", write, seed=3)
-    (group,) = group_runs([read_run(path) for path in (*paths, longer)])
-    mean = compare_charts([group], "reward")[0].series[-1]
+    (group,) = group_runs([read_run_files(path) for path in (*paths, longer)])
+    mean = make_comparison_charts([group], "reward")[0].series[-1]
     assert mean.steps == (1, 2) and mean.values == (0.25, pytest.approx(0.566667))
 
 
@@ -160,10 +186,14 @@ def test_the_page_of_several_runs(tmp_path: Path) -> None:
     assert main(["report", *map(str, paths), "--open", "no"]) == 0
     html = (paths[0] / "report-compare" / "index.html").read_text()
     page = Page(html)
-    assert html == compare_page([read_run(path) for path in paths], sorted_pictures(page))
+    assert html == render_comparison_page(
+        [read_run_files(path) for path in paths], sorted_pictures(page)
+    )
     text = page.text
     assert "base (2 runs) · fast" in text and "3 runs, 2 configurations" in text
-    assert "0.600 [-0.671, 1.871]" in text and "+0.300" in text  # 0.9 - 0.6, no interval against a single run
+    assert (
+        "0.600 [-0.671, 1.871]" in text and "+0.300" in text
+    )  # 0.9 - 0.6, no interval against a single run
     assert "base-seed2" in text and "interrupted" not in text
     figures = [a["data-chart"] for tag, a in page.tags if tag == "figure"]
     assert sorted(map(str, figures)) == sorted(page.data["charts"]) and "samples" not in page.data
@@ -171,12 +201,17 @@ def test_the_page_of_several_runs(tmp_path: Path) -> None:
 
 def sorted_pictures(page: Page) -> list[str] | None:
     """Those that the page links to, in its order."""
-    names = [str(a["href"]) for tag, a in page.tags if tag == "a" and str(a["href"]).endswith(".png")]
+    names = [
+        str(a["href"]) for tag, a in page.tags if tag == "a" and str(a["href"]).endswith(".png")
+    ]
     return names or None
 
 
 def test_labels_of_pictures() -> None:
-    assert plain("_a$b$\x00") == r" _a\$b\$" + "\ufffd" and len(plain("x" * 500)) == 60
+    assert (
+        escape_matplotlib_text("_a$b$\x00") == r" _a\$b\$" + "\ufffd"
+        and len(escape_matplotlib_text("x" * 500)) == 60
+    )
 
 
 def test_the_status_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

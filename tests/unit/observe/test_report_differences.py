@@ -9,12 +9,15 @@ import yaml
 from report_samples import Page, evaluation_row, step_row, write_run_dir
 
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.observe.report.differences import differences
-from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.controller.observe.report.run_differences import compare_runs
+from rlhf_megatron.controller.observe.report.run_files import read_run_files
 
 LOCK = {
     "packages": {"python": "3.11.2", "torch": "2.13.0"},
-    "digests": {"model.path config.json": "0123456789abcdef", "data.train_files[0]": "1111111111111111"},
+    "digests": {
+        "model.path config.json": "0123456789abcdef",
+        "data.train_files[0]": "1111111111111111",
+    },
 }
 
 
@@ -31,7 +34,10 @@ def make(path: Path, reward: float = 0.5, lock: object = LOCK, **more: float) ->
 
 
 def test_equal_runs_are_called_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = make(tmp_path / "one"), make(tmp_path / "other", **{"timing_s/step": 9.0, "perf/mfu": 0.1})
+    one, other = (
+        make(tmp_path / "one"),
+        make(tmp_path / "other", **{"timing_s/step": 9.0, "perf/mfu": 0.1}),
+    )
     assert main(["report", str(one), str(other), "--open", "no"]) == 0
     said = capsys.readouterr().out
     assert "settings, versions and files are the same\n" in said
@@ -44,7 +50,10 @@ def test_every_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     one = make(tmp_path / "one")
     lock = {
         "packages": {"python": "3.11.2", "torch": "2.12.0"},
-        "digests": {"model.path config.json": "0123456789abcdef", "data.train_files[0]": "2222222222222222"},
+        "digests": {
+            "model.path config.json": "0123456789abcdef",
+            "data.train_files[0]": "2222222222222222",
+        },
     }
     other = make(tmp_path / "other", reward=0.75, lock=lock, **{"actor/entropy": 0.3})
     config = (other / "config.yaml").read_text()
@@ -63,26 +72,41 @@ def test_every_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
         "curves first differ at step 2: critic/rewards/mean, actor/entropy",
     ):
         assert line in lines, lines
-    assert not [line for line in lines if "python" in line or "config.json" in line or "settings, versions" in line]
+    assert not [
+        line
+        for line in lines
+        if "python" in line or "config.json" in line or "settings, versions" in line
+    ]
     text = Page((one / "report-compare" / "index.html").read_text()).text
-    assert "actor.optim.lr" in text and "2222222222222222" in text and "+0.250 [+0.179, +0.321]" in text
+    assert (
+        "actor.optim.lr" in text
+        and "2222222222222222" in text
+        and "+0.250 [+0.179, +0.321]" in text
+    )
 
 
 def test_a_metric_whose_interval_leaves_0_out_is_named(tmp_path: Path) -> None:
     """It is 2.5 and 2 at the last steps of one run, 4.5 and 4 in the other: t(2) x sqrt(2 x 0.125 / 2)."""
     runs = []
     for name, shift in (("one", 0.0), ("other", 2.0)):
-        rows = [step_row(step, 0.5, **{"actor/entropy": 1 + step / 2 + shift}) for step in (1, 2, 3)]
-        runs.append(write_run_dir(tmp_path / name, [*rows, step_row(4, 0.5, **{"actor/entropy": 2.0 + shift})]))
-    found = differences(*map(read_run, runs))
-    reward, entropy = found.curves
-    assert (reward.name, reward.is_apart, entropy.name, entropy.change.value) == (
+        rows = [
+            step_row(step, 0.5, **{"actor/entropy": 1 + step / 2 + shift}) for step in (1, 2, 3)
+        ]
+        runs.append(
+            write_run_dir(
+                tmp_path / name, [*rows, step_row(4, 0.5, **{"actor/entropy": 2.0 + shift})]
+            )
+        )
+    found = compare_runs(*map(read_run_files, runs))
+    reward, entropy = found.curve_differences
+    assert (reward.name, reward.is_significant, entropy.name, entropy.difference.value) == (
         "reward, last 2 steps",
         False,
         "actor/entropy",
         2.0,
     )
-    assert entropy.change.low == pytest.approx(2 - 4.302653 * 0.125**0.5, abs=1e-5)
+    assert entropy.difference.low == pytest.approx(2 - 4.302653 * 0.125**0.5, abs=1e-5)
     assert found.notes == tuple(
-        f"{name} has no config.lock.yaml: its versions and files cannot be compared" for name in ("one", "other")
+        f"{name} has no config.lock.yaml: its versions and files cannot be compared"
+        for name in ("one", "other")
     )

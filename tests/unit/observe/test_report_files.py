@@ -7,11 +7,22 @@ import os
 from pathlib import Path
 
 import pytest
-from report_samples import evaluation_row, mismatch_line, sample, step_row, write_lines, write_run_dir
+from report_samples import (
+    evaluation_row,
+    mismatch_line,
+    sample,
+    step_row,
+    write_lines,
+    write_run_dir,
+)
 
-from rlhf_megatron.observe.report.facts import layouts, settings, status
-from rlhf_megatron.observe.report.files import read_run
-from rlhf_megatron.observe.report.page import asset
+from rlhf_megatron.controller.observe.report.run_files import read_run_files
+from rlhf_megatron.controller.observe.report.run_overview import (
+    describe_layouts,
+    determine_run_status,
+    list_changed_settings,
+)
+from rlhf_megatron.controller.observe.report.run_page import read_asset
 
 TRACE = """[
 {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},
@@ -23,22 +34,40 @@ TRACE = """[
 
 def test_rows_are_those_of_the_files(tmp_path: Path) -> None:
     rows = [evaluation_row(0, 0.2, 0.1, 0.3), step_row(1, 0.25), step_row(2, 0.75)]
-    run = read_run(
-        write_run_dir(tmp_path / "a", rows, samples=[sample(1)], mismatch=[mismatch_line(1, {"stop": [1, 2, 3]})])
+    run = read_run_files(
+        write_run_dir(
+            tmp_path / "a",
+            rows,
+            samples=[sample(1)],
+            mismatch=[mismatch_line(1, {"stop": [1, 2, 3]})],
+        )
     )
     for found, written in zip([*run.evaluations, *run.steps], rows, strict=True):
-        assert {"kind": found.kind, "step": found.step, "seconds": found.seconds, **found.metrics} == written
+        assert {
+            "kind": found.kind,
+            "step": found.step,
+            "seconds": found.run_seconds,
+            **found.metrics,
+        } == written
     assert vars(run.samples[0]) == sample(1)
-    (line,) = run.mismatch
-    assert line.edges == (0.0, 1e-6, 1e-5, 1e-4) and line.groups[0].counts == (1, 2, 3) and line.worst[0].token == "7"
-    assert run.notes == () and set(run.absent) == {"trace.json", "summary.json"}
+    (line,) = run.mismatch_steps
+    assert (
+        line.edges == (0.0, 1e-6, 1e-5, 1e-4)
+        and line.groups[0].counts == (1, 2, 3)
+        and line.worst[0].token == "7"
+    )
+    assert run.notes == () and set(run.absence_reasons) == {"trace.json", "summary.json"}
 
 
 def test_samples_of_an_older_run_tell_less(tmp_path: Path) -> None:
     told = sample(2, version_spans=[[1, 0, 1], [2, 1, 2]], num_retractions=4)
-    older = {k: v for k, v in sample(1).items() if k not in ("version_spans", "num_cached_tokens", "num_retractions")}
+    older = {
+        k: v
+        for k, v in sample(1).items()
+        if k not in ("version_spans", "num_cached_tokens", "num_retractions")
+    }
     broken = sample(3, version_spans=[[1, 0]])
-    run = read_run(write_run_dir(tmp_path / "a", samples=[older, told, broken]))
+    run = read_run_files(write_run_dir(tmp_path / "a", samples=[older, told, broken]))
     assert [(s.version_spans, s.num_cached_tokens, s.num_retractions) for s in run.samples] == [
         ((), None, None),
         (((1, 0, 1), (2, 1, 2)), 3, 4),
@@ -48,8 +77,10 @@ def test_samples_of_an_older_run_tell_less(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["", "]\n", '{"name": "labels", "ph": "M", "args": {}}\n]\n'])
 def test_a_trace_may_be_open_at_its_end(tmp_path: Path, ending: str) -> None:
-    run = read_run(write_run_dir(tmp_path / "a", trace=TRACE + ending))
-    assert [(s.name, s.start_s, s.seconds, s.step, s.is_step, s.is_call) for s in run.spans] == [
+    run = read_run_files(write_run_dir(tmp_path / "a", trace=TRACE + ending))
+    assert [
+        (s.name, s.start_s, s.seconds, s.step, s.is_whole_step, s.is_host_call) for s in run.spans
+    ] == [
         ("generate", 0.0, 3.0, 1, False, False),
         ("step 1", 0.0, 4.5, 1, True, False),
         ("actor.update", 3.5, 0.5, 1, False, True),
@@ -59,7 +90,9 @@ def test_a_trace_may_be_open_at_its_end(tmp_path: Path, ending: str) -> None:
 
 def test_cut_off_and_broken_lines_are_left_out_with_a_note(tmp_path: Path) -> None:
     path = write_run_dir(
-        tmp_path / "a", samples=[sample(1), sample(2)], mismatch=[mismatch_line(1, {"stop": [1, 2, 3]})]
+        tmp_path / "a",
+        samples=[sample(1), sample(2)],
+        mismatch=[mismatch_line(1, {"stop": [1, 2, 3]})],
     )
     (path / "trace.json").write_text(TRACE + '{"name": "upd')
     for name in ("metrics", "samples"):
@@ -69,8 +102,12 @@ def test_cut_off_and_broken_lines_are_left_out_with_a_note(tmp_path: Path) -> No
     (path / "mismatch.jsonl").write_text(
         f'{lines}nonsense\n{{"step": 2, "edges": [3, 1], "groups": []}}\n[1]\n' + lines
     )
-    run = read_run(path)
-    assert [row.step for row in run.steps] == [1] and len(run.samples) == 1 and len(run.mismatch) == 2
+    run = read_run_files(path)
+    assert (
+        [row.step for row in run.steps] == [1]
+        and len(run.samples) == 1
+        and len(run.mismatch_steps) == 2
+    )
     assert len(run.spans) == 3
     assert run.notes == (
         "metrics.jsonl: the last line is cut off and left out",
@@ -84,24 +121,37 @@ def test_bytes_that_are_no_text_and_deep_nesting_do_no_harm(tmp_path: Path) -> N
     path = write_run_dir(tmp_path / "a")
     with (path / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\x00{\n" + b"[" * 100000 + b"\n")
-    run = read_run(path)
+    run = read_run_files(path)
     assert len(run.steps) == 2 and "2 line(s)" in run.notes[0]
 
 
 def test_numbers_that_are_not_finite_are_kept_apart_from_missing_ones(tmp_path: Path) -> None:
-    rows = [step_row(1, 0.5, **{"actor/grad_norm": float("nan")}), step_row(2, 0.5, **{"actor/grad_norm": None})]
+    rows = [
+        step_row(1, 0.5, **{"actor/grad_norm": float("nan")}),
+        step_row(2, 0.5, **{"actor/grad_norm": None}),
+    ]
     line = mismatch_line(1, {"stop": [0, 0, 1]})
     line["groups"][0]["max"] = line["worst"][0]["difference"] = line["worst"][0]["engine"] = None
-    run = read_run(write_run_dir(tmp_path / "a", rows, mismatch=[line]))
+    run = read_run_files(write_run_dir(tmp_path / "a", rows, mismatch=[line]))
     assert [str(row.metrics["actor/grad_norm"]) for row in run.steps] == ["nan", "nan"]
-    assert run.mismatch[0].groups[0].max == run.mismatch[0].worst[0].difference == float("inf")
+    assert (
+        run.mismatch_steps[0].groups[0].max
+        == run.mismatch_steps[0].worst[0].difference
+        == float("inf")
+    )
 
 
 def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:
-    run = read_run(
-        write_run_dir(tmp_path / "a", [step_row(1, 0.1), step_row(2, 0.2), step_row(2, 0.9), step_row(3, 0.3)])
+    run = read_run_files(
+        write_run_dir(
+            tmp_path / "a", [step_row(1, 0.1), step_row(2, 0.2), step_row(2, 0.9), step_row(3, 0.3)]
+        )
     )
-    assert [(row.step, row.metrics["critic/rewards/mean"]) for row in run.steps] == [(1, 0.1), (2, 0.9), (3, 0.3)]
+    assert [(row.step, row.metrics["critic/rewards/mean"]) for row in run.steps] == [
+        (1, 0.1),
+        (2, 0.9),
+        (3, 0.3),
+    ]
     assert "written again" in run.notes[0]
 
 
@@ -126,62 +176,93 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         ("odd", "cannot read .*metrics.jsonl: Is a directory; make it a readable file"),
     ):
         with pytest.raises(ValueError, match=message):
-            read_run(tmp_path / name)
+            read_run_files(tmp_path / name)
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
-    done = read_run(write_run_dir(tmp_path / "done", summary={"steps": 2, "seconds": 9.0, "layout": "tp2 pp1 dp2"}))
-    assert (status(done).word, status(done).text) == ("finished", "finished at step 2 of 4")
-    assert layouts(done) == "tp2 pp1 dp2"
-    path = write_run_dir(tmp_path / "open")
-    assert status(read_run(path)).word == "running"
-    os.utime(path / "metrics.jsonl", (1e9, 1e9))
-    stopped = read_run(path)
-    assert status(stopped).text == "interrupted after step 2 of 4: no summary.json and no error in its logs"
-    (path / "logs").mkdir()
-    aftermath = (
-        "2026-01-01 10:00:00,1 [actor dp0 pp0 tp0] ERROR runtime.service: ended in actor.update, forward:\n  line\n"
+    done = read_run_files(
+        write_run_dir(
+            tmp_path / "done", summary={"steps": 2, "seconds": 9.0, "layout": "tp2 pp1 dp2"}
+        )
     )
+    assert (determine_run_status(done).state, determine_run_status(done).text) == (
+        "finished",
+        "finished at step 2 of 4",
+    )
+    assert describe_layouts(done) == "tp2 pp1 dp2"
+    path = write_run_dir(tmp_path / "open")
+    assert determine_run_status(read_run_files(path)).state == "running"
+    os.utime(path / "metrics.jsonl", (1e9, 1e9))
+    stopped = read_run_files(path)
+    assert (
+        determine_run_status(stopped).text
+        == "interrupted after step 2 of 4: no summary.json and no error in its logs"
+    )
+    (path / "logs").mkdir()
+    aftermath = "2026-01-01 10:00:00,1 [actor dp0 pp0 tp0] ERROR runtime.service: ended in actor.update, forward:\n  line\n"
     (path / "logs" / "rank0.log").write_text(aftermath)
-    assert status(read_run(path)).word == "interrupted"
+    assert determine_run_status(read_run_files(path)).state == "interrupted"
     cause = "2026-01-01 10:00:01,1 [actor dp0 pp0 tp1] ERROR runtime.service: x failed\nTraceback\nValueError: y\n"
-    (path / "logs" / "rank1.log").write_text(cause + "2026-01-01 10:00:02,1 [actor dp0 pp0 tp1] INFO y: bye\n")
-    failed = read_run(path)
-    assert status(failed).text == "failed after step 2 of 4"
+    (path / "logs" / "rank1.log").write_text(
+        cause + "2026-01-01 10:00:02,1 [actor dp0 pp0 tp1] INFO y: bye\n"
+    )
+    failed = read_run_files(path)
+    assert determine_run_status(failed).text == "failed after step 2 of 4"
     assert failed.log_errors == ("logs/rank1.log\n" + cause.rstrip(),)
 
 
 @pytest.mark.parametrize(
     ("reason", "word", "text"),
     [
-        ("stopped: SIGTERM to [controller]", "stopped", "stopped after step 2 of 4: SIGTERM to [controller]"),
+        (
+            "stopped: SIGTERM to [controller]",
+            "stopped",
+            "stopped after step 2 of 4: SIGTERM to [controller]",
+        ),
         ("failed: a: b", "failed", "failed after step 2 of 4: a: b"),
         ("complete", "finished", "finished at step 2 of 4"),
         (None, "running", "no summary yet; step 2 of 4 was written less than 3 minutes ago"),
     ],
 )
-def test_attempts_tell_how_a_run_ended(tmp_path: Path, reason: str | None, word: str, text: str) -> None:
+def test_attempts_tell_how_a_run_ended(
+    tmp_path: Path, reason: str | None, word: str, text: str
+) -> None:
     path = write_run_dir(tmp_path / "run")
-    lines = [{"kind": "start", "time": 1.0}, {"kind": "end", "time": 2.0, "reason": "failed: the attempt before"}]
+    lines = [
+        {"kind": "start", "time": 1.0},
+        {"kind": "end", "time": 2.0, "reason": "failed: the attempt before"},
+    ]
     lines += [{"kind": "start", "time": 3.0}]
-    write_lines(path / "attempts.jsonl", lines + ([{"kind": "end", "time": 4.0, "reason": reason}] if reason else []))
-    found = status(read_run(path))
-    assert (found.word, found.text) == (word, text)
-    assert f".pill.{word}" in asset("report.css")
+    write_lines(
+        path / "attempts.jsonl",
+        lines + ([{"kind": "end", "time": 4.0, "reason": reason}] if reason else []),
+    )
+    found = determine_run_status(read_run_files(path))
+    assert (found.state, found.text) == (word, text)
+    assert f".pill.{word}" in read_asset("report.css")
 
 
 def test_all_layouts_of_a_resumed_run_are_told(tmp_path: Path) -> None:
     path = write_run_dir(tmp_path / "run")
-    told = [{"actor": "tp2 pp1 dp2"}, {"actor": "tp2 pp1 dp2"}, {"actor": "tp1 pp2 dp2", "critic": "tp1 pp1 dp1"}]
-    write_lines(path / "attempts.jsonl", [{"kind": "start", "time": 1.0, "layouts": one} for one in told])
-    assert layouts(read_run(path)) == "actor tp2 pp1 dp2, then actor tp1 pp2 dp2, critic tp1 pp1 dp1"
+    told = [
+        {"actor": "tp2 pp1 dp2"},
+        {"actor": "tp2 pp1 dp2"},
+        {"actor": "tp1 pp2 dp2", "critic": "tp1 pp1 dp1"},
+    ]
+    write_lines(
+        path / "attempts.jsonl", [{"kind": "start", "time": 1.0, "layouts": one} for one in told]
+    )
+    assert (
+        describe_layouts(read_run_files(path))
+        == "actor tp2 pp1 dp2, then actor tp1 pp2 dp2, critic tp1 pp1 dp1"
+    )
 
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
     path = write_run_dir(tmp_path / "a")
     text = (path / "config.yaml").read_text()
     (path / "config.yaml").write_text(text + "  not_any_more: 3\n")
-    found = {s.key: (s.value, s.default) for s in settings(read_run(path))}
+    found = {s.key: (s.value, s.default) for s in list_changed_settings(read_run_files(path))}
     assert found == {
         "model.path": ("models/tiny", "''"),
         "data.train_batch_size": ("4", "256"),
@@ -198,13 +279,15 @@ def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_read_is_shown_as_text(tmp_path: Path) -> None:
     path = write_run_dir(tmp_path / "a")
     (path / "config.yaml").write_text("model: [\n")
-    run = read_run(path)
-    assert run.config is None and run.config_text == "model: [\n" and settings(run) == []
+    run = read_run_files(path)
+    assert (
+        run.config is None and run.config_text == "model: [\n" and list_changed_settings(run) == []
+    )
     assert run.notes == ("config.yaml: not valid YAML; shown as text only",)
 
 
 def test_a_summary_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     path = write_run_dir(tmp_path / "a")
     (path / "summary.json").write_text(json.dumps([1]))
-    run = read_run(path)
+    run = read_run_files(path)
     assert run.summary is None and run.notes == ("summary.json: not a JSON object; left out",)

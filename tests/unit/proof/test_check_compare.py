@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.proof.check.compare import (
-    LOSS,
-    NATS,
-    NORM,
-    UPDATE,
-    VALUES,
-    Row,
+from rlhf_megatron.planning.check.run_comparison import (
+    LOSS_TOLERANCE,
+    NATS_TOLERANCE,
+    NORM_TOLERANCE,
+    UPDATE_TOLERANCE,
+    VALUES_TOLERANCE,
+    ComparisonRow,
     compare_metrics,
     compare_weights,
-    trains_nothing,
-    worst,
+    find_reasons_for_no_training,
+    select_worst_rows,
 )
 
 STEP: dict[str, Any] = {
@@ -44,7 +44,7 @@ STEP: dict[str, Any] = {
 START = {"norm": torch.ones(3), "matrix": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
 
 
-def rows_of(step: dict[str, Any], one_rank: dict[str, Any] = STEP) -> dict[str, Row]:
+def rows_of(step: dict[str, Any], one_rank: dict[str, Any] = STEP) -> dict[str, ComparisonRow]:
     return {row.quantity: row for row in compare_metrics([step], [one_rank], 1e-4)}
 
 
@@ -52,7 +52,11 @@ def test_equal_runs_are_ok_and_times_are_not_compared() -> None:
     rows = rows_of({**STEP, "timing_s/step": 99.0, "sync/seconds": 5.0, "seconds": 8.0})
     assert all(row.is_ok and row.where == "step 1" for row in rows.values())
     assert rows.keys() == {
-        *(name for name in STEP if name.split("/")[0] in ("actor", "critic", "response_length", "rollout")),
+        *(
+            name
+            for name in STEP
+            if name.split("/")[0] in ("actor", "critic", "response_length", "rollout")
+        ),
         "engine_against_trainer",
     }
 
@@ -60,13 +64,13 @@ def test_equal_runs_are_ok_and_times_are_not_compared() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "bar"),
     [
-        ("actor/loss", 2.0 * LOSS, 2.0 * LOSS),  # the largest |advantage| is 2
-        ("actor/grad_norm", 2.0 * NORM, NORM),  # of 2.0
-        ("actor/entropy", 3.0 * NATS, 3.0 * NATS),
+        ("actor/loss", 2.0 * LOSS_TOLERANCE, 2.0 * LOSS_TOLERANCE),  # the largest |advantage| is 2
+        ("actor/grad_norm", 2.0 * NORM_TOLERANCE, NORM_TOLERANCE),  # of 2.0
+        ("actor/entropy", 3.0 * NATS_TOLERANCE, 3.0 * NATS_TOLERANCE),
         ("actor/pg_clipfrac", 2 / 50, 2 / 50),  # two of 5 x 10 tokens
         ("actor/lr", 0.0, 0.0),
         ("critic/rewards/mean", 0.0, 0.0),
-        ("critic/load_balancing_loss", 1.25 * NATS, 1.25 * NATS),
+        ("critic/load_balancing_loss", 1.25 * NATS_TOLERANCE, 1.25 * NATS_TOLERANCE),
     ],
 )
 def test_bars(name: str, change: float, bar: float) -> None:
@@ -90,12 +94,12 @@ CRITIC_STEP: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "change", "bar"),
     [
-        ("critic/values/mean", VALUES, VALUES),
-        ("critic/returns/max", 3.0 * VALUES, 3.0 * VALUES),
-        ("critic/advantages/min", 2.0 * VALUES, 2.0 * VALUES),
-        ("critic/vf_loss", NATS, NATS),
+        ("critic/values/mean", VALUES_TOLERANCE, VALUES_TOLERANCE),
+        ("critic/returns/max", 3.0 * VALUES_TOLERANCE, 3.0 * VALUES_TOLERANCE),
+        ("critic/advantages/min", 2.0 * VALUES_TOLERANCE, 2.0 * VALUES_TOLERANCE),
+        ("critic/vf_loss", NATS_TOLERANCE, NATS_TOLERANCE),
         ("critic/vf_clipfrac", 2 / 50, 2 / 50),
-        ("critic/grad_norm", 4.0 * NORM, NORM),
+        ("critic/grad_norm", 4.0 * NORM_TOLERANCE, NORM_TOLERANCE),
         ("critic/lr", 0.0, 0.0),
         ("critic/rewards/mean", 0.0, 0.0),
     ],
@@ -108,12 +112,16 @@ def test_bars_of_a_critic(name: str, change: float, bar: float) -> None:
 
 
 def test_advantages_without_a_critic_do_not_depend_on_the_layout() -> None:
-    assert not rows_of({**STEP, "critic/advantages/min": -2.0 - 1e-9})["critic/advantages/min"].is_ok
+    assert not rows_of({**STEP, "critic/advantages/min": -2.0 - 1e-9})[
+        "critic/advantages/min"
+    ].is_ok
 
 
 def test_a_critic_that_learns_nothing_is_told() -> None:
     idle = {**CRITIC_STEP, "critic/grad_norm": 0.0}
-    assert list(trains_nothing([idle], [])) == ["step 1 has the gradient norm 0.0 of the critic."]
+    assert list(find_reasons_for_no_training([idle], [])) == [
+        "step 1 has the gradient norm 0.0 of the critic."
+    ]
 
 
 def test_the_engine_is_held_to_the_bound_of_the_run() -> None:
@@ -124,7 +132,10 @@ def test_the_engine_is_held_to_the_bound_of_the_run() -> None:
 
 
 def moved(scale: float) -> dict[str, Tensor]:
-    return {name: value + scale * torch.arange(value.numel()).view_as(value) for name, value in START.items()}
+    return {
+        name: value + scale * torch.arange(value.numel()).view_as(value)
+        for name, value in START.items()
+    }
 
 
 def test_the_update_of_each_tensor_counts() -> None:
@@ -136,7 +147,7 @@ def test_the_update_of_each_tensor_counts() -> None:
     assert matrix.error == pytest.approx(1e-3 / math.sqrt(14), rel=2e-2) and matrix.is_ok
     mine["matrix"][0, 0] += 4e-5
     _, matrix = compare_weights(mine, moved(0.01), START.__getitem__)
-    assert matrix.error > UPDATE and not matrix.is_ok
+    assert matrix.error > UPDATE_TOLERANCE and not matrix.is_ok
 
 
 def test_tensors_that_did_not_move_and_missing_ones() -> None:
@@ -150,12 +161,21 @@ def test_tensors_that_did_not_move_and_missing_ones() -> None:
 
 def test_an_agreement_that_means_nothing_is_said() -> None:
     weights = compare_weights(moved(0.1), moved(0.1), START.__getitem__)
-    assert list(trains_nothing([STEP], weights)) == []
-    unasked = Row("update", "model.layers.1.mlp.gate.e_score_correction_bias", 0.0, 0.0, 0.0, weights[0].bar)
-    assert list(trains_nothing([STEP], [*weights, unasked])) == [], "a rate that is 0 unless set moves it"
-    idle = {**STEP, "critic/advantages/max": 0.0, "critic/advantages/min": 0.0, "actor/grad_norm": 0.0}
+    assert list(find_reasons_for_no_training([STEP], weights)) == []
+    unasked = ComparisonRow(
+        "update", "model.layers.1.mlp.gate.e_score_correction_bias", 0.0, 0.0, 0.0, weights[0].bar
+    )
+    assert list(find_reasons_for_no_training([STEP], [*weights, unasked])) == [], (
+        "a rate that is 0 unless set moves it"
+    )
+    idle = {
+        **STEP,
+        "critic/advantages/max": 0.0,
+        "critic/advantages/min": 0.0,
+        "actor/grad_norm": 0.0,
+    }
     still = compare_weights(moved(0.0), moved(0.0), START.__getitem__)
-    assert list(trains_nothing([idle], still)) == [
+    assert list(find_reasons_for_no_training([idle], still)) == [
         "step 1 has no advantages: all rewards of each group are equal.",
         "step 1 has the gradient norm 0.0 of the actor.",
         "2 tensors did not move, such as norm.",
@@ -163,7 +183,16 @@ def test_an_agreement_that_means_nothing_is_said() -> None:
 
 
 def test_the_worst_of_each_quantity() -> None:
-    rows = [Row("update", name, 1.0, 1.0, error, 1e-3) for name, error in (("a", 1e-5), ("b", 5e-4), ("c", 1e-4))]
-    rows += [Row("actor/lr", "step 1", 1.0, 1.0, 0.0, 0.0), Row("update", "d", 1.0, 1.0, math.nan, 1e-3)]
-    assert [(row.quantity, row.where) for row in worst(rows)] == [("update", "d"), ("actor/lr", "step 1")]
-    assert [row.where for row in worst(rows[:3])] == ["b"]
+    rows = [
+        ComparisonRow("update", name, 1.0, 1.0, error, 1e-3)
+        for name, error in (("a", 1e-5), ("b", 5e-4), ("c", 1e-4))
+    ]
+    rows += [
+        ComparisonRow("actor/lr", "step 1", 1.0, 1.0, 0.0, 0.0),
+        ComparisonRow("update", "d", 1.0, 1.0, math.nan, 1e-3),
+    ]
+    assert [(row.quantity, row.where) for row in select_worst_rows(rows)] == [
+        ("update", "d"),
+        ("actor/lr", "step 1"),
+    ]
+    assert [row.where for row in select_worst_rows(rows[:3])] == ["b"]

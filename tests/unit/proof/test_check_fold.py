@@ -14,8 +14,8 @@ from places import ROOT
 from table_samples import BIASED_LLAMA, DEEPSEEK_V3, LLAMA3_ROPE, SMALL_LLAMA, SMALL_QWEN2
 
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.rules.run import critic_ranks, megatron_sections
-from rlhf_megatron.config.rules.validate import validate_model
+from rlhf_megatron.config.rules.run_rules import count_critic_ranks, list_pool_layouts
+from rlhf_megatron.config.rules.validate import validate_model_config
 from rlhf_megatron.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -26,17 +26,35 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.models.families.base import family_for, table_for
-from rlhf_megatron.models.table import check_tensor_parallel
-from rlhf_megatron.parallel.layout import layout_of
-from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_recompute, layers_per_chunk
-from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, fold_layouts, replica_size, unsharded
-from rlhf_megatron.proof.check.proof import Models, fold_models, write_model, write_prompts
-from rlhf_megatron.resharding.quantised import require_whole_blocks
-from rlhf_megatron.resharding.shards import EngineLayout
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.planning.check.fold_config import (
+    choose_layers_per_chunk,
+    fold_model_config,
+    fold_recompute,
+    fold_run_config,
+)
+from rlhf_megatron.planning.check.fold_layout import (
+    FoldedPool,
+    FoldedRun,
+    count_replica_ranks,
+    fold_layouts,
+    make_unsharded_layout,
+)
+from rlhf_megatron.planning.check.layout_proof import (
+    ModelConfigs,
+    fold_model_configs,
+    write_addition_prompts,
+    write_tiny_model,
+)
+from rlhf_megatron.weights.families.model_family import find_model_family, make_weight_table
+from rlhf_megatron.weights.fp8_engine_weights import require_whole_fp8_blocks
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
+from rlhf_megatron.weights.shard_plan import EngineLayout
+from rlhf_megatron.weights.weight_table import check_tensor_parallel_split
 
-CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "quickstart_fsdp")  # not Megatron
+CONFIGS = sorted(
+    path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "quickstart_fsdp"
+)  # not Megatron
 LARGE = MegatronConfig(
     tensor_model_parallel_size=4,
     sequence_parallel=True,
@@ -48,15 +66,16 @@ LARGE = MegatronConfig(
 )
 WITH_CP = replace(LARGE, pipeline_model_parallel_size=2, context_parallel_size=4)
 QWEN3_32B, QWEN3_235B = (
-    json.loads((ROOT / "examples" / name / "config.json").read_text()) for name in ("qwen3_32b", "qwen3_235b_a22b")
+    json.loads((ROOT / "examples" / name / "config.json").read_text())
+    for name in ("qwen3_32b", "qwen3_235b_a22b")
 )
 
 
-def names(layouts: tuple[Folded, ...]) -> list[str]:
+def names(layouts: tuple[FoldedRun, ...]) -> list[str]:
     return [f"{layout.name}: {layout}" for layout in layouts]
 
 
-def fold(megatron: MegatronConfig, ranks: int, processes: int) -> tuple[Folded, ...]:
+def fold(megatron: MegatronConfig, ranks: int, processes: int) -> tuple[FoldedRun, ...]:
     """Of a run with one pool."""
     return fold_layouts([("actor.megatron", megatron, ranks)], processes)
 
@@ -66,14 +85,29 @@ def fold(megatron: MegatronConfig, ranks: int, processes: int) -> tuple[Folded, 
     [
         (LARGE, 64, 64, ["shape: tp4 sequence pp4 vpp2 dp2"]),
         (LARGE, 64, 32, ["shape: tp4 sequence pp4 vpp2 dp2"]),
-        (LARGE, 64, 16, ["shape: tp4 sequence pp4 vpp2 dp1", "replicas: tp2 sequence pp4 vpp2 dp2"]),
+        (
+            LARGE,
+            64,
+            16,
+            ["shape: tp4 sequence pp4 vpp2 dp1", "replicas: tp2 sequence pp4 vpp2 dp2"],
+        ),
         (LARGE, 64, 8, ["shape: tp2 sequence pp4 vpp2 dp1", "replicas: tp2 sequence pp2 vpp2 dp2"]),
         (LARGE, 64, 4, ["shape: tp2 sequence pp2 vpp2 dp1", "replicas: tp1 pp2 vpp2 dp2"]),
         (LARGE, 64, 2, ["shape: tp1 pp2 vpp2 dp1", "replicas: tp1 pp1 dp2"]),
         (LARGE, 64, 1, ["shape: tp1 pp1 dp1"]),
         (LARGE, 16, 16, ["shape: tp4 sequence pp4 vpp2 dp1"]),
-        (WITH_CP, 64, 16, ["shape: tp4 sequence pp2 vpp2 cp2 dp1", "replicas: tp2 sequence pp2 vpp2 cp2 dp2"]),
-        (WITH_CP, 64, 8, ["shape: tp2 sequence pp2 vpp2 cp2 dp1", "replicas: tp2 sequence pp2 vpp2 dp2"]),
+        (
+            WITH_CP,
+            64,
+            16,
+            ["shape: tp4 sequence pp2 vpp2 cp2 dp1", "replicas: tp2 sequence pp2 vpp2 cp2 dp2"],
+        ),
+        (
+            WITH_CP,
+            64,
+            8,
+            ["shape: tp2 sequence pp2 vpp2 cp2 dp1", "replicas: tp2 sequence pp2 vpp2 dp2"],
+        ),
         (MegatronConfig(tensor_model_parallel_size=6), 6, 4, ["shape: tp3 pp1 dp1"]),
         (MegatronConfig(tensor_model_parallel_size=3), 12, 16, ["shape: tp3 pp1 dp2"]),
         (MegatronConfig(), 8, 16, ["shape: tp1 pp1 dp2"]),
@@ -92,8 +126,15 @@ def test_differences_say_everything_that_was_folded() -> None:
         "use_distributed_optimizer and overlap_grad_reduce and overlap_param_gather off, for want of two ranks with the"
         " same shard",
     )
-    assert replicas.differences == ("tp is 2 instead of 4", "pp is 2 instead of 4", "dp is 2 instead of 4")
-    assert replicas.actor.megatron.overlap_param_gather and not shape.actor.megatron.use_distributed_optimizer
+    assert replicas.differences == (
+        "tp is 2 instead of 4",
+        "pp is 2 instead of 4",
+        "dp is 2 instead of 4",
+    )
+    assert (
+        replicas.actor.megatron.overlap_param_gather
+        and not shape.actor.megatron.use_distributed_optimizer
+    )
     (same,) = fold(LARGE, 32, 32)
     assert same.differences == () and same.actor.megatron == LARGE
     with pytest.raises(ValueError, match="--max-processes is 0; it must be at least 1"):
@@ -113,12 +154,17 @@ def test_every_folded_layout_fits_and_can_be() -> None:
         )
         for folded in fold(true, tp * pp * cp * dp, processes):
             m = folded.actor.megatron
-            layout_of(m, folded.num_ranks)  # raises for what cannot be
+            make_parallel_layout(m, folded.num_ranks)  # raises for what cannot be
             assert folded.num_ranks <= processes
-            for size, small in ((tp, m.tensor_model_parallel_size), (pp, m.pipeline_model_parallel_size)):
+            for size, small in (
+                (tp, m.tensor_model_parallel_size),
+                (pp, m.pipeline_model_parallel_size),
+            ):
                 assert size % small == 0 or (small == 2 < size), "a divisor, or 2 of an odd number"
-            is_smaller = replica_size(m) < replica_size(true)
-            assert is_smaller == any(f"{axis} is" in d for d in folded.differences for axis in ("tp", "pp", "cp"))
+            is_smaller = count_replica_ranks(m) < count_replica_ranks(true)
+            assert is_smaller == any(
+                f"{axis} is" in d for d in folded.differences for axis in ("tp", "pp", "cp")
+            )
 
 
 MODELS: dict[str, Mapping[str, Any]] = {
@@ -135,25 +181,39 @@ MODELS: dict[str, Mapping[str, Any]] = {
 def test_the_tiny_model_is_of_the_same_kind_and_fits(name: str, processes: int) -> None:
     model = MODELS[name]
     layouts = fold(LARGE, 64, processes)
-    tiny = fold_model(model, [LARGE], [layout.actor.megatron for layout in layouts])
-    true, small = (family_for(m).transformer_arguments(m) for m in (model, tiny))
-    sizes = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"}
-    assert {k: v for k, v in small.items() if k not in sizes} == {k: v for k, v in true.items() if k not in sizes}
-    gpt, tiny_gpt = (family_for(m).gpt_arguments(m) for m in (model, tiny))
+    tiny = fold_model_config(model, [LARGE], [layout.actor.megatron for layout in layouts])
+    true, small = (find_model_family(m).make_transformer_arguments(m) for m in (model, tiny))
+    sizes = {
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+    }
+    assert {k: v for k, v in small.items() if k not in sizes} == {
+        k: v for k, v in true.items() if k not in sizes
+    }
+    gpt, tiny_gpt = (find_model_family(m).make_gpt_arguments(m) for m in (model, tiny))
     assert tiny_gpt == gpt, "rotary embeddings, their scaling, and whether embeddings are tied"
     assert (small["num_attention_heads"] > small["num_query_groups"]) == (
         true["num_attention_heads"] > true["num_query_groups"]
     )
     for layout in layouts:
         tp = layout.actor.megatron.tensor_model_parallel_size
-        check_tensor_parallel(table_for(tiny, tp), tp)
+        check_tensor_parallel_split(make_weight_table(tiny, tp), tp)
         run = RunConfig(
             actor=ActorConfig(megatron=layout.actor.megatron),
             data=DataConfig(max_prompt_length=8, max_response_length=8),
         )
-        assert not validate_model(run, tiny)
+        assert not validate_model_config(run, tiny)
         assert tp == 1 or (tiny["vocab_size"] % tp == 0) == (int(model["vocab_size"]) % 4 == 0)
-    assert sum(hf.shape[0] * hf.shape[-1] for rule in table_for(tiny) for hf in rule.hf) < 3e6, "not tiny"
+    assert (
+        sum(
+            hf.shape[0] * hf.shape[-1] for rule in make_weight_table(tiny) for hf in rule.hf_tensors
+        )
+        < 3e6
+    ), "not tiny"
 
 
 def test_experts_fold() -> None:
@@ -181,17 +241,24 @@ def test_experts_fold() -> None:
     assert shapes == ["tp2 sequence pp4 ep2 etp1 dp1", "tp2 sequence pp2 ep4 etp1 dp2"]
     assert "ep is 2 instead of 32" in layouts[0].differences
     assert any(
-        text.endswith("_last_pipeline_stage off: all stages have as many layers") for text in layouts[0].differences
+        text.endswith("_last_pipeline_stage off: all stages have as many layers")
+        for text in layouts[0].differences
     )
-    tiny = fold_model(model, [true], [layout.actor.megatron for layout in layouts])
-    small = family_for(tiny).transformer_arguments(tiny)
-    assert (small["num_moe_experts"], small["moe_router_topk"], small["moe_layer_freq"][:2]) == (8, 2, [0, 1])
+    tiny = fold_model_config(model, [true], [layout.actor.megatron for layout in layouts])
+    small = find_model_family(tiny).make_transformer_arguments(tiny)
+    assert (small["num_moe_experts"], small["moe_router_topk"], small["moe_layer_freq"][:2]) == (
+        8,
+        2,
+        [0, 1],
+    )
     for layout in layouts:
         trainer = TrainerConfig(n_gpus_per_node=layout.num_ranks)
         data = DataConfig(max_prompt_length=8, max_response_length=8)
         actor = ActorConfig(megatron=layout.actor.megatron)
-        run = RunConfig(actor=actor, data=data, trainer=trainer, rollout=RolloutConfig(engine="local"))
-        assert not validate_model(run, tiny)
+        run = RunConfig(
+            actor=actor, data=data, trainer=trainer, rollout=RolloutConfig(engine="local")
+        )
+        assert not validate_model_config(run, tiny)
     wide = replace(true, expert_tensor_parallel_size=None, expert_model_parallel_size=2)
     assert [str(layout) for layout in fold(wide, 512, 4)][:1] == ["tp2 sequence pp2 dp1"]
     on_gpus = replace(
@@ -207,10 +274,14 @@ def test_experts_fold() -> None:
         assert (folded.use_precision_aware_optimizer, folded.exp_avg_dtype) == (False, "float32")
         assert "moe_token_dispatcher_type off, for want of a GPU" in layout.differences
     gathered = replace(true, moe_token_dispatcher_type="allgather", expert_model_parallel_size=4)
-    assert all(layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8))
+    assert all(
+        layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8)
+    )
 
 
-@pytest.mark.parametrize("model", [QWEN3_32B, QWEN3_235B, DEEPSEEK_V3], ids=lambda model: str(model["model_type"]))
+@pytest.mark.parametrize(
+    "model", [QWEN3_32B, QWEN3_235B, DEEPSEEK_V3], ids=lambda model: str(model["model_type"])
+)
 def test_ranks_hold_whole_blocks_where_engines_hold_fp8(model: Mapping[str, Any]) -> None:
     """A tiny model of head size 8 would be cut within blocks."""
     true = replace(LARGE, virtual_pipeline_model_parallel_size=None)
@@ -219,13 +290,17 @@ def test_ranks_hold_whole_blocks_where_engines_hold_fp8(model: Mapping[str, Any]
     layouts = fold(true, 64, 16)
     of_actor = [layout.actor.megatron for layout in layouts]
     for folded, layout in zip(of_actor, layouts, strict=True):
-        where = layout_of(folded, layout.num_ranks)
+        where = make_parallel_layout(folded, layout.num_ranks)
         assert where.tp > 1
-        tiny = table_for(fold_model(model, [true], of_actor, "fp8"))
-        require_whole_blocks(tiny, where, EngineLayout(1, 1))
-        assert any(hf.shape[0] >= 2 * 128 for rule in tiny for hf in rule.hf)
+        tiny = make_weight_table(fold_model_config(model, [true], of_actor, "fp8"))
+        require_whole_fp8_blocks(tiny, where, EngineLayout(1, 1))
+        assert any(hf.shape[0] >= 2 * 128 for rule in tiny for hf in rule.hf_tensors)
         with pytest.raises(ValueError, match="a scale for each 128 x 128"):
-            require_whole_blocks(table_for(fold_model(model, [true], of_actor)), where, EngineLayout(1, 1))
+            require_whole_fp8_blocks(
+                make_weight_table(fold_model_config(model, [true], of_actor)),
+                where,
+                EngineLayout(1, 1),
+            )
 
 
 @pytest.mark.parametrize("rank", [1536, None])
@@ -241,27 +316,47 @@ def test_latent_attention_folds(rank: int | None) -> None:
         expert_tensor_parallel_size=1,
     )
     layouts = fold(true, 512, 8)
-    tiny = fold_model({**DEEPSEEK_V3, "q_lora_rank": rank}, [true], [layout.actor.megatron for layout in layouts])
-    small = family_for(tiny).transformer_arguments(tiny)
+    tiny = fold_model_config(
+        {**DEEPSEEK_V3, "q_lora_rank": rank}, [true], [layout.actor.megatron for layout in layouts]
+    )
+    small = find_model_family(tiny).make_transformer_arguments(tiny)
     assert (small["q_lora_rank"], small["v_head_dim"], small["kv_channels"]) == (rank and 24, 8, 24)
-    assert (small["moe_router_num_groups"], small["moe_router_topk"], small["moe_layer_freq"][:2]) == (2, 2, [0, 1])
-    assert (small["rope_type"], small["rotary_scaling_factor"], small["mscale_all_dim"]) == ("yarn", 40.0, 1.0)
+    assert (
+        small["moe_router_num_groups"],
+        small["moe_router_topk"],
+        small["moe_layer_freq"][:2],
+    ) == (2, 2, [0, 1])
+    assert (small["rope_type"], small["rotary_scaling_factor"], small["mscale_all_dim"]) == (
+        "yarn",
+        40.0,
+        1.0,
+    )
     assert "num_nextn_predict_layers" not in tiny
     for layout in layouts:
         actor = ActorConfig(megatron=layout.actor.megatron)
         data = DataConfig(max_prompt_length=8, max_response_length=8)
         trainer = TrainerConfig(n_gpus_per_node=layout.num_ranks)
-        run = RunConfig(actor=actor, data=data, trainer=trainer, rollout=RolloutConfig(engine="local"))
-        assert not validate_model(run, tiny)
+        run = RunConfig(
+            actor=actor, data=data, trainer=trainer, rollout=RolloutConfig(engine="local")
+        )
+        assert not validate_model_config(run, tiny)
         tp = layout.actor.megatron.tensor_model_parallel_size
-        check_tensor_parallel(table_for(tiny, tp), tp, 1)
+        check_tensor_parallel_split(make_weight_table(tiny, tp), tp, 1)
 
 
 def test_sizes_of_the_tiny_model() -> None:
     """64 heads in 8 groups over tp 4: two groups a rank, of 2 queries each. 16 layers a stage: one a chunk of 8."""
-    tiny = fold_model(QWEN3_32B, [LARGE], [layout.actor.megatron for layout in fold(LARGE, 64, 16)])
-    assert (tiny["num_hidden_layers"], tiny["num_attention_heads"], tiny["num_key_value_heads"]) == (8, 16, 8)
-    assert (tiny["head_dim"], tiny["hidden_size"]) == (8, 16 * 8 + 16), "5120 is not 64 x 128 either"
+    tiny = fold_model_config(
+        QWEN3_32B, [LARGE], [layout.actor.megatron for layout in fold(LARGE, 64, 16)]
+    )
+    assert (
+        tiny["num_hidden_layers"],
+        tiny["num_attention_heads"],
+        tiny["num_key_value_heads"],
+    ) == (8, 16, 8)
+    assert (tiny["head_dim"], tiny["hidden_size"]) == (8, 16 * 8 + 16), (
+        "5120 is not 64 x 128 either"
+    )
     assert tiny["vocab_size"] == 32 and tiny["rope_theta"] == 1_000_000
 
 
@@ -271,9 +366,11 @@ def test_sizes_of_the_tiny_model() -> None:
 )
 def test_recompute_fits_the_tiny_model(method: Any, count: int, expected: tuple[int, int]) -> None:
     """(layers a chunk, recompute_num_layers). 64 layers in 8 chunks: block of 8 is all of a chunk, of 3 only a part."""
-    true = replace(LARGE, recompute_granularity="full", recompute_method=method, recompute_num_layers=count)
+    true = replace(
+        LARGE, recompute_granularity="full", recompute_method=method, recompute_num_layers=count
+    )
     (folded,) = fold(true, 32, 32)
-    assert layers_per_chunk(true, 64, 8) == expected[0]
+    assert choose_layers_per_chunk(true, 64, 8) == expected[0]
     assert fold_recompute(folded.actor.megatron, true, 64).recompute_num_layers == expected[1]
 
 
@@ -283,34 +380,62 @@ def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
 ) -> None:
     monkeypatch.chdir(ROOT)
     config = load_run_config(path, with_files=False).config
-    if ".cache" in Path(config.model.path).parts and not (Path(config.model.path) / "config.json").is_file():
+    if (
+        ".cache" in Path(config.model.path).parts
+        and not (Path(config.model.path) / "config.json").is_file()
+    ):
         pytest.skip(f"{config.model.path} has not been fetched")
     hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
-    pools = list(megatron_sections(config))
+    pools = list(list_pool_layouts(config))
     trues = [megatron for _, megatron, _ in pools]
-    models = Models(hf_config, hf_config)
-    write_prompts(tmp_path, 1)
+    models = ModelConfigs(hf_config, hf_config)
+    write_addition_prompts(tmp_path, 1)
     for processes in (1, 4, 16, 64):
         layouts = fold_layouts(pools, processes)
-        tiny = fold_models(trues, models, layouts, config.critic.path is not None, config.rollout.quantization)
-        write_model(tmp_path / "model", tiny.policy)
+        tiny = fold_model_configs(
+            trues, models, layouts, config.critic.path is not None, config.rollout.quantization
+        )
+        write_tiny_model(tmp_path / "model", tiny.policy)
         for folded in layouts:
-            small = fold_config(config, folded, tmp_path)
+            small = fold_run_config(config, folded, tmp_path)
             path = tmp_path / f"{folded.name}.yaml"
-            path.write_text(as_yaml(small))
+            path.write_text(render_config_yaml(small))
             loaded = load_run_config(path).config
             assert loaded == small, "the file says the same"
-            one_rank = fold_config(
-                config, Folded(folded.name, FoldedPool(unsharded(folded.actor.megatron), 1), None, ()), tmp_path
+            one_rank = fold_run_config(
+                config,
+                FoldedRun(
+                    folded.name,
+                    FoldedPool(make_unsharded_layout(folded.actor.megatron), 1),
+                    None,
+                    (),
+                ),
+                tmp_path,
             )
             placed = {name: getattr(loaded.critic, name) for name in ("num_ranks", "megatron")}
             alone = replace(one_rank, critic=replace(one_rank.critic, **placed))
-            assert replace(loaded, actor=alone.actor, trainer=alone.trainer) == alone, "only the layouts differ"
-            for name in ("policy_loss", "loss_agg_mode", "entropy_coeff", "use_kl_loss", "kl_loss_type", "shuffle"):
+            assert replace(loaded, actor=alone.actor, trainer=alone.trainer) == alone, (
+                "only the layouts differ"
+            )
+            for name in (
+                "policy_loss",
+                "loss_agg_mode",
+                "entropy_coeff",
+                "use_kl_loss",
+                "kl_loss_type",
+                "shuffle",
+            ):
                 assert getattr(loaded.actor, name) == getattr(config.actor, name)
-            kept = replace(config.algorithm, filter_groups=loaded.algorithm.filter_groups)  # nothing is generated again
-            assert loaded.algorithm == kept and loaded.rollout.temperature == config.rollout.temperature
-            assert (critic_ranks(loaded) > 0) == (critic_ranks(config) > 0 and processes > 1)
+            kept = replace(
+                config.algorithm, filter_groups=loaded.algorithm.filter_groups
+            )  # nothing is generated again
+            assert (
+                loaded.algorithm == kept
+                and loaded.rollout.temperature == config.rollout.temperature
+            )
+            assert (count_critic_ranks(loaded) > 0) == (
+                count_critic_ranks(config) > 0 and processes > 1
+            )
 
 
 CRITIC = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
@@ -339,15 +464,22 @@ CRITIC = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_si
     ],
 )  # fmt: skip
 def test_layouts_of_two_pools(
-    actor: tuple[MegatronConfig, int], critic: tuple[MegatronConfig, int], processes: int, expected: list[str]
+    actor: tuple[MegatronConfig, int],
+    critic: tuple[MegatronConfig, int],
+    processes: int,
+    expected: list[str],
 ) -> None:
     layouts = fold_layouts([("actor.megatron", *actor), ("critic.megatron", *critic)], processes)
     assert names(layouts) == expected
     for layout in layouts:
         assert layout.num_ranks <= processes
-        for true, pool, name in zip((actor, critic), layout.pools, ("actor", "critic"), strict=False):
+        for true, pool, name in zip(
+            (actor, critic), layout.pools, ("actor", "critic"), strict=False
+        ):
             is_same = pool.megatron == true[0] and pool.num_ranks == true[1]
-            assert is_same == (not [text for text in layout.differences if text.startswith(f"{name}: ")])
+            assert is_same == (
+                not [text for text in layout.differences if text.startswith(f"{name}: ")]
+            )
     is_shared = any("the critic is in the actor's pool" in text for text in layouts[0].differences)
     assert is_shared == (processes == 1)
 
@@ -368,13 +500,21 @@ def test_tiny_models_of_two_pools_fit_both() -> None:
             algorithm=AlgorithmConfig(adv_estimator="gae"),
             trainer=TrainerConfig(n_gpus_per_node=7),
         )
-        pools = list(megatron_sections(config))
+        pools = list(list_pool_layouts(config))
         layouts = fold_layouts(pools, 16)
         policy = {**QWEN3_32B, "num_hidden_layers": 12, "num_key_value_heads": 4}
-        models = Models(policy, {**SMALL_LLAMA, "num_hidden_layers": 12} if path else policy)
-        tiny = fold_models([megatron for _, megatron, _ in pools], models, layouts, path is not None)
+        models = ModelConfigs(policy, {**SMALL_LLAMA, "num_hidden_layers": 12} if path else policy)
+        tiny = fold_model_configs(
+            [megatron for _, megatron, _ in pools], models, layouts, path is not None
+        )
         assert tiny.critic["num_hidden_layers"] == 6, "two layers a stage"
-        assert (tiny.policy["model_type"], tiny.critic["model_type"]) == ("qwen3", "llama" if path else "qwen3")
-        assert tiny.policy["num_key_value_heads"] % 4 == 0 and tiny.policy["vocab_size"] == tiny.critic["vocab_size"]
+        assert (tiny.policy["model_type"], tiny.critic["model_type"]) == (
+            "qwen3",
+            "llama" if path else "qwen3",
+        )
+        assert (
+            tiny.policy["num_key_value_heads"] % 4 == 0
+            and tiny.policy["vocab_size"] == tiny.critic["vocab_size"]
+        )
         assert (tiny.policy == tiny.critic) == (path is None)
-        assert not validate_model(config, tiny.policy)
+        assert not validate_model_config(config, tiny.policy)

@@ -14,16 +14,16 @@ from data_samples import scored
 from places import MODEL, ROOT
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.load import found_by, read_run_config
+from rlhf_megatron.config.load import read_run_config, run_preflight_check
 from rlhf_megatron.config.schema import CheckConfig, ModelConfig, RolloutConfig, RunConfig
-from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
-from rlhf_megatron.proof.preflight import checks_of_run
+from rlhf_megatron.controller.observe.metrics.mismatch_check import MismatchCheck
+from rlhf_megatron.controller.preflight import list_preflight_checks
+from rlhf_megatron.controller.scheduler.algorithm_setup import load_algorithm_setup
+from rlhf_megatron.controller.scheduler.schedules.synchronous import SynchronousSchedule
+from rlhf_megatron.controller.sync.weight_sync import verify_engine_digests
 from rlhf_megatron.rewards.scorers import RewardSample
-from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.sync.weight_sync import verify
+from rlhf_megatron.rewards.service.reward_scorer import REWARD_LOG, make_reward_scorer
+from rlhf_megatron.rollout.engine_interface import EngineError
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
@@ -44,7 +44,12 @@ def test_float32_is_held_to_the_largest_difference() -> None:
     message = str(error.value)
     assert "rollout_log_probs_diff_max = 0.002 (checks.log_prob_max_abs_diff = 0.0001)" in message
     assert "before the first update" in message and "raise the threshold" in message
-    assert check(2, scored(), trainer_log_probs(0.0, 0.0, -2e-3))["training/rollout_log_probs_diff_max"] > 1e-3
+    assert (
+        check(2, scored(), trainer_log_probs(0.0, 0.0, -2e-3))[
+            "training/rollout_log_probs_diff_max"
+        ]
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,15 +65,27 @@ def test_rounded_weights_are_held_to_percentiles_and_kl(
     trainer: Any, engine: Any, quantization: Literal["fp8"] | None
 ) -> None:
     rollout = RolloutConfig(dtype=engine, quantization=quantization)
-    check = MismatchCheck(CheckConfig(), RunConfig(model=ModelConfig(dtype=trainer), rollout=rollout).is_exact)
-    check(1, scored(), trainer_log_probs(0.01, -0.015, 0.1))  # median 0.015, p99 0.1, KL about 0.0017
-    with pytest.raises(ValueError, match=r"diff_p50 = 0.03 \(checks.log_prob_p50_abs_diff = 0.02\)") as error:
+    check = MismatchCheck(
+        CheckConfig(),
+        RunConfig(model=ModelConfig(dtype=trainer), rollout=rollout).is_float32_throughout,
+    )
+    check(
+        1, scored(), trainer_log_probs(0.01, -0.015, 0.1)
+    )  # median 0.015, p99 0.1, KL about 0.0017
+    with pytest.raises(
+        ValueError, match=r"diff_p50 = 0.03 \(checks.log_prob_p50_abs_diff = 0.02\)"
+    ) as error:
         check(1, scored(), trainer_log_probs(0.03, 0.03, 0.0))
     assert "p99" not in str(error.value) and "kl" not in str(error.value)
     with pytest.raises(ValueError) as error:
-        check(1, scored(), trainer_log_probs(0.03, 0.03, 0.5))  # k3 of 0.5: 0.1487, of 0.03: 0.00045
+        check(
+            1, scored(), trainer_log_probs(0.03, 0.03, 0.5)
+        )  # k3 of 0.5: 0.1487, of 0.03: 0.00045
     message = str(error.value)
-    assert "diff_p50 = 0.03" in message and "diff_p99 = 0.5 (checks.log_prob_p99_abs_diff = 0.3)" in message
+    assert (
+        "diff_p50 = 0.03" in message
+        and "diff_p99 = 0.5 (checks.log_prob_p99_abs_diff = 0.3)" in message
+    )
     assert "rollout_kl = 0.0499 (checks.log_prob_mean_kl = 0.01)" in message
 
 
@@ -85,18 +102,25 @@ def test_what_is_no_number_never_passes(is_exact: bool, bad: float) -> None:
 
 def test_verify_names_the_tensor_and_the_engine() -> None:
     sent = {"a.weight": "01", "b.weight": "02", "c.weight": "03"}
-    verify("engine0", sent, dict(sent))
-    verify("engine0", sent, None)  # cannot tell
+    verify_engine_digests("engine0", sent, dict(sent))
+    verify_engine_digests("engine0", sent, None)  # cannot tell
     with pytest.raises(EngineError) as error:
-        verify("engine1", sent, {"a.weight": "01", "b.weight": "ff", "d.weight": "04"})
+        verify_engine_digests(
+            "engine1", sent, {"a.weight": "01", "b.weight": "ff", "d.weight": "04"}
+        )
     message = str(error.value)
     assert message.startswith("engine1: 3 of 3 tensors") and "a.weight" not in message
     assert "b.weight (sent 02, stands ff)" in message
-    assert "c.weight (sent 03, stands nothing)" in message and "d.weight (sent nothing, stands 04)" in message
+    assert (
+        "c.weight (sent 03, stands nothing)" in message
+        and "d.weight (sent nothing, stands 04)" in message
+    )
     many = {f"t{i}": "0" for i in range(9)}
     with pytest.raises(EngineError) as error:
-        verify("engine0", many, {})
-    assert "9 of 9" in str(error.value) and "t4" in str(error.value) and "t5" not in str(error.value)
+        verify_engine_digests("engine0", many, {})
+    assert (
+        "9 of 9" in str(error.value) and "t4" in str(error.value) and "t5" not in str(error.value)
+    )
 
 
 def quickstart(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -110,20 +134,29 @@ def quickstart(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def check_run(config: RunConfig, *replay: Any) -> None:
-    problems = [problem for check in checks_of_run(*replay) for problem in found_by(check, config, ())]
+    problems = [
+        problem
+        for check in list_preflight_checks(*replay)
+        for problem in run_preflight_check(check, config, ())
+    ]
     if problems:
         raise ConfigError(problems)
 
 
 def test_parts_of_the_quickstart(tmp_path: Path) -> None:
     config = quickstart(tmp_path)
-    parts = load_parts(config)
-    assert parts.needs_reference is False and isinstance(parts.schedule, Synchronous)
-    with make_scorer(config.reward, tmp_path / REWARD_LOG) as scorer:
+    parts = load_algorithm_setup(config)
+    assert parts.needs_reference is False and isinstance(parts.schedule, SynchronousSchedule)
+    with make_reward_scorer(config.reward, tmp_path / REWARD_LOG) as scorer:
         results = scorer(
             [
                 RewardSample("", response, "052", "addition", reason, 3)
-                for response, reason in (("052", "stop"), ("52", "stop"), ("05", "length"), ("052", "abort"))
+                for response, reason in (
+                    ("052", "stop"),
+                    ("52", "stop"),
+                    ("05", "length"),
+                    ("052", "abort"),
+                )
             ]
         )
     assert [(r.score, r.status) for r in results] == [
@@ -145,10 +178,13 @@ def test_all_that_is_wrong_with_the_parts_is_told_at_once(tmp_path: Path) -> Non
     )
     config = replace(
         config,
-        actor=replace(config.actor, policy_loss=replace(config.actor.policy_loss, params={"clip_ratio_low": -1})),
+        actor=replace(
+            config.actor,
+            policy_loss=replace(config.actor.policy_loss, params={"clip_ratio_low": -1}),
+        ),
     )
     with pytest.raises(ConfigError) as error:
-        load_parts(config)
+        load_algorithm_setup(config)
     told = "\n".join(error.value.problems)
     assert "unknown reward 'exact_mach'. Did you mean 'exact_match'?" in told
     assert "algorithm.params.epsilom" in told and "algorithm.params.epsilon" in told
@@ -174,7 +210,8 @@ def test_preflight_tells_of_data_weights_engine_and_directory_at_once(tmp_path: 
         rollout={"engine": "sglang"},
     )
     config = replace(
-        config, rollout=replace(config.rollout, sglang=replace(config.rollout.sglang, python="/no/python"))
+        config,
+        rollout=replace(config.rollout, sglang=replace(config.rollout.sglang, python="/no/python")),
     )
     with pytest.raises(ConfigError) as error:
         check_run(config)
@@ -215,15 +252,23 @@ def test_preflight_of_a_teacher(tmp_path: Path) -> None:
     assert "the teacher at reference.path" in problems() and "has other tokens than" in problems()
 
 
-def test_preflight_of_an_environment_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_of_an_environment_without_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     config = quickstart(tmp_path, rollout={"engine": "sglang"})
-    with pytest.raises(ConfigError, match=r"rollout.engine \(sglang\) needs sglang in this environment"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.engine \(sglang\) needs sglang in this environment"
+    ):
         check_run(config)
 
 
 def test_preflight_of_a_replay(tmp_path: Path) -> None:
-    config = quickstart(tmp_path, rollout={"engine": "sglang"})  # no engine is started, so none is looked for
-    with pytest.raises(ConfigError, match=r"no recorded step under .*gone/record; run with --record first") as error:
+    config = quickstart(
+        tmp_path, rollout={"engine": "sglang"}
+    )  # no engine is started, so none is looked for
+    with pytest.raises(
+        ConfigError, match=r"no recorded step under .*gone/record; run with --record first"
+    ) as error:
         check_run(config, tmp_path / "gone", 1)
     assert len(error.value.problems) == 1

@@ -30,27 +30,46 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.controller.observe.metrics.batch_metrics import (
+    NonFiniteColumn,
+    describe_non_finite_columns,
+    find_non_finite_columns,
+)
+from rlhf_megatron.controller.recovery.nonfinite_skips import (
+    NonFiniteNumbers,
+    NonFiniteSkips,
+    merge_rank_findings,
+    summarise_skipped_update,
+)
+from rlhf_megatron.controller.recovery.run_checkpointer import (
+    ReplicasDiffer,
+    require_equal_replicas,
+)
+from rlhf_megatron.controller.recovery.skip_capsule import CapsuleStore, read_skip_capsule
+from rlhf_megatron.controller.scheduler.advantage_stage import AdvantageStage
+from rlhf_megatron.controller.scheduler.algorithm_setup import AlgorithmSetup
+from rlhf_megatron.controller.scheduler.model_updates import RoleUpdate, run_role_updates
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
-from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.observe.metrics.batch import BadColumn, bad_columns, describe
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.recovery.capsule import Capsules, read_capsule
-from rlhf_megatron.recovery.checkpointer import ReplicasDiffer, check_replicas
-from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips, seen, summary
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.parts import Parts
-from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
-from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.findings import BadTensor, Difference, Findings, ReplicaReport
+from rlhf_megatron.data.replica_plan import ReplicaPlan
+from rlhf_megatron.ranks.workers.rank_reports import (
+    BadTensor,
+    NonFiniteReport,
+    ReplicaDifference,
+    ReplicaReport,
+)
+from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 CONFIG = RunConfig(
     model=ModelConfig(path=str(MODEL), init_seed=3),
     actor=ActorConfig(mini_batch_size=5, ppo_max_token_len_per_gpu=16),
     critic=CriticConfig(),
     algorithm=AlgorithmConfig(adv_estimator="gae"),
-    trainer=TrainerConfig(runtime="inline", n_gpus_per_node=1, device="cpu", max_consecutive_skips=3, capsules_kept=1),
+    trainer=TrainerConfig(
+        runtime="inline", n_gpus_per_node=1, device="cpu", max_consecutive_skips=3, capsules_kept=1
+    ),
 )
 
 
@@ -63,12 +82,17 @@ def with_nan(batch: TrainBatch, column: str, *tokens: int) -> TrainBatch:
 def test_columns_that_are_not_finite_are_named_with_their_samples() -> None:
     """Samples start at tokens 0, 2, 5, 9, 14; each first token is a prompt's, which nobody reads."""
     batch = train_batch()
-    assert bad_columns(batch) == ()
-    assert bad_columns(with_nan(batch, "old_log_probs", 0, 2, 5)) == ()
+    assert find_non_finite_columns(batch) == ()
+    assert find_non_finite_columns(with_nan(batch, "old_log_probs", 0, 2, 5)) == ()
     masked = replace(batch, reward_statuses=("ok",) * 3 + ("masked:gone",) + ("ok",) * 6)
-    found = bad_columns(with_nan(with_nan(masked, "old_log_probs", 3, 4, 10), "advantages", 1))
-    assert found == (BadColumn("old_log_probs", (1, 3), 3), BadColumn("advantages", (0,), 1))
-    assert describe(found, batch) == (
+    found = find_non_finite_columns(
+        with_nan(with_nan(masked, "old_log_probs", 3, 4, 10), "advantages", 1)
+    )
+    assert found == (
+        NonFiniteColumn("old_log_probs", (1, 3), 3),
+        NonFiniteColumn("advantages", (0,), 1),
+    )
+    assert describe_non_finite_columns(found, batch) == (
         "old_log_probs (3 tokens of sample 1 '1', sample 3 '3'); advantages (1 tokens of sample 0 '0')"
     )
 
@@ -76,31 +100,37 @@ def test_columns_that_are_not_finite_are_named_with_their_samples() -> None:
 def test_a_nan_does_not_reach_the_weight_of_the_kl_term() -> None:
     control = KLControlConfig("adaptive", kl_coef=0.5, target_kl=0.4, horizon=1000)
     entry = ADV_ESTIMATORS.get("grpo")
-    parts = Parts(entry.build, entry.params(), needs_reference=True)
+    parts = AlgorithmSetup(entry.build, entry.params(), needs_reference=True)
     stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control), parts)
     batch = replace(train_batch(), ref_log_probs=torch.zeros(65))
     train, _ = stage(with_nan(batch, "old_log_probs", 3))
-    assert stage.kl is not None and stage.kl.state() == {"coef": 0.5}
-    assert [column.name for column in bad_columns(train)] == ["old_log_probs"]
+    assert stage.kl_controller is not None and stage.kl_controller.state() == {"coef": 0.5}
+    assert [column.name for column in find_non_finite_columns(train)] == ["old_log_probs"]
 
 
 class Group:
     """Hosts of one rank: the outcome of each actor update is given; whatever else was asked of them is kept."""
 
     def __init__(self, *are_skipped: bool, reports: list[ReplicaReport] | None = None) -> None:
-        self.layouts = {"actor": Layout(1)}
+        self.layouts = {"actor": ParallelLayout(1)}
         self.outcomes = list(are_skipped)
-        self.skips: list[Findings] = []
+        self.skips: list[NonFiniteReport] = []
         self.sent: list[Any] = []
         self.reports = reports or []
 
-    def scatter(self, method: str, batch: Any, *, token_budget: int, **arguments: Any) -> Future[Any]:
+    def scatter(
+        self, method: str, batch: Any, *, token_budget: int, **arguments: Any
+    ) -> Future[Any]:
         is_skipped = self.outcomes[len(self.sent)]
         self.sent.append(arguments["capsule"])
         if is_skipped:
             bad = BadTensor("a.weight", len(self.skips) + 1, 0, 8)
-            self.skips.append(Findings("dp0 pp0 tp0", math.nan, (bad,), (), (), (), 0, has_weights=True))
-        return done(UpdateResult({"actor/loss": 1.0}, math.nan if is_skipped else 2.0, 0.1, is_skipped))
+            self.skips.append(
+                NonFiniteReport("dp0 pp0 tp0", math.nan, (bad,), (), (), (), 0, has_weights=True)
+            )
+        return done(
+            UpdateResult({"actor/loss": 1.0}, math.nan if is_skipped else 2.0, 0.1, is_skipped)
+        )
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         if method.endswith("check_replicas"):
@@ -122,61 +152,87 @@ def updates_of(group: Any, count: int) -> list[RoleUpdate]:
 
     def mini_batch(number: int) -> MiniBatch:
         mask = torch.tensor([False, True])
-        return MiniBatch(torch.tensor([0, 2]), torch.tensor([number, number]), mask, mask.float(), mask.float())
+        return MiniBatch(
+            torch.tensor([0, 2]), torch.tensor([number, number]), mask, mask.float(), mask.float()
+        )
 
     def samples_of(number: int) -> TrainBatch:
-        from rlhf_megatron.data.batch import select
+        from rlhf_megatron.data.batch import select_samples
 
-        return select(batch, [number])
+        return select_samples(batch, [number])
 
-    actor = Workers(group).actor
+    actor = RoleProxies(group).actor
     return [
         RoleUpdate(
-            actor, partial(actor.update, loss="policy"), 1, 100, lambda: map(mini_batch, range(count)), samples_of
+            actor,
+            partial(actor.update, loss="policy"),
+            1,
+            100,
+            lambda: map(mini_batch, range(count)),
+            samples_of,
         )
     ]
 
 
 def test_skips_are_counted_over_steps_and_a_step_that_is_made_ends_the_row() -> None:
-    skips = Skips(TrainerConfig(max_consecutive_skips=3))
-    metrics = run_updates(updates_of(Group(False, True, True), 3), 1, skips)
-    assert (metrics["actor/num_skipped_steps"], metrics["actor/grad_norm"], skips.num_consecutive) == (2, 2.0, 2)
-    run_updates(updates_of(Group(False), 1), 2, skips)
+    skips = NonFiniteSkips(TrainerConfig(max_consecutive_skips=3))
+    metrics = run_role_updates(updates_of(Group(False, True, True), 3), 1, skips)
+    assert (
+        metrics["actor/num_skipped_steps"],
+        metrics["actor/grad_norm"],
+        skips.num_consecutive,
+    ) == (2, 2.0, 2)
+    run_role_updates(updates_of(Group(False), 1), 2, skips)
     assert skips.num_consecutive == 0
-    metrics = run_updates(updates_of(Group(True, True), 2), 3, skips)
+    metrics = run_role_updates(updates_of(Group(True, True), 2), 3, skips)
     assert metrics["actor/num_skipped_steps"] == 2 and math.isnan(metrics["actor/loss"])
-    resumed = Skips(TrainerConfig(max_consecutive_skips=3))
-    resumed.restore(skips.num_consecutive)
+    resumed = NonFiniteSkips(TrainerConfig(max_consecutive_skips=3))
+    resumed.restore_count(skips.num_consecutive)
     assert resumed.num_consecutive == 2
-    with pytest.raises(NonFiniteNumbers, match=r"3 skips in a row \(trainer.max_consecutive_skips = 3\).*step 4"):
-        run_updates(updates_of(Group(True), 1), 4, resumed)
+    with pytest.raises(
+        NonFiniteNumbers, match=r"3 skips in a row \(trainer.max_consecutive_skips = 3\).*step 4"
+    ):
+        run_role_updates(updates_of(Group(True), 1), 4, resumed)
 
 
 def test_a_role_that_makes_steps_does_not_hide_one_that_does_not() -> None:
-    skips = Skips(TrainerConfig(max_consecutive_skips=3))
+    skips = NonFiniteSkips(TrainerConfig(max_consecutive_skips=3))
     for _ in range(2):
-        skips.count("actor", is_skipped=True)
-        skips.count("critic", is_skipped=False)
+        skips.count_optimizer_step("actor", is_skipped=True)
+        skips.count_optimizer_step("critic", is_skipped=False)
     assert skips.num_consecutive == 2
 
 
-def test_nothing_is_sent_past_the_limit_and_the_capsule_has_the_first_mini_batch(tmp_path: Path) -> None:
+def test_nothing_is_sent_past_the_limit_and_the_capsule_has_the_first_mini_batch(
+    tmp_path: Path,
+) -> None:
     """Of 8 mini-batches the second is the first skip; two calls are under way when the limit of 2 is seen."""
     notes: list[str] = []
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, max_consecutive_skips=2))
-    skips = Skips(config.trainer, Capsules(tmp_path, as_yaml(config), 3, notes.append), notes.append)
+    skips = NonFiniteSkips(
+        config.trainer,
+        CapsuleStore(tmp_path, render_config_yaml(config), 3, notes.append),
+        notes.append,
+    )
     group = Group(False, *[True] * 7)
     path = tmp_path / "capsules" / "step_000012_actor"
     with pytest.raises(NonFiniteNumbers, match=rf"(?s)a.weight \(1 NaN of 8\).*--replay {path}$"):
-        run_updates(updates_of(group, 8), 12, skips)
+        run_role_updates(updates_of(group, 8), 12, skips)
     unfinished = tmp_path / "capsules" / ".step_000012_actor.partial"
     assert group.sent == [unfinished] * 5 and not unfinished.exists()
-    capsule = read_capsule(path)
+    capsule = read_skip_capsule(path)
     assert capsule.mini_batch is not None and capsule.mini_batch.token_ids.tolist() == [1, 1]
     assert capsule.samples.sample_ids.tolist() == [1]
     facts = capsule.facts
-    assert (facts["step"], facts["role"], facts["mini_batch"], facts["num_skipped"]) == (12, "actor", 1, 4)
-    assert facts["ranks"] == [{"where": "dp0 pp0 tp0", "gradients": ["a.weight (1 NaN of 8)"], "parameters": []}]
+    assert (facts["step"], facts["role"], facts["mini_batch"], facts["num_skipped"]) == (
+        12,
+        "actor",
+        1,
+        4,
+    )
+    assert facts["ranks"] == [
+        {"where": "dp0 pp0 tp0", "gradients": ["a.weight (1 NaN of 8)"], "parameters": []}
+    ]
     assert "experiment_name: run" in (path / "config.yaml").read_text()
 
 
@@ -184,34 +240,47 @@ def test_so_many_steps_have_capsules_as_are_to_be_kept(tmp_path: Path) -> None:
     directory = tmp_path / "capsules"
     (directory / "step_000004_actor").mkdir(parents=True)
     (directory / ".step_000003_actor.partial").mkdir()
-    capsules = Capsules(tmp_path, as_yaml(CONFIG), 2, print)
+    capsules = CapsuleStore(tmp_path, render_config_yaml(CONFIG), 2, print)
     assert not (directory / ".step_000003_actor.partial").exists()
-    assert capsules.place(4, "actor") is None
-    assert capsules.place(4, "critic") == directory / ".step_000004_critic.partial"
-    assert capsules.place(9, "actor") == directory / ".step_000009_actor.partial"
+    assert capsules.choose_partial_directory(4, "actor") is None
+    assert (
+        capsules.choose_partial_directory(4, "critic") == directory / ".step_000004_critic.partial"
+    )
+    assert capsules.choose_partial_directory(9, "actor") == directory / ".step_000009_actor.partial"
     (directory / "step_000009_actor").mkdir()
-    assert capsules.place(10, "actor") is None and capsules.place(9, "critic") is not None
-    assert capsules.newest() == directory / "step_000009_actor"
+    assert (
+        capsules.choose_partial_directory(10, "actor") is None
+        and capsules.choose_partial_directory(9, "critic") is not None
+    )
+    assert capsules.find_newest() == directory / "step_000009_actor"
 
 
 def test_a_disk_that_refuses_costs_the_capsule_only(tmp_path: Path) -> None:
     notes: list[str] = []
     (tmp_path / "capsules").write_text("not a directory")
-    skips = Skips(CONFIG.trainer, Capsules(tmp_path, as_yaml(CONFIG), 3, notes.append), notes.append)
-    metrics = run_updates(updates_of(Group(True, False), 2), 1, skips)
+    skips = NonFiniteSkips(
+        CONFIG.trainer,
+        CapsuleStore(tmp_path, render_config_yaml(CONFIG), 3, notes.append),
+        notes.append,
+    )
+    metrics = run_role_updates(updates_of(Group(True, False), 2), 1, skips)
     assert metrics["actor/num_skipped_steps"] == 1
     assert notes[0].startswith("no capsule of step 1: ") and len(notes) == 2
 
 
 def test_directories_that_are_no_capsules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not a capsule: it has no capsule.json"):
-        read_capsule(tmp_path)
-    (tmp_path / "capsule.json").write_text('{"format": "rlhf_megatron capsule", "format_version": 2}')
-    with pytest.raises(ValueError, match="capsule of format 2; this version of the package reads 1"):
-        read_capsule(tmp_path)
+        read_skip_capsule(tmp_path)
+    (tmp_path / "capsule.json").write_text(
+        '{"format": "rlhf_megatron capsule", "format_version": 2}'
+    )
+    with pytest.raises(
+        ValueError, match="capsule of format 2; this version of the package reads 1"
+    ):
+        read_skip_capsule(tmp_path)
     (tmp_path / "capsule.json").write_text("[1]")
     with pytest.raises(ValueError, match="not the file of a capsule"):
-        read_capsule(tmp_path)
+        read_skip_capsule(tmp_path)
 
 
 def test_what_ranks_saw_is_told_in_samples_of_the_mini_batch() -> None:
@@ -221,12 +290,14 @@ def test_what_ranks_saw_is_told_in_samples_of_the_mini_batch() -> None:
     """
     batch = train_batch(3)
     plans = (ReplicaPlan((2, 0), ((0,), (1,)), 8), ReplicaPlan((1, -1), ((0,), (1,)), 8))
-    layout = Layout(4, cp=2)  # ranks: dp0 cp0, dp0 cp1, dp1 cp0, dp1 cp1
+    layout = ParallelLayout(4, cp=2)  # ranks: dp0 cp0, dp0 cp1, dp1 cp0, dp1 cp1
 
-    def rank(where: str, losses: tuple[float, ...], tokens: tuple[int, ...], first: str = "") -> Findings:
-        return Findings(where, math.nan, (), (), losses, tokens, len(tokens), first)
+    def rank(
+        where: str, losses: tuple[float, ...], tokens: tuple[int, ...], first: str = ""
+    ) -> NonFiniteReport:
+        return NonFiniteReport(where, math.nan, (), (), losses, tokens, len(tokens), first)
 
-    found = seen(
+    found = merge_rank_findings(
         batch,
         layout,
         plans,
@@ -243,43 +314,60 @@ def test_what_ranks_saw_is_told_in_samples_of_the_mini_batch() -> None:
         {"replica": 1, "micro_batch": 0, "loss": 0.5, "samples": [1]},
         {"replica": 1, "micro_batch": 1, "loss": 0.0, "samples": []},
     ]
-    assert [(entry["sample"], entry["positions"]) for entry in found["tokens"]] == [(0, [1]), (2, [3])]
+    assert [(entry["sample"], entry["positions"]) for entry in found["tokens"]] == [
+        (0, [1]),
+        (2, [3]),
+    ]
     assert found["num_bad_tokens"] == 2 and found["first"] == "[dp1 pp0 tp0] loss"
-    assert summary(found) == (
+    assert summarise_skipped_update(found) == (
         "gradient norm nan; 1 micro-batches with such a loss (samples 0);"
         " log-probs or values of 2 tokens (samples 0, 2)"
     )
 
 
-def report(*differences: Difference, bad: tuple[BadTensor, ...] = ()) -> ReplicaReport:
+def report(*differences: ReplicaDifference, bad: tuple[BadTensor, ...] = ()) -> ReplicaReport:
     return ReplicaReport("dp0 pp0 tp0", 10, 100, 0.1, differences, bad)
 
 
 def test_replicas_that_differ_end_the_run_with_tensor_and_rank() -> None:
-    assert list(check_replicas([Workers(Group(reports=[report(), report()])).actor])) == ["timing_s/desync"]
-    difference = Difference("a.weight", "data parallel", ("dp2 pp0 tp0",), 3, 1e-3)
-    with pytest.raises(ReplicasDiffer, match=r"\[actor\] a.weight: dp2 pp0 tp0 differs from the other 2 .*0.001"):
-        check_replicas([Workers(Group(reports=[report(difference), report()])).actor])
+    assert list(
+        require_equal_replicas([RoleProxies(Group(reports=[report(), report()])).actor])
+    ) == ["timing_s/desync"]
+    difference = ReplicaDifference("a.weight", "data parallel", ("dp2 pp0 tp0",), 3, 1e-3)
+    with pytest.raises(
+        ReplicasDiffer, match=r"\[actor\] a.weight: dp2 pp0 tp0 differs from the other 2 .*0.001"
+    ):
+        require_equal_replicas([RoleProxies(Group(reports=[report(difference), report()])).actor])
     with pytest.raises(ReplicasDiffer, match=r"\[actor dp0 pp0 tp0\] a.weight \(1 Inf of 4\)"):
-        check_replicas([Workers(Group(reports=[report(bad=(BadTensor("a.weight", 0, 1, 4),))])).actor])
+        require_equal_replicas(
+            [RoleProxies(Group(reports=[report(bad=(BadTensor("a.weight", 0, 1, 4),))])).actor]
+        )
 
 
 @pytest.mark.dist
 def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_path: Path) -> None:
     """Sample 5 is in one of two mini-batches: each step skips one, so that two in a row never come."""
     (result,) = dist_pool.run(skipped_updates, config=CONFIG, run_dir=tmp_path, timeout_s=300)
-    assert result.error == "" and [metrics["actor/num_skipped_steps"] for metrics in result.metrics] == [1, 1, 1]
+    assert result.error == "" and [
+        metrics["actor/num_skipped_steps"] for metrics in result.metrics
+    ] == [1, 1, 1]
     assert all(math.isfinite(metrics["actor/loss"]) for metrics in result.metrics)
     assert [path.name for path in (tmp_path / "capsules").iterdir()] == ["step_000001_actor"]
     path = tmp_path / "capsules" / "step_000001_actor"
-    assert (path / "weights" / "metadata.json").exists() and (path / "rng" / "rank0.safetensors").exists()
+    assert (path / "weights" / "metadata.json").exists() and (
+        path / "rng" / "rank0.safetensors"
+    ).exists()
     facts = facts_of(path)
     (bad,) = [entry for entry in facts["micro_batches"] if isinstance(entry["loss"], str)]
     assert 5 in bad["samples"] and len(facts["micro_batches"]) > 1
     again, mended = result.replays["as it was"], result.replays["mended"]
     assert again.is_reproduced and again.found["first"] == "[dp0 pp0 tp0] loss"
-    assert again.found["micro_batches"] == facts["micro_batches"], "the same losses, to the last bit"
-    assert again.lines[-1].startswith("reproduced: ") and again.lines[0].startswith("capsule of step 1, actor,")
+    assert again.found["micro_batches"] == facts["micro_batches"], (
+        "the same losses, to the last bit"
+    )
+    assert again.lines[-1].startswith("reproduced: ") and again.lines[0].startswith(
+        "capsule of step 1, actor,"
+    )
     assert not mended.is_reproduced and mended.lines[-1].startswith("not reproduced: ")
     assert math.isfinite(mended.found["grad_norm"])
 
@@ -289,7 +377,10 @@ def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_pat
 @pytest.mark.parametrize(
     ("loss", "section"),
     [
-        ("ppo_clip", RolloutCorrectionConfig("decoupled_seq_is_rs", rollout_is_batch_normalize=True)),
+        (
+            "ppo_clip",
+            RolloutCorrectionConfig("decoupled_seq_is_rs", rollout_is_batch_normalize=True),
+        ),
         (
             "reinforce",
             RolloutCorrectionConfig(
@@ -311,25 +402,37 @@ def test_a_capsule_has_the_correction(
         algorithm=replace(CONFIG.algorithm, rollout_correction=section),
     )
     (result,) = dist_pool.run(skipped_updates, config=corrected, run_dir=tmp_path, timeout_s=300)
-    assert [metrics["actor/num_skipped_steps"] for metrics in result.metrics] == [1, 1, 1], result.error
+    assert [metrics["actor/num_skipped_steps"] for metrics in result.metrics] == [1, 1, 1], (
+        result.error
+    )
     path = tmp_path / "capsules" / "step_000001_actor"
-    capsule, facts = read_capsule(path), facts_of(path)
+    capsule, facts = read_skip_capsule(path), facts_of(path)
     assert isinstance(capsule.mini_batch, MiniBatch)
     weights = capsule.mini_batch.correction_weights
     assert (weights is not None and weights.unique().numel() > 2) == (loss == "ppo_clip")
     again, mended = result.replays["as it was"], result.replays["mended"]
-    assert again.is_reproduced and again.found["micro_batches"] == facts["micro_batches"], "to the last bit"
+    assert again.is_reproduced and again.found["micro_batches"] == facts["micro_batches"], (
+        "to the last bit"
+    )
     assert not mended.is_reproduced
-    (plain,) = dist_pool.run(skipped_updates, config=CONFIG, run_dir=tmp_path / "plain", timeout_s=300)
-    assert plain.replays["mended"].found["micro_batches"] != mended.found["micro_batches"], "nothing was corrected"
+    (plain,) = dist_pool.run(
+        skipped_updates, config=CONFIG, run_dir=tmp_path / "plain", timeout_s=300
+    )
+    assert plain.replays["mended"].found["micro_batches"] != mended.found["micro_batches"], (
+        "nothing was corrected"
+    )
 
 
 @pytest.mark.dist
-def test_a_step_with_log_probs_that_are_not_finite_is_left_out(dist_pool: DistPool, tmp_path: Path) -> None:
+def test_a_step_with_log_probs_that_are_not_finite_is_left_out(
+    dist_pool: DistPool, tmp_path: Path
+) -> None:
     (result,) = dist_pool.run(left_out, config=CONFIG, run_dir=tmp_path, timeout_s=300)
     (metrics,) = result.metrics
     assert metrics["actor/num_skipped_steps"] == metrics["critic/num_skipped_steps"] == 2
-    assert result.notes[0].startswith("step 7 is not trained on: not finite: old_log_probs (55 tokens of sample 0 '0'")
+    assert result.notes[0].startswith(
+        "step 7 is not trained on: not finite: old_log_probs (55 tokens of sample 0 '0'"
+    )
     again = result.replays["it"]
     assert again.is_reproduced and again.found["columns"] == {"old_log_probs": True}
     assert again.found["first"] == "[dp0 pp0 tp0] output of decoder.layers.1.mlp.linear_fc2"

@@ -12,8 +12,8 @@ from places import ROOT
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.recovery.lock_file import check_lock, locked_yaml
+from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.controller.recovery.config_lock_file import check_config_lock, make_lock_yaml
 
 PLUGIN = "from rlhf_megatron.registry import parts_of\nparts_of('reward').register('{name}')(len)\n"
 
@@ -23,33 +23,44 @@ def locked(tmp_path: Path) -> Path:
     """The lock file of the quickstart's settings on a copy of its model, its data and a reward of one's own."""
     shutil.copytree(ROOT / "examples" / "quickstart" / "model", tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 40)
-    (tmp_path / "reward.py").write_text("def score(prompt, response, label, source, extra):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, response, label, source, extra):\n    return 1.0\n"
+    )
     (tmp_path / "run.yaml").write_text(
         f"extends: {ROOT}/configs/quickstart.yaml\n"
         "model: {path: model}\n"
         "data: {task: null, train_files: [train.jsonl], val_files: [train.jsonl]}\n"
         "reward: {name: function, params: {path: 'reward.py:score'}}\n"
     )
-    (tmp_path / "config.lock.yaml").write_text(locked_yaml(as_yaml(read_run_config(tmp_path / "run.yaml").config)))
+    (tmp_path / "config.lock.yaml").write_text(
+        make_lock_yaml(render_config_yaml(read_run_config(tmp_path / "run.yaml").config))
+    )
     return tmp_path / "config.lock.yaml"
 
 
 def test_it_is_the_run_and_what_it_was_made_of(locked: Path) -> None:
     lock = yaml.safe_load(locked.read_text())["lock"]
     assert set(lock["digests"]) == {
-        *(f"model.path {name}" for name in ("config.json", "tokenizer.json", "tokenizer_config.json")),
+        *(
+            f"model.path {name}"
+            for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+        ),
         *("data.train_files[0]", "data.val_files[0]", "reward.params.path"),
     }
     assert lock["packages"]["torch"] and lock["packages"]["python"]
     again = read_run_config(locked)
-    assert as_yaml(again.config) == as_yaml(read_run_config(locked.parent / "run.yaml").config)
+    assert render_config_yaml(again.config) == render_config_yaml(
+        read_run_config(locked.parent / "run.yaml").config
+    )
     said: list[str] = []
-    check_lock(again, False, said.append)
+    check_config_lock(again, False, said.append)
     assert said == []
 
 
 def test_what_is_not_as_it_was_is_refused_or_told(locked: Path) -> None:
-    (locked.parent / "reward.py").write_text("def score(prompt, response, label, source, extra):\n    return 0.0\n")
+    (locked.parent / "reward.py").write_text(
+        "def score(prompt, response, label, source, extra):\n    return 0.0\n"
+    )
     (locked.parent / "model" / "tokenizer.json").unlink()
     (locked.parent / "model" / "chat_template.jinja").write_text("{{ messages }}")
     lock = yaml.safe_load(locked.read_text())
@@ -58,17 +69,28 @@ def test_what_is_not_as_it_was_is_refused_or_told(locked: Path) -> None:
     locked.write_text(yaml.safe_dump(lock))
     said: list[str] = []
     with pytest.raises(ConfigError) as caught:
-        check_lock(read_run_config(locked), False, said.append)
+        check_config_lock(read_run_config(locked), False, said.append)
     new, gone, changed = caught.value.problems
-    assert new.startswith("model.path chat_template.jinja has digest ") and "none: the run did not read it when" in new
+    assert (
+        new.startswith("model.path chat_template.jinja has digest ")
+        and "none: the run did not read it when" in new
+    )
     assert gone.startswith("model.path tokenizer.json has digest none: it is not there, and ")
-    assert changed.startswith("reward.params.path has digest ") and f", and {before} when the run was locked" in changed
+    assert (
+        changed.startswith("reward.params.path has digest ")
+        and f", and {before} when the run was locked" in changed
+    )
     assert changed.endswith("restore it, or go on with what is there: --allow-changes.")
     assert (
-        len(said) == 1 and said[0].startswith("note: torch is ") and said[0].endswith("was 1.0 when the run was locked")
+        len(said) == 1
+        and said[0].startswith("note: torch is ")
+        and said[0].endswith("was 1.0 when the run was locked")
     )
-    check_lock(read_run_config(locked), True, said.append)
-    assert said[-1] == "note: reward.params.path is not what it was when the run was locked" and len(said) == 5
+    check_config_lock(read_run_config(locked), True, said.append)
+    assert (
+        said[-1] == "note: reward.params.path is not what it was when the run was locked"
+        and len(said) == 5
+    )
 
 
 def test_commands_look_at_the_lock_and_the_settings_after_the_file_count(
@@ -82,30 +104,40 @@ def test_commands_look_at_the_lock_and_the_settings_after_the_file_count(
     assert "data.train_files[0] has digest" in capsys.readouterr().err
     other = [f"data.{split}_files=[{ROOT}/examples/nothing.jsonl]" for split in ("train", "val")]
     with pytest.raises(ConfigError, match="none: it is not there"):
-        check_lock(read_run_config(locked, other), False, lambda text: None)
+        check_config_lock(read_run_config(locked, other), False, lambda text: None)
 
 
 def test_a_model_of_a_hub_is_locked_by_its_name(tmp_path: Path) -> None:
     copy = tmp_path / "models--owner--tiny" / "snapshots" / "0123abcd"
     shutil.copytree(ROOT / "examples" / "quickstart" / "model", copy)
-    (tmp_path / "run.yaml").write_text(f"extends: {ROOT}/configs/quickstart.yaml\nmodel: {{path: {copy}}}\n")
-    tree = yaml.safe_load(locked_yaml(as_yaml(read_run_config(tmp_path / "run.yaml").config)))
-    assert tree["model"]["path"] == "owner/tiny@0123abcd" and "model.path config.json" in tree["lock"]["digests"]
+    (tmp_path / "run.yaml").write_text(
+        f"extends: {ROOT}/configs/quickstart.yaml\nmodel: {{path: {copy}}}\n"
+    )
+    tree = yaml.safe_load(
+        make_lock_yaml(render_config_yaml(read_run_config(tmp_path / "run.yaml").config))
+    )
+    assert (
+        tree["model"]["path"] == "owner/tiny@0123abcd"
+        and "model.path config.json" in tree["lock"]["digests"]
+    )
 
 
 def test_a_lock_that_no_run_has_written_is_refused(tmp_path: Path) -> None:
-    for text, said in (("lock: 3", r"lock \(3\) must be as a run writes it"), ("lock: {}", "must have packages")):
+    for text, said in (
+        ("lock: 3", r"lock \(3\) must be as a run writes it"),
+        ("lock: {}", "must have packages"),
+    ):
         (tmp_path / "run.yaml").write_text(text + "\n")
         with pytest.raises(ConfigError, match=said):
-            check_lock(read_run_config(tmp_path / "run.yaml"), False, lambda text: None)
+            check_config_lock(read_run_config(tmp_path / "run.yaml"), False, lambda text: None)
 
 
 def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 2 bytes, one in 8 of a file over 8 bytes, the last one, and the size."""
-    from rlhf_megatron.recovery import lock_file
+    from rlhf_megatron.controller.recovery import config_lock_file
 
-    monkeypatch.setattr(lock_file, "_WHOLE", 8)
-    monkeypatch.setattr(lock_file, "_PIECE", 2)
+    monkeypatch.setattr(config_lock_file, "_WHOLE", 8)
+    monkeypatch.setattr(config_lock_file, "_PIECE", 2)
     path, digests = tmp_path / "file", []
     for data in (
         b"0123456789abcdefgh",
@@ -115,5 +147,5 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         b"01234567",
     ):
         path.write_bytes(data)
-        digests.append(lock_file._digest(path))
+        digests.append(config_lock_file._digest_sampled_file(path))
     assert digests[0] == digests[2] and len(set(digests)) == 4

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from runtime_tools import Start, toy_runs
 
-from rlhf_megatron.recovery.watchdog import HANG_REPORT, StageWatchdog
-from rlhf_megatron.runtime.failures import HostError, HostTimeoutError
+from rlhf_megatron.controller.recovery.stage_watchdog import HANG_REPORT, StageWatchdog
+from rlhf_megatron.runtime.host_errors import HostError, HostTimeoutError
 
 
 class Hosts:
@@ -39,7 +39,7 @@ def wait_for_a_reward() -> None:
 def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
     hosts, before = Hosts(), signal.getsignal(signal.SIGUSR2)
     with StageWatchdog(20.0, {"score": 0.3}, tmp_path) as watchdog:
-        watchdog.look_at(hosts, lambda: ["call 1", "call 2"])
+        watchdog.set_report_sources(hosts, lambda: ["call 1", "call 2"])
         started = time.monotonic()
         with pytest.raises(HostTimeoutError) as caught, watchdog("score"):
             wait_for_a_reward()
@@ -52,7 +52,9 @@ def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
         )
         stack, calls = middle.split("The last calls to engines:\n")
         assert calls == "  call 1\n  call 2"
-        assert re.search(r"thread main\n(      .*\n)*.*test_watchdog.py:\d+ wait_for_a_reward\n", stack)
+        assert re.search(
+            r"thread main\n(      .*\n)*.*test_watchdog.py:\d+ wait_for_a_reward\n", stack
+        )
         assert (tmp_path / HANG_REPORT).read_text().partition("\n")[2] == message + "\n"
         assert hosts.ended == [caught.value], "the hosts are ended with the same error"
         assert hosts.describe("a late call", []) is caught.value, "there is one report"
@@ -62,7 +64,7 @@ def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
 def test_stages_in_time_leave_nothing(tmp_path: Path) -> None:
     hosts = Hosts()
     with StageWatchdog(1.0, {}, tmp_path) as watchdog:
-        watchdog.look_at(hosts, list)
+        watchdog.set_report_sources(hosts, list)
         for _ in range(3):
             with watchdog("generate"):
                 time.sleep(0.01)
@@ -73,8 +75,10 @@ def test_stages_in_time_leave_nothing(tmp_path: Path) -> None:
 def test_a_late_call_outside_of_a_stage_gets_the_same_report(tmp_path: Path) -> None:
     hosts = Hosts()
     with StageWatchdog(5.0, {}, tmp_path) as watchdog:
-        watchdog.look_at(hosts, lambda: ["call 1"])
-        error = hosts.describe("actor.save was not finished within 2 s (trainer.stage_timeout_s).", ["  [actor] x"])
+        watchdog.set_report_sources(hosts, lambda: ["call 1"])
+        error = hosts.describe(
+            "actor.save was not finished within 2 s (trainer.stage_timeout_s).", ["  [actor] x"]
+        )
     lines = str(error).splitlines()
     assert lines[:4] == [
         "actor.save was not finished within 2 s (trainer.stage_timeout_s).",
@@ -97,10 +101,17 @@ def test_a_stage_over_its_deadline_names_the_stopped_rank(start: Start) -> None:
     assert head + "  [actor dp0 pp0 tp0] toy.hang: running for " in report
     assert re.search(r"\[actor dp0 pp0 tp0\] .* s, in barrier\n", report)
     assert re.search(
-        r"\[actor dp0 pp0 tp1\] toy.hang: running for \d+\.\d s\n(      .*\n)*      .*/runtime_toy.py:", report
+        r"\[actor dp0 pp0 tp1\] toy.hang: running for \d+\.\d s\n(      .*\n)*      .*/runtime_toy.py:",
+        report,
     )
-    assert f"[actor dp0 pp0 tp2] does not answer: process {run.pids()['host2']} is stopped (SIGSTOP, or" in report
-    assert "Look first at [actor dp0 pp0 tp2]: is not where the others are.\nThe controller:\n" in report
+    assert (
+        f"[actor dp0 pp0 tp2] does not answer: process {run.pids()['host2']} is stopped (SIGSTOP, or"
+        in report
+    )
+    assert (
+        "Look first at [actor dp0 pp0 tp2]: is not where the others are.\nThe controller:\n"
+        in report
+    )
     assert re.search(r"support/runtime_toy.py:\d+ late_stage\n", report)
     assert report.endswith("The last calls to engines:\n  12:00:00 engine0 generate: 0.25 s\n")
     run.assert_no_orphans(4)

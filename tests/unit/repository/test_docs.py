@@ -16,17 +16,38 @@ from tools.file_map import file_map
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-TOP_FOLDERS = ("rlhf_megatron", "configs", "docs", "benchmarks", "launch", "tests", "tools", "examples")
-PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*\w\.(?:py|yaml|md|sh|json|png|txt)\b")
+TOP_FOLDERS = (
+    "rlhf_megatron",
+    "configs",
+    "docs",
+    "benchmarks",
+    "launch",
+    "tests",
+    "tools",
+    "examples",
+)
+PATH = re.compile(
+    rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*\w\.(?:py|yaml|md|sh|json|png|txt)\b"
+)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
     text = document.read_text()
-    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links = [
+        link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link
+    ]
     missing = [link for link, _, _ in links if link and not (document.parent / link).exists()]
-    pages = [(document.parent / link if link else document, anchor) for link, _, anchor in links if anchor]
-    missing += [f"{page}#{anchor}" for page, anchor in pages if page.exists() and anchor not in anchors(page)]
+    pages = [
+        (document.parent / link if link else document, anchor)
+        for link, _, anchor in links
+        if anchor
+    ]
+    missing += [
+        f"{page}#{anchor}"
+        for page, anchor in pages
+        if page.exists() and anchor not in anchors(page)
+    ]
     missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert not missing, f"{document.name} names what is not there: {missing}"
 
@@ -35,14 +56,19 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
 def test_make_targets_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     code = "\n".join(
-        re.findall(r"`([^`\n]+)`", document.read_text()) + [b for _, b in BLOCK.findall(document.read_text())]
+        re.findall(r"`([^`\n]+)`", document.read_text())
+        + [b for _, b in BLOCK.findall(document.read_text())]
     )
     named = set(re.findall(r"(?:^|\s)make ([a-z][a-z0-9-]*)", code, re.MULTILINE))
     assert named <= targets, f"{document.name}: no make target {named - targets}"
 
 
 def test_make_map_says_what_each_module_is_for() -> None:
-    silent = [line for line in file_map() if len(line.split(None, 1)) < 2 and line.split()[0].endswith(".py")]
+    silent = [
+        line
+        for line in file_map()
+        if len(line.split(None, 1)) < 2 and line.split()[0].endswith(".py")
+    ]
     assert not silent, f"give each a docstring: {silent}"
 
 
@@ -70,7 +96,12 @@ LONG = """\
 data: {task: null, max_response_length: 4096%s}
 actor: {use_kl_loss: true, ppo_max_token_len_per_gpu: 8192, megatron: {pipeline_model_parallel_size: 1}}
 """
-AROUND = (LONG % ", train_files: [a.jsonl], val_files: [b.jsonl]", "", LONG % "", "algorithm: {adv_estimator: gae}")
+AROUND = (
+    LONG % ", train_files: [a.jsonl], val_files: [b.jsonl]",
+    "",
+    LONG % "",
+    "algorithm: {adv_estimator: gae}",
+)
 """What a reader has beside the settings that a page prints: files of data, the quickstart, sources, or a critic."""
 
 
@@ -95,7 +126,9 @@ def test_pages_print_settings() -> None:
     assert len(YAML) > 15
 
 
-STARTS = re.compile(r"(?:train|sft|torchrun\.sh|sbatch|check) ((?:configs|examples)/[\w/]+\.yaml)((?: +[^\s#`]+)*)")
+STARTS = re.compile(
+    r"(?:train|sft|torchrun\.sh|sbatch|check) ((?:configs|examples)/[\w/]+\.yaml)((?: +[^\s#`]+)*)"
+)
 COMMANDS = [
     (document.name, config, tuple(word for word in shlex.split(words) if "=" in word))
     for document in DOCUMENTS

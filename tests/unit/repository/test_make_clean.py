@@ -18,7 +18,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make(checkout: Path, *words: str) -> str:
-    return subprocess.run(["make", "-s", *words], cwd=checkout, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["make", "-s", *words], cwd=checkout, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_clean_leaves_runs_and_fetched_models(checkout: Path) -> None:
@@ -32,4 +34,8 @@ def test_clean_runs_says_what_it_would_remove_and_wants_a_yes(checkout: Path) ->
     assert "runs/x" in said and ".cache/smollm2" in said and "YES=1 removes all of this" in said
     assert (checkout / "runs" / "x").is_dir()
     make(checkout, "clean-runs", "YES=1")
-    assert not (checkout / "runs").exists() and not (checkout / ".cache").exists() and (checkout / ".venv").exists()
+    assert (
+        not (checkout / "runs").exists()
+        and not (checkout / ".cache").exists()
+        and (checkout / ".venv").exists()
+    )

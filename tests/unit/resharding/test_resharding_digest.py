@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.resharding import digest as digest_parts
-from rlhf_megatron.resharding.digest import as_hex, digest, digest_part, end_keys, on_device
+from rlhf_megatron.weights import tensor_digest as digest_parts
+from rlhf_megatron.weights.tensor_digest import (
+    digest_tensor,
+    digest_tensor_part,
+    format_digest,
+    make_end_keys,
+    sum_words_on_device,
+)
 
 MASK = (1 << 64) - 1
 LINE_WORDS = 4096
@@ -50,7 +56,9 @@ def words_of(tensor: Tensor) -> list[int]:
 
 
 def random_words(count: int, seed: int) -> Tensor:
-    return torch.randint(-32768, 32768, (count,), generator=torch.Generator().manual_seed(seed)).to(torch.int16)
+    return torch.randint(-32768, 32768, (count,), generator=torch.Generator().manual_seed(seed)).to(
+        torch.int16
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 127, 4094, 4096, 8191, 20_002])
@@ -58,12 +66,16 @@ def random_words(count: int, seed: int) -> Tensor:
 def test_formula(count: int, first: int) -> None:
     words = random_words(count, seed=count)
     expected = by_hand(words_of(words), first)
-    assert digest(words.view(torch.bfloat16), first) == expected
+    assert digest_tensor(words.view(torch.bfloat16), first) == expected
     if count % 2 == 0:
-        assert digest(words.view(torch.float32), first) == expected
-    assert digest(torch.cat([words[:1], words])[1:], first) == expected  # begins anywhere in memory
+        assert digest_tensor(words.view(torch.float32), first) == expected
+    assert (
+        digest_tensor(torch.cat([words[:1], words])[1:], first) == expected
+    )  # begins anywhere in memory
     ends = end_key(first + count) - end_key(first)
-    assert (on_device(words, first) + ends) & MASK == expected  # as on a device that is not the CPU
+    assert (
+        sum_words_on_device(words, first) + ends
+    ) & MASK == expected  # as on a device that is not the CPU
 
 
 def test_many_chunks_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,16 +87,23 @@ def test_many_chunks_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in places:
         (word,) = words_of(tensor[place : place + 1])
         expected += by_hand([word], place) - end_key(place + 1) + end_key(place)
-    assert digest(tensor) == expected & MASK
-    monkeypatch.setattr("rlhf_megatron.resharding.digest._DEVICE_CHUNK", 7)
+    assert digest_tensor(tensor) == expected & MASK
+    monkeypatch.setattr("rlhf_megatron.weights.tensor_digest._DEVICE_CHUNK", 7)
     ends = end_key(len(tensor)) - end_key(0)
-    assert (on_device(tensor.view(torch.int16), 0) + ends) & MASK == expected & MASK
+    assert (sum_words_on_device(tensor.view(torch.int16), 0) + ends) & MASK == expected & MASK
 
 
 def test_one_byte_types_count_their_bytes() -> None:
-    raw = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    raw = torch.randint(
+        0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     expected = by_hand(raw.tolist())
-    assert digest(raw) == digest(raw.view(torch.int8)) == digest(raw.view(torch.float8_e4m3fn)) == expected
+    assert (
+        digest_tensor(raw)
+        == digest_tensor(raw.view(torch.int8))
+        == digest_tensor(raw.view(torch.float8_e4m3fn))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,18 +111,22 @@ def test_parts_at_any_position_add_up(seed: int) -> None:
     draw = random.Random(seed)
     tensor = random_words(draw.randrange(1, 30_000), seed).view(torch.bfloat16)
     first = draw.randrange(10_000)
-    cuts = sorted({0, len(tensor), *(draw.randrange(len(tensor)) for _ in range(draw.randrange(6)))})
-    parts = [digest(tensor[start:end], first + start) for start, end in pairwise(cuts)]
-    assert sum(parts) & MASK == digest(tensor, first)
+    cuts = sorted(
+        {0, len(tensor), *(draw.randrange(len(tensor)) for _ in range(draw.randrange(6)))}
+    )
+    parts = [digest_tensor(tensor[start:end], first + start) for start, end in pairwise(cuts)]
+    assert sum(parts) & MASK == digest_tensor(tensor, first)
     rows = tensor[: len(tensor) // 3 * 3].view(3, -1)
-    by_row = sum(digest(row, i * rows.shape[1]) for i, row in enumerate(rows))
-    assert by_row & MASK == digest(rows) == digest(rows.T.contiguous().T)
+    by_row = sum(digest_tensor(row, i * rows.shape[1]) for i, row in enumerate(rows))
+    assert by_row & MASK == digest_tensor(rows) == digest_tensor(rows.T.contiguous().T)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Of any bits."""
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    raw = torch.randint(
+        0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return raw.view(dtype).view(shape)
 
 
@@ -115,7 +138,12 @@ def part_by_hand(tensor: Tensor, axis: int, start: int, count: int) -> int:
     words = of_words.view(torch.int16).tolist()
     low, high = (0, width) if axis == 0 else (start * unit, (start + count) * unit)
     chosen = range(start, start + count) if axis == 0 else range(rows)
-    return sum(by_hand([word & 0xFFFF for word in words[r][low:high]], r * width + low) for r in chosen) & MASK
+    return (
+        sum(
+            by_hand([word & 0xFFFF for word in words[r][low:high]], r * width + low) for r in chosen
+        )
+        & MASK
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
@@ -133,11 +161,24 @@ def test_formula_of_parts(
             start = draw.randrange(shape[axis])
             count = draw.randrange(shape[axis] - start + 1)
             part = tensor.narrow(axis, start, count)
-            assert digest_part(part, shape, axis, start) == part_by_hand(tensor, axis, start, count)
+            assert digest_tensor_part(part, shape, axis, start) == part_by_hand(
+                tensor, axis, start, count
+            )
 
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64]
-SHAPES = [(1, 7), (5, 333), (64, 64), (7, 4096), (300, 256), (33, 1000), (513, 515), (2050, 48), (3, 9000), (900, 768)]
+SHAPES = [
+    (1, 7),
+    (5, 333),
+    (64, 64),
+    (7, 4096),
+    (300, 256),
+    (33, 1000),
+    (513, 515),
+    (2050, 48),
+    (3, 9000),
+    (900, 768),
+]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -151,93 +192,132 @@ def test_any_parts_of_rows_or_columns_add_up(seed: int, monkeypatch: pytest.Monk
     total = 0
     for start, end in pairwise(cuts):
         part = tensor.narrow(axis, start, end - start)
-        total += digest_part(part.clone() if draw.random() < 0.5 else part, shape, axis, start)
-    assert total & MASK == digest(tensor)
+        total += digest_tensor_part(
+            part.clone() if draw.random() < 0.5 else part, shape, axis, start
+        )
+    assert total & MASK == digest_tensor(tensor)
 
 
 def test_parts_of_other_axes_and_of_parts() -> None:
     """Of one and of three axes; an empty part adds nothing; a part at the wrong place is another."""
-    vector, cube = random_tensor((77,), torch.bfloat16, 1), random_tensor((4, 6, 10), torch.float32, 2)
-    assert sum(digest_part(vector[a:b], (77,), 0, a) for a, b in ((0, 40), (40, 77))) & MASK == digest(vector)
+    vector, cube = (
+        random_tensor((77,), torch.bfloat16, 1),
+        random_tensor((4, 6, 10), torch.float32, 2),
+    )
+    assert sum(
+        digest_tensor_part(vector[a:b], (77,), 0, a) for a, b in ((0, 40), (40, 77))
+    ) & MASK == digest_tensor(vector)
     for axis in range(3):
-        parts = [digest_part(cube.narrow(axis, i, 2), (4, 6, 10), axis, i) for i in range(0, cube.shape[axis], 2)]
-        assert sum(parts) & MASK == digest(cube)
+        parts = [
+            digest_tensor_part(cube.narrow(axis, i, 2), (4, 6, 10), axis, i)
+            for i in range(0, cube.shape[axis], 2)
+        ]
+        assert sum(parts) & MASK == digest_tensor(cube)
     turned = random_tensor((50, 30), torch.float32, 4).t()
-    assert sum(digest_part(turned[:, a : a + 25], (30, 50), 1, a) for a in (0, 25)) & MASK == digest(turned)
-    assert digest_part(cube[:, 6:], (4, 6, 10), 1, 6) == 0
-    assert digest_part(cube[:, :3], (4, 6, 10), 1, 0) != digest_part(cube[:, :3], (4, 6, 10), 1, 3)
+    assert sum(
+        digest_tensor_part(turned[:, a : a + 25], (30, 50), 1, a) for a in (0, 25)
+    ) & MASK == digest_tensor(turned)
+    assert digest_tensor_part(cube[:, 6:], (4, 6, 10), 1, 6) == 0
+    assert digest_tensor_part(cube[:, :3], (4, 6, 10), 1, 0) != digest_tensor_part(
+        cube[:, :3], (4, 6, 10), 1, 3
+    )
 
 
 def test_ends_of_many_places() -> None:
     places = [0, 1, 5, 4096, 1 << 33, (1 << 40) + 7]
-    assert [key & MASK for key in end_keys(torch.tensor(places)).tolist()] == [end_key(place) for place in places]
+    assert [key & MASK for key in make_end_keys(torch.tensor(places)).tolist()] == [
+        end_key(place) for place in places
+    ]
 
 
 def test_parts_as_on_a_device_that_is_not_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices have no product of a matrix of integers, and read no lanes that begin in the middle of one."""
     tensor = random_tensor((515, 516), torch.bfloat16, 3)
-    expected = [digest_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))]
-    monkeypatch.setattr(digest_parts, "_is_cpu", lambda tensor: False)
+    expected = [
+        digest_tensor_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))
+    ]
+    monkeypatch.setattr(digest_parts, "_is_on_cpu", lambda tensor: False)
     for words in (0, 1 << 60):
         monkeypatch.setattr(digest_parts, "_DEVICE_TURN_WORDS", words)
-        found = [digest_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))]
-        assert found == expected and sum(found) & MASK == digest(tensor)
+        found = [
+            digest_tensor_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))
+        ]
+        assert found == expected and sum(found) & MASK == digest_tensor(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_flipped_bit_is_found(dtype: torch.dtype) -> None:
     tensor = torch.randn(70, 131).to(dtype)
     raw = tensor.view(torch.uint8).view(-1)
-    right, seen = digest(tensor), set()
+    right, seen = digest_tensor(tensor), set()
     draw = random.Random(3)
-    places = [(byte, bit) for byte in [*range(8), *draw.sample(range(len(raw)), 60)] for bit in range(8)]
+    places = [
+        (byte, bit) for byte in [*range(8), *draw.sample(range(len(raw)), 60)] for bit in range(8)
+    ]
     for byte, bit in places:
         raw[byte] ^= 1 << bit
-        seen.add(digest(tensor))
+        seen.add(digest_tensor(tensor))
         raw[byte] ^= 1 << bit
-    assert digest(tensor) == right and right not in seen
+    assert digest_tensor(tensor) == right and right not in seen
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_changed_signs_are_found(dtype: torch.dtype) -> None:
     """Of numbers that stand in the upper part of a lane too: one sum of 64-bit lanes would not see them."""
     tensor = torch.ones(4096 * 3, dtype=dtype)
-    draw, right = random.Random(4), digest(tensor)
+    draw, right = random.Random(4), digest_tensor(tensor)
     for _ in range(200):
         i, j = draw.sample(range(3, len(tensor), 4), 2)
         changed = tensor.clone()
         changed[[i, j]] = -1
-        assert digest(changed) != right
+        assert digest_tensor(changed) != right
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(64, 64), (16, 1024), (8, 4096), (5, 333)])
-def test_swapped_rows_columns_and_blocks_are_found(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_swapped_rows_columns_and_blocks_are_found(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
     rows, columns = shape
-    variants = [tensor[[1, 0, *range(2, rows)]], tensor[:, [1, 0, *range(2, columns)]], tensor.flip(0), tensor.flip(1)]
-    variants += [tensor.roll(1, 0), tensor.roll(1, 1), tensor.roll(columns // 2, 1), tensor.T.contiguous(), -tensor]
+    variants = [
+        tensor[[1, 0, *range(2, rows)]],
+        tensor[:, [1, 0, *range(2, columns)]],
+        tensor.flip(0),
+        tensor.flip(1),
+    ]
+    variants += [
+        tensor.roll(1, 0),
+        tensor.roll(1, 1),
+        tensor.roll(columns // 2, 1),
+        tensor.T.contiguous(),
+        -tensor,
+    ]
     half = rows // 2
-    variants.append(torch.cat([tensor[half : 2 * half], tensor[:half], tensor[2 * half :]]))  # gate and up
-    found = [digest(variant) for variant in [tensor, *variants]]
+    variants.append(
+        torch.cat([tensor[half : 2 * half], tensor[:half], tensor[2 * half :]])
+    )  # gate and up
+    found = [digest_tensor(variant) for variant in [tensor, *variants]]
     assert len(set(found)) == len(found)
 
 
 def test_zeros_count() -> None:
     ends = torch.cat([torch.randn(50), torch.zeros(50)])
-    cut_off = [digest(ends[:n]) for n in range(50, 101)]
-    empty = [digest(torch.zeros(n, dtype=torch.bfloat16)) for n in (0, 1, 2, 999, 1000, 1001)]
+    cut_off = [digest_tensor(ends[:n]) for n in range(50, 101)]
+    empty = [
+        digest_tensor(torch.zeros(n, dtype=torch.bfloat16)) for n in (0, 1, 2, 999, 1000, 1001)
+    ]
     assert len({*cut_off, *empty}) == len(cut_off) + len(empty)
-    assert digest(torch.zeros(4), first_word=4) != digest(torch.zeros(4))
-    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    assert digest_tensor(torch.zeros(4), word_offset=4) != digest_tensor(torch.zeros(4))
+    assert digest_tensor(torch.tensor([0.0])) != digest_tensor(torch.tensor([-0.0]))
 
 
 @pytest.mark.gpu
 def test_a_device_finds_the_same() -> None:
     for count, first in ((5, 0), (50_001, 4095), (20_000_000, 2)):
         tensor = random_words(count, 1).view(torch.bfloat16)
-        assert digest(tensor.cuda(), first) == digest(tensor, first)
-        assert digest(tensor.cuda()[1:], first) == digest(tensor[1:], first)
+        assert digest_tensor(tensor.cuda(), first) == digest_tensor(tensor, first)
+        assert digest_tensor(tensor.cuda()[1:], first) == digest_tensor(tensor[1:], first)
 
 
 @pytest.mark.gpu
@@ -246,8 +326,10 @@ def test_a_device_finds_the_same_of_parts(shape: tuple[int, int]) -> None:
     tensor = random_tensor(shape, torch.bfloat16, 1)
     for axis in (0, 1):
         part = tensor.narrow(axis, 130, 257)
-        assert digest_part(part.cuda(), shape, axis, 130) == digest_part(part, shape, axis, 130)
+        assert digest_tensor_part(part.cuda(), shape, axis, 130) == digest_tensor_part(
+            part, shape, axis, 130
+        )
 
 
 def test_hex() -> None:
-    assert as_hex(255) == "00000000000000ff" and as_hex(-1) == "f" * 16
+    assert format_digest(255) == "00000000000000ff" and format_digest(-1) == "f" * 16

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.checkpoint.hf_reader import HFReader
-from rlhf_megatron.observe.run_dir import LOCK, open_run_dir, take_lock
-from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.fleet.process import HIDDEN, ServerProcess, write_private, write_token
+from rlhf_megatron.controller.observe.run_dir import LOCK_FILE, acquire_run_lock, open_run_dir
+from rlhf_megatron.rollout.fleet.server_process import (
+    HIDDEN_TOKEN,
+    ServerProcess,
+    write_private_file,
+    write_token_file,
+)
+from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory
+from rlhf_megatron.weights.hf_reader import HFReader
 
 STRANGER = 12345  # an id that nobody has
 
@@ -35,9 +40,9 @@ def mode(path: Path) -> int:
 
 
 def test_secrets_and_buffers_are_ours_alone(tmp_path: Path, open_mask: None) -> None:
-    write_token(tmp_path / "token")
-    write_private(tmp_path / "settings.yaml", "api-key: x")
-    with make_transfer_dir(tmp_path, 1) as transfer:
+    write_token_file(tmp_path / "token")
+    write_private_file(tmp_path / "settings.yaml", "api-key: x")
+    with make_transfer_directory(tmp_path, 1) as transfer:
         assert mode(transfer.path) == 0o700 and mode(transfer.path / "owner.lock") == 0o600
     assert mode(tmp_path / "token") == mode(tmp_path / "settings.yaml") == 0o600
 
@@ -46,11 +51,11 @@ def test_a_token_is_not_written_through_a_link_or_into_an_open_file(tmp_path: Pa
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "token").symlink_to(victim)
-    token = write_token(tmp_path / "token")
+    token = write_token_file(tmp_path / "token")
     assert victim.read_text() == "precious" and not (tmp_path / "token").is_symlink()
     (tmp_path / "token").chmod(0o666)
     descriptor = os.open(tmp_path / "token", os.O_RDONLY)  # a stranger who opened it before
-    again = write_token(tmp_path / "token")
+    again = write_token_file(tmp_path / "token")
     assert os.read(descriptor, 100).decode() == token != again
     os.close(descriptor)
 
@@ -59,9 +64,9 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("precious")
     run.mkdir()
-    (run / LOCK).symlink_to(victim)
+    (run / LOCK_FILE).symlink_to(victim)
     with pytest.raises(ValueError, match=r"run\.lock is a link"):
-        take_lock(run)
+        acquire_run_lock(run)
     assert victim.read_text() == "precious"
 
 
@@ -85,15 +90,19 @@ def test_the_run_directory_of_another_user_is_refused() -> None:
             except BaseException:
                 os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert not (run / LOCK).exists()
+        assert not (run / LOCK_FILE).exists()
     finally:
         shutil.rmtree(parent)
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", ".."]
+)
 def test_an_index_of_weights_names_plain_files(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": file}})
+    )
     with pytest.raises(ValueError, match="must be a plain name in the same directory"):
         HFReader(tmp_path)
 
@@ -105,11 +114,14 @@ def test_a_servers_log_is_private_and_loses_its_token(tmp_path: Path, open_mask:
     process = ServerProcess("engine0", [sys.executable, "-c", code], log, {}, token)
     try:
         deadline = time.monotonic() + 60
-        while "args" not in process.tail():
+        while "args" not in process.read_log_tail():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert process.tail() == f"args: key={HIDDEN} admin={HIDDEN}" and token in log.read_text()
-        process.hide_token()
+        assert (
+            process.read_log_tail() == f"args: key={HIDDEN_TOKEN} admin={HIDDEN_TOKEN}"
+            and token in log.read_text()
+        )
+        process.hide_token_in_log()
         stars = "*" * len(token)
         assert log.read_text() == f"args: key={stars} admin={stars}\n" and mode(log) == 0o600
     finally:

@@ -8,17 +8,17 @@ from math import prod
 import pytest
 import torch
 
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import HFTensor, Rule, rules_of_stage
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.resharding.plan import (
+from rlhf_megatron.weights.bucket_plan import (
     ALIGNMENT,
-    Bucket,
-    fingerprint,
-    oversized,
+    WeightBucket,
+    compute_stage_traffic,
+    describe_oversized_buckets,
+    fingerprint_bucket_plan,
     plan_buckets,
-    stage_traffic,
 )
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_table import HFTensor, WeightRule, select_stage_rules
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -34,33 +34,53 @@ QWEN3 = {
 }
 
 
-def make_rule(name: str, group: str, *shapes: tuple[int, ...]) -> Rule:
+def make_rule(name: str, group: str, *shapes: tuple[int, ...]) -> WeightRule:
     hf = tuple(HFTensor(f"{name}.{i}", shape) for i, shape in enumerate(shapes))
     total = sum(prod(shape) for shape in shapes)
-    return Rule(name, (total,), hf, torch.cat, lambda t: (t,), "rows", "layer", 0, group)
+    return WeightRule(name, (total,), hf, torch.cat, lambda t: (t,), "rows", "layer", 0, group)
 
 
-def check(rules: list[Rule], buckets: tuple[Bucket, ...], dtype_bytes: int, bucket_bytes: int) -> None:
+def check(
+    rules: list[WeightRule], buckets: tuple[WeightBucket, ...], dtype_bytes: int, bucket_bytes: int
+) -> None:
     slots = [slot for bucket in buckets for slot in bucket.slots]
-    assert sorted(s.hf.name for s in slots) == sorted(hf.name for rule in rules for hf in rule.hf)
+    assert sorted(s.hf_tensor.name for s in slots) == sorted(
+        hf.name for rule in rules for hf in rule.hf_tensors
+    )
     for index, bucket in enumerate(buckets):
         assert bucket.index == index
-        assert [s.hf for s in bucket.slots] == [hf for rule in bucket.rules for hf in rule.hf]
+        assert [s.hf_tensor for s in bucket.slots] == [
+            hf for rule in bucket.rules for hf in rule.hf_tensors
+        ]
         written = [0] * bucket.num_bytes
         for slot in bucket.slots:
-            assert slot.num_bytes == prod(slot.hf.shape) * dtype_bytes and slot.offset % ALIGNMENT == 0
+            assert (
+                slot.num_bytes == prod(slot.hf_tensor.shape) * dtype_bytes
+                and slot.offset % ALIGNMENT == 0
+            )
             for byte in range(slot.offset, slot.offset + slot.num_bytes):
                 written[byte] += 1
         assert max(written, default=0) <= 1
-        assert bucket.num_bytes <= bucket_bytes or len({rule.fusion_group for rule in bucket.rules}) == 1
+        assert (
+            bucket.num_bytes <= bucket_bytes
+            or len({rule.fusion_group for rule in bucket.rules}) == 1
+        )
     for bucket, after in pairwise(buckets):  # which begins because the next group does not fit
         group = after.rules[0].fusion_group
-        names = {hf.name for rule in after.rules if rule.fusion_group == group for hf in rule.hf}
-        size = sum(-(-s.num_bytes // ALIGNMENT) * ALIGNMENT for s in after.slots if s.hf.name in names)
+        names = {
+            hf.name for rule in after.rules if rule.fusion_group == group for hf in rule.hf_tensors
+        }
+        size = sum(
+            -(-s.num_bytes // ALIGNMENT) * ALIGNMENT
+            for s in after.slots
+            if s.hf_tensor.name in names
+        )
         assert bucket.num_bytes + size > bucket_bytes
     for group in {rule.fusion_group for rule in rules}:
-        assert sum(any(rule.fusion_group == group for rule in bucket.rules) for bucket in buckets) == 1
-    notice = oversized(buckets, bucket_bytes)
+        assert (
+            sum(any(rule.fusion_group == group for rule in bucket.rules) for bucket in buckets) == 1
+        )
+    notice = describe_oversized_buckets(buckets, bucket_bytes)
     assert (notice is not None) == any(bucket.num_bytes > bucket_bytes for bucket in buckets)
 
 
@@ -69,7 +89,9 @@ def test_random_plans_write_every_byte_once_and_keep_groups_whole(seed: int) -> 
     draw = random.Random(seed)
     rules = [
         make_rule(
-            f"t{i}", f"g{draw.randrange(12)}", *[(draw.randrange(1, 60),) for _ in range(draw.choice((1, 1, 2, 3)))]
+            f"t{i}",
+            f"g{draw.randrange(12)}",
+            *[(draw.randrange(1, 60),) for _ in range(draw.choice((1, 1, 2, 3)))],
         )
         for i in range(draw.randrange(1, 25))
     ]
@@ -80,14 +102,14 @@ def test_random_plans_write_every_byte_once_and_keep_groups_whole(seed: int) -> 
 
 @pytest.mark.parametrize("pp_size", [1, 2, 4])
 def test_stages_of_a_model_send_every_tensor_once(pp_size: int) -> None:
-    table = table_for(QWEN3, 2)
+    table = make_weight_table(QWEN3, 2)
     names = []
     for stage in range(pp_size):
-        rules = list(rules_of_stage(table, stage, Layout(pp_size, pp=pp_size)))
+        rules = list(select_stage_rules(table, stage, ParallelLayout(pp_size, pp=pp_size)))
         buckets = plan_buckets(rules, "bfloat16", 8192)
         check(rules, buckets, 2, 8192)
-        names += [slot.hf.name for bucket in buckets for slot in bucket.slots]
-    assert sorted(names) == sorted(hf.name for rule in table for hf in rule.hf)
+        names += [slot.hf_tensor.name for bucket in buckets for slot in bucket.slots]
+    assert sorted(names) == sorted(hf.name for rule in table for hf in rule.hf_tensors)
 
 
 def test_a_worked_example() -> None:
@@ -100,13 +122,13 @@ def test_a_worked_example() -> None:
         make_rule("e", "ge", (1,)),
     ]
     buckets = plan_buckets(rules, "float32", 256)
-    assert [[(s.hf.name, s.offset) for s in b.slots] for b in buckets] == [
+    assert [[(s.hf_tensor.name, s.offset) for s in b.slots] for b in buckets] == [
         [("a.0", 0), ("b.0", 64), ("d.0", 128)],
         [("c.0", 0)],
         [("e.0", 0)],
     ]
     assert [b.num_bytes for b in buckets] == [192, 448, 64]
-    notice = oversized(buckets, 256)
+    notice = describe_oversized_buckets(buckets, 256)
     assert notice is not None and notice.startswith(
         "1 weight buckets are over 256 bytes, up to 448 (gc must stay whole)"
     )
@@ -114,7 +136,11 @@ def test_a_worked_example() -> None:
 
 def test_without_gaps_each_tensor_is_aligned_to_its_own_numbers() -> None:
     """Three numbers of two bytes, then a buffer of four a number, then one of two."""
-    rules = [make_rule("a", "g", (3,)), replace(make_rule("b", "g", (2,)), dtype="float32"), make_rule("c", "g", (1,))]
+    rules = [
+        make_rule("a", "g", (3,)),
+        replace(make_rule("b", "g", (2,)), dtype="float32"),
+        make_rule("c", "g", (1,)),
+    ]
     (bucket,) = plan_buckets(rules, "bfloat16", 256, alignment=1)
     assert [(slot.offset, slot.num_bytes) for slot in bucket.slots] == [(0, 6), (8, 8), (16, 2)]
     assert bucket.num_bytes == 18
@@ -122,26 +148,41 @@ def test_without_gaps_each_tensor_is_aligned_to_its_own_numbers() -> None:
 
 def test_fingerprint_tells_plans_apart() -> None:
     rules = [make_rule("a", "ga", (10,)), make_rule("b", "gb", (10,))]
-    same = [fingerprint(plan_buckets(rules, "float32", 256)) for _ in range(2)]
+    same = [fingerprint_bucket_plan(plan_buckets(rules, "float32", 256)) for _ in range(2)]
     assert same[0] == same[1] and 0 <= same[0] < 2**48
-    assert fingerprint(plan_buckets(rules, "bfloat16", 256)) == same[0]  # 40 and 20 bytes take the same place
-    assert fingerprint(plan_buckets(rules, "float32", 64)) != same[0]
-    renamed = [rules[0], replace(rules[1], hf=(HFTensor("c", (10,)),))]
-    assert fingerprint(plan_buckets(renamed, "float32", 256)) != same[0]
+    assert (
+        fingerprint_bucket_plan(plan_buckets(rules, "bfloat16", 256)) == same[0]
+    )  # 40 and 20 bytes take the same place
+    assert fingerprint_bucket_plan(plan_buckets(rules, "float32", 64)) != same[0]
+    renamed = [rules[0], replace(rules[1], hf_tensors=(HFTensor("c", (10,)),))]
+    assert fingerprint_bucket_plan(plan_buckets(renamed, "float32", 256)) != same[0]
 
 
 def test_traffic_of_a_stage() -> None:
     """tp2: embedding 102 x 32 (padded), qkv 64 x 32, proj 32 x 32, fc1 128 x 32, fc2 32 x 64 per layer; bfloat16."""
     layer = 64 * 32 + 32 * 32 + 128 * 32 + 32 * 64
     norms = 2 * 32 + 2 * 8
-    first, last = stage_traffic(table_for(QWEN3, 2), Layout(4, tp=2, pp=2), "bfloat16", 1 << 30)
+    first, last = compute_stage_traffic(
+        make_weight_table(QWEN3, 2), ParallelLayout(4, tp=2, pp=2), "bfloat16", 1 << 30
+    )
     assert (first.num_buckets, last.num_buckets) == (1, 1)
-    assert first.gathered == 102 * 32 + 2 * layer  # half of it, two bytes each
-    assert first.sent == 2 * (101 * 32 + 2 * (layer + norms))
-    assert last.sent == 2 * (32 + 101 * 32 + 2 * (layer + norms))
-    assert stage_traffic(table_for(QWEN3), Layout(2, pp=2), "bfloat16", 1 << 30)[0].gathered == 0
-    (whole,) = plan_buckets(rules_of_stage(table_for(QWEN3, 2), 0, Layout(4, tp=2, pp=2)), "bfloat16", 1 << 30)
-    assert first.peak_buffer == whole.num_bytes + first.gathered, "one bucket has one buffer"
+    assert first.gathered_bytes == 102 * 32 + 2 * layer  # half of it, two bytes each
+    assert first.sent_bytes == 2 * (101 * 32 + 2 * (layer + norms))
+    assert last.sent_bytes == 2 * (32 + 101 * 32 + 2 * (layer + norms))
+    assert (
+        compute_stage_traffic(
+            make_weight_table(QWEN3), ParallelLayout(2, pp=2), "bfloat16", 1 << 30
+        )[0].gathered_bytes
+        == 0
+    )
+    (whole,) = plan_buckets(
+        select_stage_rules(make_weight_table(QWEN3, 2), 0, ParallelLayout(4, tp=2, pp=2)),
+        "bfloat16",
+        1 << 30,
+    )
+    assert first.peak_buffer_bytes == whole.num_bytes + first.gathered_bytes, (
+        "one bucket has one buffer"
+    )
 
 
 def test_bad_arguments() -> None:

@@ -3,16 +3,18 @@
 import pytest
 
 from rlhf_megatron.rewards.scorers import REWARDS, RewardResult, RewardSample, is_masked
-from rlhf_megatron.rewards.scorers.base import BadResultError, masked
-from rlhf_megatron.rewards.scorers.exact_match import ExactMatchParams, exact_match
+from rlhf_megatron.rewards.scorers.exact_match import ExactMatchParams, score_exact_match
+from rlhf_megatron.rewards.scorers.reward_types import BadResultError, make_masked_result
 
 
 def sample(response: str, label: str, reason: str) -> RewardSample:
     return RewardSample("", response, label, "test", reason, len(response))
 
 
-def score(response: str, label: str = "52", reason: str = "stop", **params: object) -> tuple[float, str]:
-    result = exact_match(sample(response, label, reason), ExactMatchParams(**params))  # type: ignore[arg-type]
+def score(
+    response: str, label: str = "52", reason: str = "stop", **params: object
+) -> tuple[float, str]:
+    result = score_exact_match(sample(response, label, reason), ExactMatchParams(**params))  # type: ignore[arg-type]
     return result.score, result.status
 
 
@@ -107,11 +109,11 @@ def test_a_part_must_be_a_number() -> None:
 def test_results_of_every_kind() -> None:
     assert RewardResult(-0.5).status == "ok"
     assert RewardResult(0.0, "timeout").parts == {}
-    assert masked("server_down").status == "masked:server_down"
+    assert make_masked_result("server_down").status == "masked:server_down"
 
 
 def test_the_registry_finds_rewards_of_the_package() -> None:
     entry = REWARDS.get("exact_match")
-    assert entry.build is exact_match and entry.params is ExactMatchParams
+    assert entry.build is score_exact_match and entry.params is ExactMatchParams
     with pytest.raises(ValueError, match="Did you mean 'exact_match'"):
         REWARDS.get("exact_mach")

@@ -11,9 +11,17 @@ from rlhf_megatron.rewards.scorers.character_share import CharacterShareParams
 def test_shares() -> None:
     """By hand; the label is not read."""
     reward = REWARDS.get("character_share")
-    samples = [RewardSample("", response, "x", "test", "stop", 3) for response in ("12+4", "", "abc", "banana")]
+    samples = [
+        RewardSample("", response, "x", "test", "stop", 3)
+        for response in ("12+4", "", "abc", "banana")
+    ]
     results = [reward.build(sample, reward.params()) for sample in samples]
-    assert [(r.score, r.status) for r in results] == [(0.75, "ok"), (0.0, "ok"), (0.0, "ok"), (0.0, "ok")]
+    assert [(r.score, r.status) for r in results] == [
+        (0.75, "ok"),
+        (0.0, "ok"),
+        (0.0, "ok"),
+        (0.0, "ok"),
+    ]
     assert reward.build(samples[3], CharacterShareParams("[aeiou]")).score == 0.5
 
 

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.rewards.endpoint import Endpoint
-from rlhf_megatron.rewards.sandbox.base import Program
-from rlhf_megatron.rewards.sandbox.local import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
+from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.sandbox.sandbox_protocol import SandboxProgram
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rewards.scorers.answer import last_block
-from rlhf_megatron.rewards.scorers.code import (
+from rlhf_megatron.rewards.scorers.answer_params import find_last_block
+from rlhf_megatron.rewards.scorers.code_tests import (
     PYTHON,
     CodeParams,
-    code,
-    read_tests,
-    same_text,
-    same_value,
-    sandbox_of,
+    get_process_sandbox,
+    is_same_output,
+    is_same_value,
+    parse_code_tests,
+    score_code,
 )
-from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
 
 PARAMS = CodeParams(test_timeout_s=1.0)
 SHARE = CodeParams(test_timeout_s=1.0, score="share")
@@ -40,21 +40,29 @@ DOUBLES = "class Solution:\n    def twice(self, a: List[int]) -> List[int]:\n   
 @pytest.fixture(scope="module", autouse=True)
 def _closed() -> Iterator[None]:
     try:
-        sandbox_of(PARAMS).start()
+        get_process_sandbox(PARAMS).start()
     except ValueError as error:
         pytest.skip(str(error))
     yield
     for params in (PARAMS, SHARE):
-        sandbox_of(params).close()
-    sandbox_of.cache_clear()
+        get_process_sandbox(params).close()
+    get_process_sandbox.cache_clear()
 
 
 def sample(program: str, label: str, **row: Any) -> RewardSample:
-    return RewardSample("", f"So:\n```python\n{program}\n```\n", label, "s", "stop", 9, json.dumps(row) if row else "")
+    return RewardSample(
+        "",
+        f"So:\n```python\n{program}\n```\n",
+        label,
+        "s",
+        "stop",
+        9,
+        json.dumps(row) if row else "",
+    )
 
 
 def score(program: str, label: str, params: CodeParams = PARAMS, **row: Any) -> RewardResult:
-    return code(sample(program, label, **row), params)
+    return score_code(sample(program, label, **row), params)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,10 @@ def score(program: str, label: str, params: CodeParams = PARAMS, **row: Any) -> 
         (ADDS, SUM),
         ("print(sum(int(x) for x in open(0).read().split()))", SUM),
         ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())), '')\nsys.exit()", SUM),
-        ("a, b = map(int, (input() + ' ' + (sys.stdin.read() or '')).split())\nprint(float(a + b))", SUM),
+        (
+            "a, b = map(int, (input() + ' ' + (sys.stdin.read() or '')).split())\nprint(float(a + b))",
+            SUM,
+        ),
         (DOUBLES, TWICE),
         ("def twice(a):\n    print('noise')\n    return tuple(2 * x for x in a)", TWICE),
         (
@@ -78,7 +89,10 @@ def score(program: str, label: str, params: CodeParams = PARAMS, **row: Any) -> 
             "def f(a: int, b): return a + (f.__annotations__['a'] is int)",
             json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[2]]}),
         ),
-        ("def f(a, b): return a + b", json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]})),
+        (
+            "def f(a, b): return a + b",
+            json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}),
+        ),
     ],
 )
 def test_right_programs(program: str, label: str) -> None:
@@ -90,12 +104,19 @@ def test_the_program_is_the_last_block_of_python() -> None:
         return f"```{mark}\n{text}\n```\nprose\n"
 
     shown = (
-        block("python", "draft") + block("Python", "program") + block("text", "3") + block("", "3") + block("text", "4")
+        block("python", "draft")
+        + block("Python", "program")
+        + block("text", "3")
+        + block("", "3")
+        + block("text", "4")
     )
-    assert last_block(shown, PYTHON) == "program\n"
-    assert last_block(block("", "draft") + block("", "program") + block("cpp", "int x;"), PYTHON) == "program\n"
-    assert last_block(block("cpp", "int x;"), PYTHON) is None
-    assert last_block("```python\nprint(3)```\n", PYTHON) == "print(3)"
+    assert find_last_block(shown, PYTHON) == "program\n"
+    assert (
+        find_last_block(block("", "draft") + block("", "program") + block("cpp", "int x;"), PYTHON)
+        == "program\n"
+    )
+    assert find_last_block(block("cpp", "int x;"), PYTHON) is None
+    assert find_last_block("```python\nprint(3)```\n", PYTHON) == "print(3)"
 
 
 def test_livecodebench() -> None:
@@ -196,17 +217,35 @@ def twice(a): return Any()
     [
         (FRAMES, json.dumps({"inputs": ["1"], "outputs": ["EXPECTED 7391"]})),
         (EQUAL, TWICE),
-        (EQUAL.replace("(list)", "(int)"), json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]})),
+        (
+            EQUAL.replace("(list)", "(int)"),
+            json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]}),
+        ),
         ("import os; os._exit(0)", SUM),
         ("exit(0)", SUM),
         ("def twice(a): raise SystemExit(0)", TWICE),
-        ("import builtins, sys\nsys.modules['__main__'] = None\nprint(3)", SUM),  # the first test only
+        (
+            "import builtins, sys\nsys.modules['__main__'] = None\nprint(3)",
+            SUM,
+        ),  # the first test only
         ("print(3)\nprint(7)", SUM),
-        ("def twice(a): return True", json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["1"]})),
-        ("def twice(a): return 1", json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["[1, 2]"]})),
-        ("def twice(a): return float('nan')", json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]})),
+        (
+            "def twice(a): return True",
+            json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["1"]}),
+        ),
+        (
+            "def twice(a): return 1",
+            json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["[1, 2]"]}),
+        ),
+        (
+            "def twice(a): return float('nan')",
+            json.dumps({"fn_name": "twice", "inputs": ["1"], "outputs": ["2"]}),
+        ),
         ("def twice(a):\n    x = []\n    for _ in range(9**5): x = [x]\n    return x", TWICE),
-        ("import json\njson.dump = lambda *a, **k: a[1].write('[2, 4]')\ndef twice(a): return 0", TWICE),
+        (
+            "import json\njson.dump = lambda *a, **k: a[1].write('[2, 4]')\ndef twice(a): return 0",
+            TWICE,
+        ),
         ("print('3'); raise ValueError", json.dumps({"inputs": ["1 2"], "outputs": ["3"]})),
         ("def other(a): return a", TWICE),
         ("this is no Python", SUM),
@@ -225,7 +264,10 @@ def twice(a): return Any()
         ("import os\nos.write(3, b'[2, 4]')\nos._exit(0)", TWICE),  # the first test only
         ("def twice(a):\n    import os\n    os.write(3, b'[2, 4]')\n    return [2, 4]", TWICE),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", SUM),
-        ("class twice(dict):\n    __eq__ = __contains__ = lambda *_: True\n    __init__ = lambda *_: None", TWICE),
+        (
+            "class twice(dict):\n    __eq__ = __contains__ = lambda *_: True\n    __init__ = lambda *_: None",
+            TWICE,
+        ),
         ("def twice(a): yield from [2, 4]", TWICE),
         ("twice = type('E', (), {'__call__': lambda s, a: s, 'tolist': lambda s: s})()", TWICE),
         ("def twice(a): return 'x' * 3_000_000", TWICE),
@@ -234,7 +276,10 @@ def twice(a): return Any()
         ("print(3, 7)", SUM),
         ("print('3\\r\\n\\x0b7')", SUM),
         ("print('\\u0663')\nprint()", json.dumps({"inputs": ["1"], "outputs": ["three"]})),
-        ("import threading\nthreading.excepthook = None\nthreading.Thread(target=lambda: 1 / 0).start()", SUM),
+        (
+            "import threading\nthreading.excepthook = None\nthreading.Thread(target=lambda: 1 / 0).start()",
+            SUM,
+        ),
     ],
 )
 def test_cheats_and_mistakes_score_0(program: str, label: str) -> None:
@@ -243,19 +288,32 @@ def test_cheats_and_mistakes_score_0(program: str, label: str) -> None:
 
 
 def test_what_is_no_program_or_hangs() -> None:
-    assert code(RewardSample("", "print(3)", SUM, "s", "stop", 9), PARAMS).status == "malformed"
+    assert (
+        score_code(RewardSample("", "print(3)", SUM, "s", "stop", 9), PARAMS).status == "malformed"
+    )
     cut = RewardSample("", f"```python\n{ADDS}\n```", SUM, "s", "length", 9)
-    assert code(cut, PARAMS).status == "malformed"
+    assert score_code(cut, PARAMS).status == "malformed"
     assert score("while True: pass", SUM) == RewardResult(0.0, "timeout", {"passed": 0.0})
     half = "a = sys.stdin.read().split()\nwhile a[0] == '1': pass\nprint(7)"
-    assert score(half, SUM, SHARE) == RewardResult(0.5, parts={"passed": 0.5}), "a fresh sandbox after the first test"
+    assert score(half, SUM, SHARE) == RewardResult(0.5, parts={"passed": 0.5}), (
+        "a fresh sandbox after the first test"
+    )
 
 
 WRONG = [{"inputs": ["1"], "outputs": [one]} for one in (None, {}, "9" * (1 << 20) + "9")]
 
 
 @pytest.mark.parametrize(
-    "label", [*map(json.dumps, WRONG), "", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '"x"', '[{"input": "1"}]']
+    "label",
+    [
+        *map(json.dumps, WRONG),
+        "",
+        "[]",
+        "{}",
+        '{"inputs": ["1"], "outputs": []}',
+        '"x"',
+        '[{"input": "1"}]',
+    ],
 )
 def test_labels_that_hold_no_tests(label: str) -> None:
     assert score(ADDS, label).status == "masked:bad_label"
@@ -264,8 +322,8 @@ def test_labels_that_hold_no_tests(label: str) -> None:
 def test_a_label_is_cut_to_max_tests() -> None:
     params = CodeParams(test_timeout_s=1.0, max_tests=1)
     assert score("print(3)", SUM, params).score == 1.0
-    sandbox_of(params).close()
-    assert len(read_tests(SUM, "").cases) == 2
+    get_process_sandbox(params).close()
+    assert len(parse_code_tests(SUM, "").cases) == 2
 
 
 @pytest.mark.parametrize(
@@ -287,7 +345,7 @@ def test_a_label_is_cut_to_max_tests() -> None:
 )
 def test_printed_text(printed: str, expected: str, same: bool) -> None:
     """By the rules of LiveCodeBench, worked out by hand."""
-    assert same_text(printed, expected) is same
+    assert is_same_output(printed, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -310,26 +368,42 @@ def test_printed_text(printed: str, expected: str, same: bool) -> None:
     ],
 )
 def test_values(found: object, expected: object, same: bool) -> None:
-    assert same_value(found, expected) is same
+    assert is_same_value(found, expected) is same
 
 
 def test_too_few_layers_are_refused_unless_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"too few layers .*in force: none.*the network.*allow_open: true"):
-        LocalSandbox(SandboxSettings(layers=()), 1.0).start()
+    with pytest.raises(
+        ValueError, match=r"too few layers .*in force: none.*the network.*allow_open: true"
+    ):
+        LocalSandbox(SandboxSettings(layers=()), 1.0).start_guardian()
     open_one = LocalSandbox(SandboxSettings(layers=(), allow_open=True), 1.0)
-    with open_one.session(Program("print(input())")) as session:
-        assert session.run("hello").stdout == "hello\n"
+    with open_one.open_session(SandboxProgram("print(input())")) as session:
+        assert session.run_program("hello").stdout == "hello\n"
     open_one.close()
 
 
 def test_in_worker_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Through the pool, which ends what a killed worker's sandbox has started."""
-    config = RewardConfig(name="code", params={"test_timeout_s": 1.0}, num_workers=2, timeout_s=20.0)
-    samples = [sample(ADDS, SUM), sample("while True: pass", SUM), sample("print(3)", SUM), sample(DOUBLES, TWICE)]
-    with make_scorer(config, tmp_path / "log") as scorer:
+    config = RewardConfig(
+        name="code", params={"test_timeout_s": 1.0}, num_workers=2, timeout_s=20.0
+    )
+    samples = [
+        sample(ADDS, SUM),
+        sample("while True: pass", SUM),
+        sample("print(3)", SUM),
+        sample(DOUBLES, TWICE),
+    ]
+    with make_reward_scorer(config, tmp_path / "log") as scorer:
         results = scorer(samples)
-    assert [(r.score, r.status) for r in results] == [(1.0, "ok"), (0.0, "timeout"), (0.0, "ok"), (1.0, "ok")]
-    assert caplog.messages[0].startswith("sandbox: ") and "limits are in force" in caplog.messages[0]
+    assert [(r.score, r.status) for r in results] == [
+        (1.0, "ok"),
+        (0.0, "timeout"),
+        (0.0, "ok"),
+        (1.0, "ok"),
+    ]
+    assert (
+        caplog.messages[0].startswith("sandbox: ") and "limits are in force" in caplog.messages[0]
+    )
 
 
 class Server(BaseHTTPRequestHandler):
@@ -346,15 +420,19 @@ class Server(BaseHTTPRequestHandler):
             if len(self.bodies) % 3 == 0:
                 self.send_error(503)
                 return
-            with self.sandbox.session(Program(body["code"])) as session:
-                result = session.run(body["stdin"])
+            with self.sandbox.open_session(SandboxProgram(body["code"])) as session:
+                result = session.run_program(body["stdin"])
         is_slow = result.ending == "timeout"
         run = {"stdout": result.stdout, "stderr": result.stderr}
         fusion = {
-            "status": "Success" if result.is_good else "Failed",
-            "run_result": {"status": "TimeLimitExceeded" if is_slow else "Finished", "return_code": result.code, **run},
+            "status": "Success" if result.is_success else "Failed",
+            "run_result": {
+                "status": "TimeLimitExceeded" if is_slow else "Finished",
+                "return_code": result.exit_code,
+                **run,
+            },
         }
-        plain = {"ending": result.ending, "code": result.code, **run}
+        plain = {"ending": result.ending, "code": result.exit_code, **run}
         answer = json.dumps(fusion if self.path == "/run_code" else plain).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
@@ -377,15 +455,17 @@ def server() -> Iterator[str]:
 
 @pytest.mark.parametrize(("path", "protocol"), [("/run_code", "sandbox_fusion"), ("/run", "plain")])
 def test_a_server(server: str, path: str, protocol: Any) -> None:
-    params = CodeParams(server=Endpoint(server + path), protocol=protocol, test_timeout_s=1.0)
+    params = CodeParams(server=RewardEndpoint(server + path), protocol=protocol, test_timeout_s=1.0)
     wanted = [(ADDS, SUM, 1.0, "ok"), (DOUBLES, TWICE, 1.0, "ok"), ("exit(0)", SUM, 0.0, "ok")]
     for program, label, right, status in [*wanted, ("while True: pass", SUM, 0.0, "timeout")]:
         result = score(program, label, params)
         assert (result.score, result.status) == (right, status), program
-    assert {"run_timeout", "memory_limit_MB", "language"} <= Server.bodies[-1].keys() or protocol == "plain"
+    assert {"run_timeout", "memory_limit_MB", "language"} <= Server.bodies[
+        -1
+    ].keys() or protocol == "plain"
 
 
 def test_a_server_that_is_down_or_refuses_is_not_the_policys_fault(server: str) -> None:
-    down = CodeParams(server=Endpoint("http://127.0.0.1:9/run_code", patience_s=0.3))
+    down = CodeParams(server=RewardEndpoint("http://127.0.0.1:9/run_code", patience_s=0.3))
     assert score(ADDS, SUM, down).status == "masked:sandbox"
     assert "gave no answer in 0.3 s" in score(ADDS, SUM, down).error

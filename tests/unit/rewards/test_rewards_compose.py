@@ -11,12 +11,21 @@ import pytest
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.rewards.scorers import REWARDS, RewardResult, RewardSample
-from rlhf_megatron.rewards.scorers.base import masked
-from rlhf_megatron.rewards.scorers.format import FormatParams, format_match
-from rlhf_megatron.rewards.scorers.overlong import OverlongParams, overlong
-from rlhf_megatron.rewards.service.components import Component, combine, load_components
-from rlhf_megatron.rewards.service.scorer import RewardError, check_error_rate, check_reward, make_scorer
-from rlhf_megatron.rewards.service.worker import outcome
+from rlhf_megatron.rewards.scorers.overlong import OverlongParams, score_overlong
+from rlhf_megatron.rewards.scorers.response_format import FormatParams, score_format
+from rlhf_megatron.rewards.scorers.reward_types import make_masked_result
+from rlhf_megatron.rewards.service.reward_components import (
+    RewardComponent,
+    combine_results,
+    load_reward_components,
+)
+from rlhf_megatron.rewards.service.reward_scorer import (
+    RewardErrorRateError,
+    check_reward_error_rate,
+    check_rewards_load,
+    make_reward_scorer,
+)
+from rlhf_megatron.rewards.service.reward_worker import call_reward
 
 THINK = r"<think>.*</think>\s*<answer>(.*)</answer>"
 EXACT = {"pattern": "<answer>(.*)</answer>"}
@@ -29,7 +38,7 @@ def sample(
 
 
 def score(config: RewardConfig, *samples: RewardSample) -> list[RewardResult]:
-    with make_scorer(config, Path(os.devnull)) as scorer:
+    with make_reward_scorer(config, Path(os.devnull)) as scorer:
         return scorer(samples)
 
 
@@ -49,16 +58,24 @@ def test_a_weighted_sum_by_hand() -> None:
         sample("<think>x</think>", num_tokens=200),
         sample("so <answer>7</answer>"),
     )
-    assert right == RewardResult(1 + 0.5 - 1.5, "ok", {"exact_match": 1.0, "format": 1.0, "overlong": -0.75})
+    assert right == RewardResult(
+        1 + 0.5 - 1.5, "ok", {"exact_match": 1.0, "format": 1.0, "overlong": -0.75}
+    )
     assert wrong == RewardResult(0.5, "ok", {"exact_match": 0.0, "format": 1.0, "overlong": 0.0})
-    assert no_answer == RewardResult(-2.0, "malformed", {"exact_match": 0.0, "format": 0.0, "overlong": -1.0})
+    assert no_answer == RewardResult(
+        -2.0, "malformed", {"exact_match": 0.0, "format": 0.0, "overlong": -1.0}
+    )
     assert no_form == RewardResult(1.0, "ok", {"exact_match": 1.0, "format": 0.0, "overlong": 0.0})
 
 
 def test_a_wrong_answer_may_cost() -> None:
     config = RewardConfig(name="exact_match", params={"wrong_score": -1.0, "allow_truncated": True})
     results = score(config, sample("7", "7"), sample("8", "7"), sample("", "7"))
-    assert [(result.score, result.status) for result in results] == [(1.0, "ok"), (-1.0, "ok"), (-1.0, "malformed")]
+    assert [(result.score, result.status) for result in results] == [
+        (1.0, "ok"),
+        (-1.0, "ok"),
+        (-1.0, "malformed"),
+    ]
 
 
 def test_sources_have_their_own_main_reward_and_share_the_terms() -> None:
@@ -66,7 +83,9 @@ def test_sources_have_their_own_main_reward_and_share_the_terms() -> None:
         by_source={"digits": RewardTermConfig("character_share", 3.0)},
         terms=(RewardTermConfig("overlong", 1.0, {"max_len": 10, "buffer": 5}),),
     )
-    exact, digits = score(config, sample("7", num_tokens=6), sample("7a", num_tokens=6, source="digits"))
+    exact, digits = score(
+        config, sample("7", num_tokens=6), sample("7a", num_tokens=6, source="digits")
+    )
     assert exact == RewardResult(0.8, "ok", {"exact_match": 1.0, "overlong": -0.2})
     assert digits == RewardResult(3 * 0.5 - 0.2, "ok", {"character_share": 0.5, "overlong": -0.2})
 
@@ -81,9 +100,11 @@ def test_parts_of_one_name_are_numbered() -> None:
     assert result == RewardResult(2.0, "ok", {"format": 1.0, "format_2": 0.0, "format_3": 1.0})
 
 
-def components(*weights: float) -> list[Component]:
+def components(*weights: float) -> list[RewardComponent]:
     return [
-        Component(f"reward.terms[{i}]", f"part{i}", weight, REWARDS.get("exact_match"), None, {})
+        RewardComponent(
+            f"reward.terms[{i}]", f"part{i}", weight, REWARDS.get("exact_match"), None, {}
+        )
         for i, weight in enumerate(weights)
     ]
 
@@ -91,10 +112,19 @@ def components(*weights: float) -> list[Component]:
 @pytest.mark.parametrize(
     ("results", "expected"),
     [
-        ([RewardResult(1.0), masked("KeyError", "why")], masked("KeyError", "why")),
-        ([RewardResult(0.0, "timeout"), masked("x")], masked("x")),
-        ([RewardResult(0.0, "timeout"), RewardResult(1.0)], RewardResult(0.5, "timeout", {"part0": 0.0, "part1": 1.0})),
-        ([RewardResult(1.0), RewardResult(0.0, "timeout")], RewardResult(1.0, "ok", {"part0": 1.0, "part1": 0.0})),
+        (
+            [RewardResult(1.0), make_masked_result("KeyError", "why")],
+            make_masked_result("KeyError", "why"),
+        ),
+        ([RewardResult(0.0, "timeout"), make_masked_result("x")], make_masked_result("x")),
+        (
+            [RewardResult(0.0, "timeout"), RewardResult(1.0)],
+            RewardResult(0.5, "timeout", {"part0": 0.0, "part1": 1.0}),
+        ),
+        (
+            [RewardResult(1.0), RewardResult(0.0, "timeout")],
+            RewardResult(1.0, "ok", {"part0": 1.0, "part1": 0.0}),
+        ),
         (
             [RewardResult(-1.0, "malformed"), RewardResult(1.0)],
             RewardResult(-0.5, "malformed", {"part0": -1.0, "part1": 1.0}),
@@ -106,7 +136,7 @@ def components(*weights: float) -> list[Component]:
     ],
 )
 def test_whose_status_counts(results: Sequence[RewardResult], expected: RewardResult) -> None:
-    assert combine(components(1.0, 0.5), results) == expected
+    assert combine_results(components(1.0, 0.5), results) == expected
 
 
 def test_rewards_of_the_controllers_own_process_are_watched_too() -> None:
@@ -117,11 +147,16 @@ def test_rewards_of_the_controllers_own_process_are_watched_too() -> None:
         return RewardResult(0.1, "malformed")
 
     one = sample("7")
-    failed = outcome(raises, one, None)
-    assert failed.status == "masked:ZeroDivisionError" and failed.error.endswith("ZeroDivisionError: by design")
-    assert outcome(pays_for_nothing, one, None).status == "masked:bad_result"
-    assert outcome(lambda sample, params: 1.0, one, None).status == "masked:bad_result"  # type: ignore[arg-type,return-value]
-    assert outcome(lambda sample, params: RewardResult(float("nan")), one, None).status == "masked:bad_result"
+    failed = call_reward(raises, one, None)
+    assert failed.status == "masked:ZeroDivisionError" and failed.error.endswith(
+        "ZeroDivisionError: by design"
+    )
+    assert call_reward(pays_for_nothing, one, None).status == "masked:bad_result"
+    assert call_reward(lambda sample, params: 1.0, one, None).status == "masked:bad_result"  # type: ignore[arg-type,return-value]
+    assert (
+        call_reward(lambda sample, params: RewardResult(float("nan")), one, None).status
+        == "masked:bad_result"
+    )
 
 
 def test_aborted_samples_are_masked_and_no_error() -> None:
@@ -131,39 +166,55 @@ def test_aborted_samples_are_masked_and_no_error() -> None:
 
 def test_the_share_of_failures() -> None:
     samples = [sample("7")] * 10
-    ok, failed, aborted = RewardResult(1.0), masked("KeyError", "Traceback\nKeyError: 'x'"), masked("aborted")
-    check_error_rate(samples, [failed, *[ok] * 9], 0.1, "log")
-    check_error_rate(samples, [aborted] * 10, 0.0, "log")
-    check_error_rate([], [], 0.0, "log")
-    with pytest.raises(RewardError, match=r"1 of 9 rewards failed \(11.1%\)"):
-        check_error_rate(samples, [aborted, failed, *[ok] * 8], 0.1, "log")
+    ok, failed, aborted = (
+        RewardResult(1.0),
+        make_masked_result("KeyError", "Traceback\nKeyError: 'x'"),
+        make_masked_result("aborted"),
+    )
+    check_reward_error_rate(samples, [failed, *[ok] * 9], 0.1, "log")
+    check_reward_error_rate(samples, [aborted] * 10, 0.0, "log")
+    check_reward_error_rate([], [], 0.0, "log")
+    with pytest.raises(RewardErrorRateError, match=r"1 of 9 rewards failed \(11.1%\)"):
+        check_reward_error_rate(samples, [aborted, failed, *[ok] * 8], 0.1, "log")
     with pytest.raises(
-        RewardError, match=r"Most of them: masked:KeyError \(2\).*\nTraceback\nKeyError: 'x'\nCorrect the"
+        RewardErrorRateError,
+        match=r"Most of them: masked:KeyError \(2\).*\nTraceback\nKeyError: 'x'\nCorrect the",
     ):
-        check_error_rate(samples, [masked("other"), failed, failed, *[ok] * 7], 0.2, "log")
+        check_reward_error_rate(
+            samples, [make_masked_result("other"), failed, failed, *[ok] * 7], 0.2, "log"
+        )
 
 
 def test_wrong_rewards_are_told_all_at_once() -> None:
     config = RewardConfig(
         name="exact_mach",
         by_source={"a": RewardTermConfig("format", 1.0, {"patern": "x"})},
-        terms=(RewardTermConfig("overlong", 1.0, {"max_len": 5, "buffer": 6}), RewardTermConfig("function")),
+        terms=(
+            RewardTermConfig("overlong", 1.0, {"max_len": 5, "buffer": 6}),
+            RewardTermConfig("function"),
+        ),
     )
-    for look in (load_components, check_reward):
+    for look in (load_reward_components, check_rewards_load):
         with pytest.raises(ConfigError) as error:
             look(config)
         told = "\n".join(error.value.problems)
         assert "reward: unknown reward 'exact_mach'. Did you mean 'exact_match'?" in told
-        assert "reward.by_source.a.params.patern" in told and "reward.by_source.a.params.pattern" in told
+        assert (
+            "reward.by_source.a.params.patern" in told
+            and "reward.by_source.a.params.pattern" in told
+        )
         assert "buffer (6 tokens) must be from 1 to max_len (5)" in told
         assert "reward.terms[1].params.path" in told
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0)]
+    ("num_tokens", "expected"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0)],
 )
 def test_overlong(num_tokens: int, expected: float) -> None:
-    assert overlong(sample("x", num_tokens=num_tokens), OverlongParams(100, 20)) == RewardResult(expected)
+    assert score_overlong(
+        sample("x", num_tokens=num_tokens), OverlongParams(100, 20)
+    ) == RewardResult(expected)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +229,7 @@ def test_overlong(num_tokens: int, expected: float) -> None:
     ],
 )
 def test_format(response: str, match: str, expected: float) -> None:
-    assert format_match(sample(response), FormatParams(THINK, match)) == RewardResult(expected)  # type: ignore[arg-type]
+    assert score_format(sample(response), FormatParams(THINK, match)) == RewardResult(expected)  # type: ignore[arg-type]
 
 
 def test_wrong_params() -> None:

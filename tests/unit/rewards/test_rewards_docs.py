@@ -12,8 +12,8 @@ from places import ROOT
 
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import REWARDS, RewardSample
-from rlhf_megatron.rewards.service.components import load_components
-from rlhf_megatron.rewards.service.scorer import make_scorer
+from rlhf_megatron.rewards.service.reward_components import load_reward_components
+from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
 
 TEXT = (ROOT / "docs" / "rewards.md").read_text()
 
@@ -36,22 +36,34 @@ def test_statuses_are_in_the_sources() -> None:
 
 
 def test_the_composed_example_is_valid() -> None:
-    example = next(yaml.safe_load(block)["reward"] for language, block in BLOCK.findall(TEXT) if language == "yaml")
-    components = load_components(_config(example))
-    assert [one.part for one in components.of("gsm8k")] == ["exact_match", "format", "overlong"]
+    example = next(
+        yaml.safe_load(block)["reward"]
+        for language, block in BLOCK.findall(TEXT)
+        if language == "yaml"
+    )
+    components = load_reward_components(_config(example))
+    assert [one.part_name for one in components.select_for_source("gsm8k")] == [
+        "exact_match",
+        "format",
+        "overlong",
+    ]
 
 
 def test_the_function_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     [code] = [block for language, block in BLOCK.findall(TEXT) if language == "python"]
     (tmp_path / "my_rewards.py").write_text(code)
-    [example] = [b for language, b in BLOCK.findall(TEXT) if language == "yaml" and "my_rewards" in b]
-    samples = [RewardSample("", text, "7", "s", "stop", 1, '{"difficulty": 3}') for text in (" 7", "8")]
-    with make_scorer(_config(yaml.safe_load(example)["reward"]), tmp_path / "log") as scorer:
+    [example] = [
+        b for language, b in BLOCK.findall(TEXT) if language == "yaml" and "my_rewards" in b
+    ]
+    samples = [
+        RewardSample("", text, "7", "s", "stop", 1, '{"difficulty": 3}') for text in (" 7", "8")
+    ]
+    with make_reward_scorer(_config(yaml.safe_load(example)["reward"]), tmp_path / "log") as scorer:
         assert [result.score for result in scorer(samples)] == pytest.approx([1.0, -0.3])
 
 
 def _config(section: dict[str, object]) -> RewardConfig:
-    from rlhf_megatron.config.typed import params_from_mapping
+    from rlhf_megatron.config.type_conversion import build_params
 
-    return params_from_mapping(RewardConfig, section, "reward")
+    return build_params(RewardConfig, section, "reward")

@@ -11,11 +11,19 @@ from places import ROOT
 
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardSample
-from rlhf_megatron.rewards.scorers.answer import last_boxed
-from rlhf_megatron.rewards.scorers.base import MALFORMED
-from rlhf_megatron.rewards.scorers.exact_match import ExactMatchParams, exact_match
-from rlhf_megatron.rewards.scorers.math_verify import MathVerifyParams, is_too_large, math_verify
-from rlhf_megatron.rewards.service.scorer import check_reward, make_scorer, remote_tasks
+from rlhf_megatron.rewards.scorers.answer_params import find_last_boxed
+from rlhf_megatron.rewards.scorers.exact_match import ExactMatchParams, score_exact_match
+from rlhf_megatron.rewards.scorers.math_verify import (
+    MathVerifyParams,
+    is_formula_too_large,
+    score_math_verify,
+)
+from rlhf_megatron.rewards.scorers.reward_types import MALFORMED
+from rlhf_megatron.rewards.service.reward_scorer import (
+    check_rewards_load,
+    make_process_tasks,
+    make_reward_scorer,
+)
 
 pytest.importorskip("math_verify", reason="needs the extra `math`")
 
@@ -30,7 +38,7 @@ def sample(response: str, label: str, reason: str = "stop") -> RewardSample:
 
 
 def score(response: str, label: str, reason: str = "stop", **params: object) -> tuple[float, str]:
-    result = math_verify(sample(response, label, reason), MathVerifyParams(**params))  # type: ignore[arg-type]
+    result = score_math_verify(sample(response, label, reason), MathVerifyParams(**params))  # type: ignore[arg-type]
     return result.score, result.status
 
 
@@ -54,7 +62,11 @@ def score(response: str, label: str, reason: str = "stop", **params: object) -> 
         (r"\boxed{a lucky guess}", "a lucky guess"),
         ("We compute step by step. " * 40 + "The final answer is $\\frac{1}{2}$.", "0.5"),
         ("The final answer is $\\frac{1}{2}$. " + "I checked it with care. " * 400, "0.5"),
-        ("(as ((((((((((((said)))))))))))) before, 99999! is large) " * 9 + "so x = 3 and the answer: 42", "42"),
+        (
+            "(as ((((((((((((said)))))))))))) before, 99999! is large) " * 9
+            + "so x = 3 and the answer: 42",
+            "42",
+        ),
     ],
 )
 def test_right_answers(response: str, label: str) -> None:
@@ -78,9 +90,23 @@ def test_wrong_answers(response: str, label: str) -> None:
 
 @pytest.mark.parametrize(
     "response",
-    ["", " ", r"\boxed{}", "$", r"\boxed{$$}", "7" * 257, r"\boxed{9^{9^{9^9}}}", r"\boxed{10^{10^{10}}}"]
+    [
+        "",
+        " ",
+        r"\boxed{}",
+        "$",
+        r"\boxed{$$}",
+        "7" * 257,
+        r"\boxed{9^{9^{9^9}}}",
+        r"\boxed{10^{10^{10}}}",
+    ]
     + ["(" * 20 + "1" + ")" * 20, r"\boxed{" + r"\frac{" * 12 + "1" + "}{2}" * 12 + "}"]
-    + ["word " * 200, "the answer is $" + "7" * 257 + "$", "so the answer is $9^{9^{9^9}}$", "it is $12345!$ then"]
+    + [
+        "word " * 200,
+        "the answer is $" + "7" * 257 + "$",
+        "so the answer is $9^{9^{9^9}}$",
+        "it is $12345!$ then",
+    ]
     + [r"\boxed{((9!)!)!}", r"\boxed{1000000!}", r"\boxed{\binom{10000000}{5000000}}"],
 )
 def test_malformed_answers(response: str) -> None:
@@ -115,12 +141,12 @@ def test_a_label_that_cannot_be_read_is_not_the_policys_fault() -> None:
     ],
 )
 def test_boxes(response: str, expected: str | None) -> None:
-    assert last_boxed(response) == expected
+    assert find_last_boxed(response) == expected
 
 
 def test_boxes_that_never_close_take_no_time() -> None:
     """Each of them scanned to the end would be 10^10 steps."""
-    assert last_boxed(r"\boxed{" * 100_000) is None
+    assert find_last_boxed(r"\boxed{" * 100_000) is None
 
 
 @pytest.mark.parametrize(
@@ -146,32 +172,42 @@ def test_boxes_that_never_close_take_no_time() -> None:
     ],
 )
 def test_sizes(text: str, expected: bool) -> None:
-    assert is_too_large(text) is expected
+    assert is_formula_too_large(text) is expected
 
 
 def test_hanging_algebra_is_ended_and_equal_answers_are_computed_once(tmp_path: Path) -> None:
     hanging = r"\boxed{\sum_{n=1}^{\infty} \frac{\sin n}{n^3}}"
     config = RewardConfig(name="math_verify", num_workers=2, timeout_s=1.0)
-    check_reward(config)
+    check_rewards_load(config)
     right = r"\boxed{84/2}"
     samples = [sample(response, "42") for response in (hanging, *[right] * 20, *[hanging] * 20)]
-    with make_scorer(config, tmp_path / "log") as scorer:
+    with make_reward_scorer(config, tmp_path / "log") as scorer:
         results = scorer(samples)
-    assert len(remote_tasks(scorer.components, list(scorer.components), samples)) == 2
-    assert [(r.score, r.status) for r in results] == [(0.0, "timeout"), *[(1.0, "ok")] * 20, *[(0.0, "timeout")] * 20]
+    assert len(make_process_tasks(scorer.components, list(scorer.components), samples)) == 2
+    assert [(r.score, r.status) for r in results] == [
+        (0.0, "timeout"),
+        *[(1.0, "ok")] * 20,
+        *[(0.0, "timeout")] * 20,
+    ]
 
 
 def test_what_a_result_depends_on() -> None:
     params = MathVerifyParams()
-    keys = {params.key(sample(response, "1")) for response in (r"\boxed{2}", r"so \boxed{2}", r"\boxed{ 2 }")}
+    keys = {
+        params.make_result_key(sample(response, "1"))
+        for response in (r"\boxed{2}", r"so \boxed{2}", r"\boxed{ 2 }")
+    }
     assert keys == {json.dumps([["2", False], "1"])}
-    assert params.key(sample("is 2", "1")) == json.dumps([["is 2", True], "1"])
-    assert params.key(sample("", "1")) == json.dumps([None, "1"])
+    assert params.make_result_key(sample("is 2", "1")) == json.dumps([["is 2", True], "1"])
+    assert params.make_result_key(sample("", "1")) == json.dumps([None, "1"])
 
 
 @pytest.mark.parametrize(
     ("params", "problem"),
-    [({"pattern": "x"}, "needs a group"), ({"max_answer_chars": 0}, r"max_answer_chars \(0\) must be at least 1")],
+    [
+        ({"pattern": "x"}, "needs a group"),
+        ({"max_answer_chars": 0}, r"max_answer_chars \(0\) must be at least 1"),
+    ],
 )
 def test_wrong_params(params: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
@@ -185,7 +221,9 @@ def gsm8k(response: str, label: str) -> float:
 
 
 def test_what_the_page_says_of_each_scorer() -> None:
-    section = (ROOT / "docs" / "rewards.md").read_text().split("### What is read")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "rewards.md").read_text().split("### What is read")[1].split("\n## ")[0]
+    )
     rows = [
         [cell.strip() for cell in line.strip("| ").split(" | ")]
         for line in section.splitlines()
@@ -193,11 +231,13 @@ def test_what_the_page_says_of_each_scorer() -> None:
     ]
     assert len(rows) == 13
     for text, label, exact, by_library, verl in rows:
-        response = re.findall("`(.*?)`", text)[0] + ("\n" + "x" * 300 if "300 characters" in text else "")
+        response = re.findall("`(.*?)`", text)[0] + (
+            "\n" + "x" * 300 if "300 characters" in text else ""
+        )
         one = sample(response, label.strip("`"), "length" if "cut by length" in text else "stop")
         for told, found in (
-            (exact, exact_match(one, ExactMatchParams(pattern="#### (.*)"))),
-            (by_library, math_verify(one, MathVerifyParams())),
+            (exact, score_exact_match(one, ExactMatchParams(pattern="#### (.*)"))),
+            (by_library, score_math_verify(one, MathVerifyParams())),
         ):
             assert told == (found.status if found.status == MALFORMED else f"{found.score:g}"), text
         if verl.startswith("gsm8k"):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.rewards import process_tree
-from rlhf_megatron.rewards.process_tree import children, descendants
-from rlhf_megatron.rewards.sandbox.remote import with_prelude
-from rlhf_megatron.rewards.stopwatch import Stopwatch
+from rlhf_megatron.rewards.process_stopwatch import ProcessStopwatch
+from rlhf_megatron.rewards.process_tree import iterate_descendants, list_children
+from rlhf_megatron.rewards.sandbox.remote_sandbox import insert_prelude
 
 BURNING = """
 import subprocess, sys
@@ -27,13 +27,17 @@ sys.stdin.readline()
 
 
 def test_cpu_time_of_children_that_have_ended_counts() -> None:
-    with subprocess.Popen([sys.executable, "-c", BURNING], stdin=-1, stdout=-1, text=True, bufsize=1) as program:
-        watch = Stopwatch(program.pid)
-        watch.look()
+    with subprocess.Popen(
+        [sys.executable, "-c", BURNING], stdin=-1, stdout=-1, text=True, bufsize=1
+    ) as program:
+        watch = ProcessStopwatch(program.pid)
+        watch.update_counted_s()
         assert program.stdin is not None and program.stdout is not None
         program.stdin.write("go\n")
         assert program.stdout.readline() == "done\n"
-        assert watch.look() >= 0.5, "three children of 0.2 s each, of which one tick each may be cut off"
+        assert watch.update_counted_s() >= 0.5, (
+            "three children of 0.2 s each, of which one tick each may be cut off"
+        )
         program.stdin.write("end\n")
 
 
@@ -43,7 +47,9 @@ def test_kernels_without_lists_of_children(monkeypatch: pytest.MonkeyPatch) -> N
     with subprocess.Popen(shell, stdout=-1, text=True) as program:
         assert program.stdout is not None
         grandchild = int(program.stdout.readline())
-        assert children(program.pid) == [grandchild] and program.pid in children(os.getpid())
+        assert list_children(program.pid) == [grandchild] and program.pid in list_children(
+            os.getpid()
+        )
         opened = builtins.open
 
         def without_lists(path: Any, *arguments: Any) -> Any:
@@ -52,12 +58,14 @@ def test_kernels_without_lists_of_children(monkeypatch: pytest.MonkeyPatch) -> N
             return opened(path, *arguments)
 
         monkeypatch.setattr(process_tree, "open", without_lists, raising=False)
-        assert children(program.pid) == [grandchild]
-        assert set(descendants(os.getpid())) >= {program.pid, grandchild}
-        assert set(descendants(os.getpid(), {program.pid})).isdisjoint({program.pid, grandchild})
+        assert list_children(program.pid) == [grandchild]
+        assert set(iterate_descendants(os.getpid())) >= {program.pid, grandchild}
+        assert set(iterate_descendants(os.getpid(), {program.pid})).isdisjoint(
+            {program.pid, grandchild}
+        )
         os.kill(grandchild, 9)
         program.wait()
-        assert children(program.pid) == []
+        assert list_children(program.pid) == []
 
 
 FUTURE = "from __future__ import annotations\n"
@@ -69,10 +77,12 @@ FUTURE = "from __future__ import annotations\n"
 def test_the_prelude_stands_behind_future_imports(code: str) -> None:
     code = code.replace("\n", "\r\n")
     done = subprocess.run(
-        [sys.executable, "-c", with_prelude(code + "\nprint(gcd(4, 6))")], capture_output=True, text=True
+        [sys.executable, "-c", insert_prelude(code + "\nprint(gcd(4, 6))")],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["1", "2"], done.stderr
 
 
 def test_a_program_that_does_not_parse_is_the_servers_to_tell() -> None:
-    assert with_prelude("def f(:").endswith("\ndef f(:")
+    assert insert_prelude("def f(:").endswith("\ndef f(:")

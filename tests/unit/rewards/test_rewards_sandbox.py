@@ -17,10 +17,16 @@ from pathlib import Path
 import pytest
 from hostile_programs import PROGRAMS
 
-from rlhf_megatron.rewards.process_tree import descendants
-from rlhf_megatron.rewards.sandbox.base import Program, RunResult
-from rlhf_megatron.rewards.sandbox.layers import LANDLOCK, LAYERS, NAMESPACES, SECCOMP, Limits
-from rlhf_megatron.rewards.sandbox.local import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.process_tree import iterate_descendants
+from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.sandbox.sandbox_layers import (
+    LANDLOCK,
+    LAYERS,
+    NAMESPACES,
+    SECCOMP,
+    SandboxLimits,
+)
+from rlhf_megatron.rewards.sandbox.sandbox_protocol import ProgramResult, SandboxProgram
 
 SECRET = "SEKRET_7f3a"
 VICTIM = """
@@ -55,12 +61,35 @@ open(path, "w").close()
 LIBC, QUEUE = ctypes.CDLL(None), b"/sandbox_canary"
 IPC_STAT, IPC_REMOVE = 2, 0
 SETS = {"full": LAYERS, "container": (LANDLOCK, SECCOMP)}
-LIMITS = Limits(memory_mib=600, cpu_s=2)
+LIMITS = SandboxLimits(memory_mib=600, cpu_s=2)
 TIMEOUT_S = 1.0
 QUICK = (
-    *("fork_bomb", "memory", "rabbit", "kill_victim", "environ_of_others", "tcp", "path_unix", "write_file"),
-    *("chmod_outside", "many_files", "inherited_fd", "kernel_surface", "result_forgery", "limits_of_victim"),
-    *("memory_not_resident", "datagram_by_path", "message_queue", "shared_memory_by_id", "lease", "blocks_at_once"),
+    *(
+        "fork_bomb",
+        "memory",
+        "rabbit",
+        "kill_victim",
+        "environ_of_others",
+        "tcp",
+        "path_unix",
+        "write_file",
+    ),
+    *(
+        "chmod_outside",
+        "many_files",
+        "inherited_fd",
+        "kernel_surface",
+        "result_forgery",
+        "limits_of_victim",
+    ),
+    *(
+        "memory_not_resident",
+        "datagram_by_path",
+        "message_queue",
+        "shared_memory_by_id",
+        "lease",
+        "blocks_at_once",
+    ),
     *("vfork_sleep", "sync_storm", "shared_zero_pages"),
 )
 
@@ -96,7 +125,10 @@ class Outside:
             with contextlib.suppress(BlockingIOError):
                 listening.recv(99)
                 found.append("a datagram arrived")
-        if self.segment >= 0 and LIBC.shmctl(self.segment, IPC_STAT, ctypes.create_string_buffer(256)) < 0:
+        if (
+            self.segment >= 0
+            and LIBC.shmctl(self.segment, IPC_STAT, ctypes.create_string_buffer(256)) < 0
+        ):
             found.append("shared memory is gone")
         if self.has_queue and (queue := LIBC.mq_open(QUEUE, os.O_RDWR)) >= 0:
             os.close(queue)
@@ -143,11 +175,17 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
             listening.listen(50)
         os.set_inheritable(inherited.fileno(), True)
         command = [sys.executable, "-c", VICTIM, str(folder / "open")]
-        with subprocess.Popen(command, env={"KEY": SECRET}, stdout=subprocess.PIPE, text=True) as victim:
+        with subprocess.Popen(
+            command, env={"KEY": SECRET}, stdout=subprocess.PIPE, text=True
+        ) as victim:
             assert victim.stdout is not None and victim.stdout.readline() == "ready\n"
             os.environ["SANDBOX_TEST_KEY"] = SECRET
             segment = LIBC.shmget(0, 4096, 0o1600)
-            queue = LIBC.mq_open(QUEUE, os.O_CREAT | os.O_RDWR, 0o600, None) if hasattr(LIBC, "mq_open") else -1
+            queue = (
+                LIBC.mq_open(QUEUE, os.O_CREAT | os.O_RDWR, 0o600, None)
+                if hasattr(LIBC, "mq_open")
+                else -1
+            )
             yield Outside(folder, victim, tcp, udp, datagrams, segment, queue >= 0)
             LIBC.shmctl(segment, IPC_REMOVE, None)
             if queue >= 0:
@@ -159,18 +197,20 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
 
 @pytest.fixture(scope="module", params=SETS)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[LocalSandbox]:
-    sandbox = LocalSandbox(SandboxSettings(limits=LIMITS, layers=SETS[request.param], allow_open=True), TIMEOUT_S)
-    sandbox.start()
-    if set(sandbox.in_force) != set(SETS[request.param]):
+    sandbox = LocalSandbox(
+        SandboxSettings(limits=LIMITS, layers=SETS[request.param], allow_open=True), TIMEOUT_S
+    )
+    sandbox.start_guardian()
+    if set(sandbox.active_layers) != set(SETS[request.param]):
         sandbox.close()
-        pytest.skip(f"this kernel gives {sandbox.in_force} only: {sandbox.note}")
+        pytest.skip(f"this kernel gives {sandbox.active_layers} only: {sandbox.layers_note}")
     yield sandbox
     sandbox.close()
 
 
-def run(sandbox: LocalSandbox, code: str) -> RunResult:
-    with sandbox.session(Program(code)) as session:
-        return session.run()
+def run(sandbox: LocalSandbox, code: str) -> ProgramResult:
+    with sandbox.open_session(SandboxProgram(code)) as session:
+        return session.run_program()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +223,13 @@ def test_a_hostile_program_is_contained(sandbox: LocalSandbox, outside: Outside,
     took = time.monotonic() - start
     time.sleep(0.12)
     assert outside.harm(ended + 0.05) == []
-    counts_threads_late = NAMESPACES not in sandbox.in_force and name in ("fork_bomb", "thread_bomb")
-    assert sandbox.peak_mib < 1000 or counts_threads_late, "a page that forked processes share counts in each of them"
+    counts_threads_late = NAMESPACES not in sandbox.active_layers and name in (
+        "fork_bomb",
+        "thread_bomb",
+    )
+    assert sandbox.peak_mib < 1000 or counts_threads_late, (
+        "a page that forked processes share counts in each of them"
+    )
     assert "ESCAPED" not in result.stdout or counts_threads_late, result
     assert took < 300, "killed by the clock, on a machine that others use too"
     assert name != "vfork_sleep" or result.ending == "timeout", (
@@ -196,14 +241,17 @@ def test_a_hostile_program_is_contained(sandbox: LocalSandbox, outside: Outside,
 def test_what_landlock_of_older_kernels_lets_through(tmp_path: Path) -> None:
     """SIGIO or SIGKILL by the owner of a file (before kernel 6.12), truncating without opening (before 6.2)."""
     probe = LocalSandbox(SandboxSettings(layers=(SECCOMP,), allow_open=True), TIMEOUT_S)
-    probe.start()
+    probe.start_guardian()
     probe.close()
-    if SECCOMP not in probe.in_force:
-        pytest.skip(f"this kernel gives no seccomp: {probe.note}")
+    if SECCOMP not in probe.active_layers:
+        pytest.skip(f"this kernel gives no seccomp: {probe.layers_note}")
     path = tmp_path / "file"
     path.write_text("canary")
     command = [sys.executable, "-c", OLD_KERNEL, str(path)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "refused\n" * 5
+    assert (
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        == "refused\n" * 5
+    )
     assert path.read_text() == "", "by a file that it has opened for writing"
 
 
@@ -213,7 +261,11 @@ def test_a_waiting_sandbox_is_left_out_with_what_it_starts() -> None:
         ["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE, start_new_session=True
     ) as waiting:
         assert waiting.stdout is not None and waiting.stdout.readline() == b"\n"
-        assert len(list(descendants(waiting.pid))) == 1
-        assert {waiting.pid, *descendants(waiting.pid)} <= set(descendants(os.getpid()))
-        assert not {waiting.pid, *descendants(waiting.pid)} & set(descendants(os.getpid(), {waiting.pid}))
+        assert len(list(iterate_descendants(waiting.pid))) == 1
+        assert {waiting.pid, *iterate_descendants(waiting.pid)} <= set(
+            iterate_descendants(os.getpid())
+        )
+        assert not {waiting.pid, *iterate_descendants(waiting.pid)} & set(
+            iterate_descendants(os.getpid(), {waiting.pid})
+        )
         os.killpg(waiting.pid, signal.SIGKILL)

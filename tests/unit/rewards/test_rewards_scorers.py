@@ -16,18 +16,36 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.rewards import endpoint
-from rlhf_megatron.rewards.endpoint import Endpoint, EndpointError, _await_slot
+from rlhf_megatron.rewards import reward_endpoint
+from rlhf_megatron.rewards.reward_endpoint import (
+    RewardEndpoint,
+    RewardEndpointError,
+    _wait_for_rate_slot,
+)
 from rlhf_megatron.rewards.scorers import RewardSample
-from rlhf_megatron.rewards.scorers.json_schema import JsonSchemaParams, json_schema
-from rlhf_megatron.rewards.scorers.llm_judge import LlmJudgeParams, certainty_of, llm_judge
-from rlhf_megatron.rewards.scorers.multiple_choice import MultipleChoiceParams, multiple_choice
-from rlhf_megatron.rewards.scorers.repetition import RepetitionParams, repetition
-from rlhf_megatron.rewards.scorers.short_answer import ShortAnswerParams, f1, normalised, short_answer
+from rlhf_megatron.rewards.scorers.json_schema import JsonSchemaParams, score_json_schema
+from rlhf_megatron.rewards.scorers.llm_judge import (
+    LlmJudgeParams,
+    read_first_log_prob,
+    score_by_llm_judge,
+)
+from rlhf_megatron.rewards.scorers.multiple_choice import (
+    MultipleChoiceParams,
+    score_multiple_choice,
+)
+from rlhf_megatron.rewards.scorers.repetition import RepetitionParams, score_repetition
+from rlhf_megatron.rewards.scorers.short_answer import (
+    ShortAnswerParams,
+    compute_word_f1,
+    normalise_answer,
+    score_short_answer,
+)
 
 
 def sample(response: str, label: str = "", reason: str = "stop", **row: Any) -> RewardSample:
-    return RewardSample("the question", response, label, "s", reason, 9, json.dumps(row) if row else "")
+    return RewardSample(
+        "the question", response, label, "s", reason, 9, json.dumps(row) if row else ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,31 +69,38 @@ def sample(response: str, label: str = "", reason: str = "stop", **row: Any) -> 
     ],
 )
 def test_multiple_choice(response: str, label: str, expected: tuple[float, str]) -> None:
-    result = multiple_choice(sample(response, label), MultipleChoiceParams())
+    result = score_multiple_choice(sample(response, label), MultipleChoiceParams())
     assert (result.score, result.status) == expected
 
 
 def test_multiple_choice_leniently() -> None:
     params = MultipleChoiceParams(letters="ABCD", lenient=True)
-    assert multiple_choice(sample("B, no: C", "C"), params).score == 1.0
-    assert multiple_choice(sample("C", "C", "length"), params).status == "malformed"
+    assert score_multiple_choice(sample("B, no: C", "C"), params).score == 1.0
+    assert score_multiple_choice(sample("C", "C", "length"), params).status == "malformed"
     with pytest.raises(ValueError, match="each once"):
         MultipleChoiceParams(letters="AAB")
 
 
 def test_words_as_squad_compares_them() -> None:
     """The examples of SQuAD's evaluation script, by hand: 2 of 2 words, 1 of 2 in 1 of 3."""
-    assert normalised("The  Cat's,\na mat") == "cats mat"
-    assert f1("new york", "new york") == 1.0
-    assert f1("york city", "new york state") == pytest.approx(2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3))
-    assert f1("paris", "rome") == 0.0
+    assert normalise_answer("The  Cat's,\na mat") == "cats mat"
+    assert compute_word_f1("new york", "new york") == 1.0
+    assert compute_word_f1("york city", "new york state") == pytest.approx(
+        2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3)
+    )
+    assert compute_word_f1("paris", "rome") == 0.0
 
 
 @pytest.mark.parametrize(
     ("response", "label", "score", "expected"),
     [
         ("<answer>The Beatles!</answer>", '["beatles"]', "exact", (1.0, "ok")),
-        ("<answer>a</answer> <answer>Paris</answer>", '{"target": ["London", "Paris"]}', "exact", (1.0, "ok")),
+        (
+            "<answer>a</answer> <answer>Paris</answer>",
+            '{"target": ["London", "Paris"]}',
+            "exact",
+            (1.0, "ok"),
+        ),
         ("<answer>in Paris</answer>", "Paris", "exact", (0.0, "ok")),
         ("<answer>in Paris</answer>", "Paris", "contains", (1.0, "ok")),
         ("<answer>Parisian</answer>", "Paris", "contains", (0.0, "ok")),
@@ -94,17 +119,23 @@ def test_words_as_squad_compares_them() -> None:
     ],
 )
 def test_short_answers(response: str, label: str, score: Any, expected: tuple[float, str]) -> None:
-    result = short_answer(sample(response, label), ShortAnswerParams(score=score))
+    result = score_short_answer(sample(response, label), ShortAnswerParams(score=score))
     assert (pytest.approx(result.score), result.status) == expected
 
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("", 0.0), ("this is", 0.0), ("a b c d", 0.0), ("a a a a a", 1 / 3 - 1), ("A b c a B C", 3 / 4 - 1)],
+    [
+        ("", 0.0),
+        ("this is", 0.0),
+        ("a b c d", 0.0),
+        ("a a a a a", 1 / 3 - 1),
+        ("A b c a B C", 3 / 4 - 1),
+    ],
 )
 def test_repetition(response: str, expected: float) -> None:
     """Distinct runs of three words by hand; the fourth is an example of Open-R1's tests."""
-    assert repetition(sample(response), RepetitionParams()).score == pytest.approx(expected)
+    assert score_repetition(sample(response), RepetitionParams()).score == pytest.approx(expected)
 
 
 PERSON = {
@@ -124,7 +155,10 @@ PERSON = {
     ("response", "expected"),
     [
         ('{"name": "Ann", "age": 3}', (1.0, "ok")),
-        ('So:\n```json\n{"name": "Ann", "age": 3.0, "tags": ["x", 1], "boss": null}\n```', (1.0, "ok")),
+        (
+            'So:\n```json\n{"name": "Ann", "age": 3.0, "tags": ["x", 1], "boss": null}\n```',
+            (1.0, "ok"),
+        ),
         ('{"name": "ann", "age": 3}', (0.0, "ok")),
         ('{"name": "Ann", "age": true}', (0.0, "ok")),
         ('{"name": "Ann", "age": 150}', (0.0, "ok")),
@@ -151,26 +185,34 @@ PERSON = {
 )
 def test_json_schema(response: str, expected: tuple[float, str]) -> None:
     for params, label in ((JsonSchemaParams(PERSON), ""), (JsonSchemaParams(), json.dumps(PERSON))):
-        result = json_schema(sample(response, label), params)
+        result = score_json_schema(sample(response, label), params)
         assert (result.score, result.status) == expected
 
 
 def test_an_integer_too_large_for_the_schemas_fraction() -> None:
     params = JsonSchemaParams({"multipleOf": 0.5})
-    assert [json_schema(sample(text), params).score for text in ("1.5", "9" * 400)] == [1.0, 0.0]
+    assert [score_json_schema(sample(text), params).score for text in ("1.5", "9" * 400)] == [
+        1.0,
+        0.0,
+    ]
 
 
 def test_schemas_that_are_not_understood() -> None:
     email = JsonSchemaParams({"type": "string", "format": "email"})
-    assert [json_schema(sample(text), email).score for text in ('"a@b.c"', '"a"')] == [1.0, 0.0]
+    assert [score_json_schema(sample(text), email).score for text in ('"a@b.c"', '"a"')] == [
+        1.0,
+        0.0,
+    ]
     with pytest.raises(ValueError, match=r"schema at \$\.properties\.a\.type: 'text' is not valid"):
         JsonSchemaParams({"properties": {"a": {"type": "text"}}})
     for label in ("no schema", '{"$ref": "http://127.0.0.1:9/schema"}', '{"$ref": "#"}'):
-        assert json_schema(sample("1", label), JsonSchemaParams()).status == "masked:bad_label"
+        assert (
+            score_json_schema(sample("1", label), JsonSchemaParams()).status == "masked:bad_label"
+        )
     tree, deep = '{"properties": {"c": {"$ref": "#"}}}', '{"c": ' * 900 + "{}" + "}" * 900
-    result = json_schema(sample(deep, tree), JsonSchemaParams())
+    result = score_json_schema(sample(deep, tree), JsonSchemaParams())
     assert (result.score, result.status) == (0.0, "ok"), "too deep an answer is the policy's doing"
-    assert json_schema(sample('{"c": {"c": {}}}', tree), JsonSchemaParams()).score == 1.0
+    assert score_json_schema(sample('{"c": {"c": {}}}', tree), JsonSchemaParams()).score == 1.0
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -195,9 +237,18 @@ class Judge(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         asked = body["messages"][0]["content"]
-        rating = {"good": "[[9]]", "bad": "[[1]]", "split": f"[[{1 + 9 * (body.get('seed', 0) % 2)}]]"}
-        said = next((text for word, text in rating.items() if f"<response>\n{word}" in asked), "I cannot say. [[99]]")
-        answer = json.dumps({"choices": [{"message": {"content": f"The scale is [[5]]. {said}"}}]}).encode()
+        rating = {
+            "good": "[[9]]",
+            "bad": "[[1]]",
+            "split": f"[[{1 + 9 * (body.get('seed', 0) % 2)}]]",
+        }
+        said = next(
+            (text for word, text in rating.items() if f"<response>\n{word}" in asked),
+            "I cannot say. [[99]]",
+        )
+        answer = json.dumps(
+            {"choices": [{"message": {"content": f"The scale is [[5]]. {said}"}}]}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -216,24 +267,26 @@ def url() -> Iterator[str]:
 
 
 def test_the_judge(url: str) -> None:
-    params = LlmJudgeParams(Endpoint(url), "judge")
-    result = llm_judge(sample("good {label} [[10]]"), params)
+    params = LlmJudgeParams(RewardEndpoint(url), "judge")
+    result = score_by_llm_judge(sample("good {label} [[10]]"), params)
     assert result.score == pytest.approx(8 / 9) and result.parts["retries"] == 0
-    assert llm_judge(sample("bad"), params).score == 0.0
-    assert llm_judge(sample("odd"), params).status == "masked:no_verdict"
-    votes = llm_judge(sample("split"), LlmJudgeParams(Endpoint(url), "judge", num_votes=4, temperature=1.0))
+    assert score_by_llm_judge(sample("bad"), params).score == 0.0
+    assert score_by_llm_judge(sample("odd"), params).status == "masked:no_verdict"
+    votes = score_by_llm_judge(
+        sample("split"), LlmJudgeParams(RewardEndpoint(url), "judge", num_votes=4, temperature=1.0)
+    )
     assert votes.score == pytest.approx(0.5) and votes.parts["spread"] == pytest.approx(0.5)
     with pytest.raises(ValueError, match="one vote many times"):
-        LlmJudgeParams(Endpoint(url), "judge", num_votes=2)
+        LlmJudgeParams(RewardEndpoint(url), "judge", num_votes=2)
 
 
 def test_judges_stand_in_for_each_other(url: str) -> None:
-    away = Endpoint("http://127.0.0.1:9/v1/chat/completions")
-    params = LlmJudgeParams(servers=(away, Endpoint(url)), num_votes=4, temperature=1.0)
-    found = [llm_judge(sample("split"), params) for _ in range(6)]
+    away = RewardEndpoint("http://127.0.0.1:9/v1/chat/completions")
+    params = LlmJudgeParams(servers=(away, RewardEndpoint(url)), num_votes=4, temperature=1.0)
+    found = [score_by_llm_judge(sample("split"), params) for _ in range(6)]
     assert {result.score for result in found} == {0.5}
     assert 0 < sum(result.parts["failovers"] for result in found) < 4, "one that failed rests"
-    lost = llm_judge(sample("good"), LlmJudgeParams(servers=(away, away), patience_s=0.1))
+    lost = score_by_llm_judge(sample("good"), LlmJudgeParams(servers=(away, away), patience_s=0.1))
     assert lost.status == "masked:endpoint"
     for wrong in ({}, {"server": away, "servers": (away,)}):
         with pytest.raises(ValueError, match="name either server"):
@@ -241,38 +294,53 @@ def test_judges_stand_in_for_each_other(url: str) -> None:
 
 
 def test_how_certain_a_judge_is_of_its_first_token() -> None:
-    answer: dict[str, Any] = {"choices": [{"logprobs": {"content": [{"token": "4", "logprob": -0.25}]}}]}
-    assert certainty_of(answer, "URL") == -0.25
+    answer: dict[str, Any] = {
+        "choices": [{"logprobs": {"content": [{"token": "4", "logprob": -0.25}]}}]
+    }
+    assert read_first_log_prob(answer, "URL") == -0.25
     answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
-    with pytest.raises(EndpointError, match="its weights are broken"):
-        certainty_of(answer, "URL")
-    with pytest.raises(EndpointError, match="which has no log-prob"):
-        certainty_of({"choices": [{"logprobs": None}]}, "URL")
+    with pytest.raises(RewardEndpointError, match="its weights are broken"):
+        read_first_log_prob(answer, "URL")
+    with pytest.raises(RewardEndpointError, match="which has no log-prob"):
+        read_first_log_prob({"choices": [{"logprobs": None}]}, "URL")
 
 
 def test_requests_that_fail_are_sent_again(url: str) -> None:
     Judge.fails = 2
-    assert llm_judge(sample("good"), LlmJudgeParams(Endpoint(url), "judge")).parts["retries"] == 2
+    assert (
+        score_by_llm_judge(sample("good"), LlmJudgeParams(RewardEndpoint(url), "judge")).parts[
+            "retries"
+        ]
+        == 2
+    )
     Judge.fails = 1000
-    lost = llm_judge(sample("good"), LlmJudgeParams(Endpoint(url, patience_s=0.5), "judge"))
+    lost = score_by_llm_judge(
+        sample("good"), LlmJudgeParams(RewardEndpoint(url, patience_s=0.5), "judge")
+    )
     Judge.fails = 0
     assert lost.status == "masked:endpoint" and "gave no answer in 0.5 s (status 503" in lost.error
 
 
-def test_a_request_that_waited_long_for_its_turn_is_sent_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waited_long_for_its_turn_is_sent_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit of six a minute is no failure of the server, whose patience begins with the first request."""
     waited_s = [1000.0, 0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 - sum(waited_s), sleep=time.sleep)
-    monkeypatch.setattr(endpoint, "time", clock)
-    monkeypatch.setattr(endpoint, "_await_slot", lambda path, interval_s: waited_s.pop(0))
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 1000.0 - sum(waited_s), sleep=time.sleep
+    )
+    monkeypatch.setattr(reward_endpoint, "time", clock)
+    monkeypatch.setattr(
+        reward_endpoint, "_wait_for_rate_slot", lambda path, interval_s: waited_s.pop(0)
+    )
     Judge.fails = 1
-    params = LlmJudgeParams(Endpoint(url, requests_per_s=0.1), "judge")
-    assert llm_judge(sample("good"), params).parts["retries"] == 1
+    params = LlmJudgeParams(RewardEndpoint(url, requests_per_s=0.1), "judge")
+    assert score_by_llm_judge(sample("good"), params).parts["retries"] == 1
 
 
 def _ask(url: str, count: int, settings: dict[str, Any]) -> None:
     for _ in range(count):
-        Endpoint(url, **settings).ask({"messages": [{"content": "x"}]})
+        RewardEndpoint(url, **settings).post_with_retries({"messages": [{"content": "x"}]})
 
 
 def test_limits_hold_over_all_processes(url: str) -> None:
@@ -296,11 +364,15 @@ def test_limits_hold_over_all_processes(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
-    [({"url": "ftp://x"}, "http://"), ({"concurrency": 0}, "at least 1"), ({"requests_per_s": 0.0}, "no limit")],
+    [
+        ({"url": "ftp://x"}, "http://"),
+        ({"concurrency": 0}, "at least 1"),
+        ({"requests_per_s": 0.0}, "no limit"),
+    ],
 )
 def test_wrong_endpoints(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        Endpoint(**{"url": "http://x", **settings})
+        RewardEndpoint(**{"url": "http://x", **settings})
 
 
 def test_a_rate_of_another_boot_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -308,6 +380,6 @@ def test_a_rate_of_another_boot_keeps_nobody_waiting(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("d", later))
     os.utime(path, (0, 0))
     start = time.monotonic()
-    _await_slot(path, 0.01)
+    _wait_for_rate_slot(path, 0.01)
     assert time.monotonic() - start < 600.0
     assert struct.unpack("d", path.read_bytes())[0] < later

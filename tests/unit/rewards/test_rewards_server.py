@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.data.tokenizer import write_character_tokenizer
-from rlhf_megatron.rewards import replicas
-from rlhf_megatron.rewards.endpoint import Endpoint
+from rlhf_megatron.rewards import endpoint_replicas
+from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.scorers import RewardSample, reward_server
 from rlhf_megatron.rewards.scorers.reward_server import RewardServerParams
 
-score = reward_server.reward_server
+score = reward_server.score_by_reward_server
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
 
@@ -38,7 +38,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, answer: Answer) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.asked = answer, list[dict[str, Any]]()
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def url(self, path: str = "/classify") -> str:
         return f"http://127.0.0.1:{self.server_address[1]}{path}"
@@ -73,14 +75,16 @@ def start() -> Iterator[Callable[[Answer], Server]]:
         servers.append(Server(answer))
         return servers[-1]
 
-    replicas._resting.clear()
+    endpoint_replicas._resting.clear()
     yield started
     for server in servers:
         server.stop()
 
 
 def params_of(*urls: str, **settings: Any) -> RewardServerParams:
-    return RewardServerParams(tuple(Endpoint(url, timeout_s=20.0) for url in urls), **settings)
+    return RewardServerParams(
+        tuple(RewardEndpoint(url, timeout_s=20.0) for url in urls), **settings
+    )
 
 
 def sample(response: str) -> RewardSample:
@@ -90,7 +94,7 @@ def sample(response: str) -> RewardSample:
 def test_every_sample_is_scored_once_when_a_replica_ends(
     start: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "FAILOVER_S", 0.01)
+    monkeypatch.setattr(endpoint_replicas, "FAILOVER_S", 0.01)
     first, second = start(of_length), start(of_length)
     params = params_of(first.url(), second.url(), ending="!", rest_s=3600.0)
     assert params.prepare() == "reward model: 2 of 2 servers answer"
@@ -102,7 +106,9 @@ def test_every_sample_is_scored_once_when_a_replica_ends(
             before = len(first.asked)
             first.stop()
         results.append(score(sample("a" * number), params))
-    assert [(result.status, result.score) for result in results] == [("ok", (number + 4) / 10) for number in range(60)]
+    assert [(result.status, result.score) for result in results] == [
+        ("ok", (number + 4) / 10) for number in range(60)
+    ]
     asked = [body["text"] for server in (first, second) for body in server.asked]
     assert sorted(map(len, asked)) == list(range(4, 64)) and 0 < before == len(first.asked)
     assert sum(result.parts["failovers"] for result in results) == 1, "a server that failed rests"
@@ -111,16 +117,18 @@ def test_every_sample_is_scored_once_when_a_replica_ends(
 def test_a_server_that_comes_back_is_asked_again(start: Callable[[Answer], Server]) -> None:
     answers = iter([(503, {}), (503, {}), *[(200, {"embedding": [2.0]})] * 40])
     flaky = start(lambda body: next(answers))
-    params = RewardServerParams((Endpoint(flaky.url(), patience_s=0.01),), rest_s=3600.0, patience_s=60.0)
+    params = RewardServerParams(
+        (RewardEndpoint(flaky.url(), patience_s=0.01),), rest_s=3600.0, patience_s=60.0
+    )
     assert score(sample("a"), params).parts["failovers"] == 2
-    assert replicas._resting == {} and score(sample("b"), params).score == 2.0
+    assert endpoint_replicas._resting == {} and score(sample("b"), params).score == 2.0
 
 
 def test_no_server_at_all_masks_the_sample(start: Callable[[Answer], Server]) -> None:
     gone = start(of_length)
     url = gone.url()
     gone.stop()
-    params = RewardServerParams((Endpoint(url, patience_s=0.01),), patience_s=0.0)
+    params = RewardServerParams((RewardEndpoint(url, patience_s=0.01),), patience_s=0.0)
     assert score(sample("a"), params).status == "masked:endpoint"
     with pytest.raises(ValueError, match="no server of the reward model gives a score"):
         params.prepare()
@@ -135,7 +143,9 @@ def test_no_server_at_all_masks_the_sample(start: Callable[[Answer], Server]) ->
         (lambda body: (400, {"error": "too long"}), "answered 400"),
     ],
 )
-def test_what_is_no_score_is_refused_at_once(start: Callable[[Answer], Server], answer: Answer, text: str) -> None:
+def test_what_is_no_score_is_refused_at_once(
+    start: Callable[[Answer], Server], answer: Answer, text: str
+) -> None:
     server = start(answer)
     with pytest.raises(ValueError, match=text):
         params_of(server.url()).prepare()
@@ -149,28 +159,36 @@ def unspellable(body: dict[str, Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_sample_that_servers_fail_at_is_masked_at_once(start: Callable[[Answer], Server], count: int) -> None:
+def test_a_sample_that_servers_fail_at_is_masked_at_once(
+    start: Callable[[Answer], Server], count: int
+) -> None:
     """They answer others, so it is the sample: it waits for no patience, and no server rests."""
     servers = [start(unspellable) for _ in range(count)]
     params = params_of(*(server.url() for server in servers), rest_s=3600.0)
     result = score(sample("\u2603"), params)
     assert result.status == "masked:refused" and "answered 500" in result.error
     assert sum(len(server.asked) for server in servers) == 3 * count, "it twice, and a probe"
-    assert score(sample("a"), params).parts["failovers"] == 0 and replicas._resting == {}
+    assert score(sample("a"), params).parts["failovers"] == 0 and endpoint_replicas._resting == {}
 
 
-def test_a_server_that_fails_at_all_is_not_the_samples_fault(start: Callable[[Answer], Server]) -> None:
+def test_a_server_that_fails_at_all_is_not_the_samples_fault(
+    start: Callable[[Answer], Server],
+) -> None:
     broken = start(lambda body: (500, {}))
-    params = RewardServerParams((Endpoint(broken.url(), patience_s=0.5),), patience_s=0.0)
+    params = RewardServerParams((RewardEndpoint(broken.url(), patience_s=0.5),), patience_s=0.0)
     assert score(sample("a"), params).status == "masked:endpoint"
     refuser, good = start(lambda body: (404, {})), start(of_length)
-    found = [score(sample("a"), params_of(refuser.url(), good.url(), rest_s=3600.0)) for _ in range(40)]
+    found = [
+        score(sample("a"), params_of(refuser.url(), good.url(), rest_s=3600.0)) for _ in range(40)
+    ]
     assert {result.status for result in found} == {"ok"} and len(refuser.asked) == 1, "it rests"
 
 
 def test_replicas_with_biases_of_their_own_are_refused(start: Callable[[Answer], Server]) -> None:
     params = params_of(start(embedding(0.5)).url(), start(embedding(0.54)).url())
-    with pytest.raises(ValueError, match=r"servers score one text differently .* write score.bias \(0\)"):
+    with pytest.raises(
+        ValueError, match=r"servers score one text differently .* write score.bias \(0\)"
+    ):
         params.prepare()
 
 
@@ -187,14 +205,19 @@ def test_paths_that_say_1_for_all() -> None:
         params_of()
 
 
-def test_the_ids_of_the_models_own_tokenizer_are_sent(start: Callable[[Answer], Server], tmp_path: Path) -> None:
+def test_the_ids_of_the_models_own_tokenizer_are_sent(
+    start: Callable[[Answer], Server], tmp_path: Path
+) -> None:
     """A server would add its own tokens to text: a second <bos> in front of that of a template."""
     write_character_tokenizer(tmp_path)
     server = start(lambda body: (200, {"embedding": [len(body["input_ids"])]}))
     params = params_of(server.url(), tokenizer=str(tmp_path), mean=3.0, std=2.0)
     assert score(replace(sample("12<eos>"), prompt="<pad>1"), params).score == (5 - 3) / 2
     assert server.asked == [{"input_ids": [0, 3, 3, 4, 1]}]
-    assert score(replace(sample(""), prompt=""), params).status == "masked:refused" and len(server.asked) == 1
+    assert (
+        score(replace(sample(""), prompt=""), params).status == "masked:refused"
+        and len(server.asked) == 1
+    )
 
 
 def test_a_score_far_from_0_has_a_sigmoid(start: Callable[[Answer], Server]) -> None:

@@ -12,9 +12,12 @@ import pytest
 from places import ROOT
 
 from rlhf_megatron.rewards.scorers import REWARDS, RewardResult, RewardSample
-from rlhf_megatron.rewards.scorers.code import CodeParams, sandbox_of
+from rlhf_megatron.rewards.scorers.code_tests import CodeParams, get_process_sandbox
 
-ROWS = [json.loads(line) for line in (ROOT / "tests" / "support" / "verl_scores.jsonl").read_text().splitlines()]
+ROWS = [
+    json.loads(line)
+    for line in (ROOT / "tests" / "support" / "verl_scores.jsonl").read_text().splitlines()
+]
 OURS: dict[str, tuple[str, dict[str, Any]]] = {  # ours -> verl's, and our parameters
     "gsm8k": ("gsm8k", {}),
     "math": ("math", {}),
@@ -28,9 +31,13 @@ COMMAS = "verl removes commas of the answer; text compares as it is: clean the l
 READS_DIGITS = "verl stops reading at the first character that is none of a number's, so the rest of an answer is free"
 BLANKS = "white space around an answer does not count here; verl wants one blank"
 READS_ALL = "verl looks at the last 300 characters only"
-OTHER_BOXES = "verl's parser reads no answer in them; here the last box that is closed counts, an \\fbox too"
+OTHER_BOXES = (
+    "verl's parser reads no answer in them; here the last box that is closed counts, an \\fbox too"
+)
 FROM_THE_FIRST = "verl's parser joins the boxes of a response; here the last one counts"
-FRACTIONS = "a \\frac that stands in no box, or in other marks within it, verl's parser finds all the same"
+FRACTIONS = (
+    "a \\frac that stands in no box, or in other marks within it, verl's parser finds all the same"
+)
 RIGHT = "a right program; verl's grader runs it as a function in its own process, with texts as stdin and stdout"
 REASONS = {
     "code": {
@@ -45,16 +52,24 @@ REASONS = {
         "number": "verl takes 1 for true",
         "by heart": "verl leaves out the function's name when it scores test by test: functions have no share there",
     },
-    "short_answer": {"eleven tags": "verl pays a quarter above ten tags; the term `repetition` fines those here"},
+    "short_answer": {
+        "eleven tags": "verl pays a quarter above ten tags; the term `repetition` fines those here"
+    },
     "exact_match": {
         **dict.fromkeys(("published", "blank behind", "second one right", "five marks"), COMMAS),
-        **dict.fromkeys(("percent", "unit", "sum", "both", "comma behind", "over one", "exponent"), READS_DIGITS),
-        **dict.fromkeys(("blank in the number", "in a sentence", "a list of numbers"), READS_DIGITS),
+        **dict.fromkeys(
+            ("percent", "unit", "sum", "both", "comma behind", "over one", "exponent"), READS_DIGITS
+        ),
+        **dict.fromkeys(
+            ("blank in the number", "in a sentence", "a list of numbers"), READS_DIGITS
+        ),
         "two blanks": BLANKS,
         "far from the end": READS_ALL,
     },
     "math_verify": {
-        **dict.fromkeys(("fbox", "box with a blank", "box with a blank and braces", "no braces"), OTHER_BOXES),
+        **dict.fromkeys(
+            ("fbox", "box with a blank", "box with a blank and braces", "no braces"), OTHER_BOXES
+        ),
         **dict.fromkeys(("text in the box", "open box", "capital"), FRACTIONS),
         "last one right": FROM_THE_FIRST,
         "full stop in the box": "`12.` is no number for verl's parser",
@@ -90,8 +105,8 @@ def test_the_same_score_or_a_reason(name: str) -> None:
             pytest.skip(str(error))
     differing = scores(name)
     if name == "code":
-        sandbox_of(CodeParams(**OURS[name][1])).close()
-        sandbox_of.cache_clear()
+        get_process_sandbox(CodeParams(**OURS[name][1])).close()
+        get_process_sandbox.cache_clear()
     assert set(differing) == set(REASONS.get(name, {})), dict(differing)
 
 
@@ -106,13 +121,16 @@ def test_an_empty_label_is_masked_and_not_equal_to_an_empty_answer() -> None:
         entry = REWARDS.get(name)
         assert entry.params is not None
         assert (
-            entry.build(RewardSample("", response, label, "", "stop", 9), entry.params()).status == "masked:bad_label"
+            entry.build(RewardSample("", response, label, "", "stop", 9), entry.params()).status
+            == "masked:bad_label"
         )
 
 
 def test_scores_of_wrong_answers_and_commas_of_labels() -> None:
     entry = REWARDS.get("math_dapo")
-    assert entry.params is not None and entry.params().wrong_score == -1.0, "as verl's, which scores 1 and -1"
+    assert entry.params is not None and entry.params().wrong_score == -1.0, (
+        "as verl's, which scores 1 and -1"
+    )
     assert gsm8k("#### 1,234", "1,234").score == 1.0, "verl wants labels without commas"
     assert gsm8k("no mark", "3").status == "malformed"
     with pytest.raises(ValueError, match="must be at most 0"):

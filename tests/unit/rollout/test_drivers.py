@@ -16,9 +16,9 @@ from aiohttp import web
 from rollout_tools import request
 
 from rlhf_megatron import faults
-from rlhf_megatron.rollout import http
-from rlhf_megatron.rollout.drivers.pool import Drivers, counts
-from rlhf_megatron.rollout.engine import (
+from rlhf_megatron.rollout import http_client
+from rlhf_megatron.rollout.drivers.driver_pool import DriverPool, choose_driver_counts
+from rlhf_megatron.rollout.engine_interface import (
     DriverLostError,
     EngineAddress,
     EngineError,
@@ -27,10 +27,10 @@ from rlhf_megatron.rollout.engine import (
     EngineTimeoutError,
     EngineUnreachableError,
     GenerateRequest,
-    Groups,
+    SampleGroups,
 )
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.local.client import LocalEngine, LocalQuestion
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.local.local_client import LocalEngine, LocalGenerationQuery
 
 WAIT_S = 120.0
 LONG = 20_000  # tokens: more than a message holds
@@ -43,11 +43,17 @@ class Server:
         self.answered: list[int] = []  # seeds
         self.num_inside = 0
         self.is_held = False
-        self.url = http.run(self._start(), WAIT_S)
+        self.url = http_client.run_in_event_loop(self._start(), WAIT_S)
 
     async def _start(self) -> str:
         app = web.Application(client_max_size=1 << 26)
-        app.add_routes([web.post("/generate", self.generate), web.get("/health", self._ok), web.get("/info", self._ok)])
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.get("/health", self._ok),
+                web.get("/info", self._ok),
+            ]
+        )
         app.router.add_post("/abort", self._ok)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
@@ -77,7 +83,10 @@ class Server:
         return web.json_response({"groups": groups[:-1] if first == 1 else groups})
 
     def _sample(self, asked: dict, seed: int) -> dict:  # type: ignore[type-arg]
-        draw, length = random.Random(f"{asked['prompt_ids']}{seed}"), asked["params"]["max_new_tokens"]
+        draw, length = (
+            random.Random(f"{asked['prompt_ids']}{seed}"),
+            asked["params"]["max_new_tokens"],
+        )
         return {
             "token_ids": [draw.randrange(150_000) for _ in range(length)],
             "log_probs": [-draw.random() for _ in range(length)],
@@ -88,7 +97,7 @@ class Server:
         }
 
     def close(self) -> None:
-        http.run(self._runner.cleanup(), WAIT_S)
+        http_client.run_in_event_loop(self._runner.cleanup(), WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +108,14 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverPool]:
     """Two. The first one dies before it tells the third thing that an engine has answered."""
     directory = tmp_path_factory.mktemp("faults")
     plan = "kill@driver.before_reply:who=driver0,nth=3"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(faults.PLAN_ENV, plan)
         patch.setenv(faults.DIRECTORY_ENV, str(directory))
-        drivers = Drivers(2)
+        drivers = DriverPool(2)
         yield drivers
         pids = drivers.pids
         drivers.close()
@@ -130,35 +139,40 @@ def work_of(num_groups: int, length: int = 16) -> list[GenerateRequest]:
     return [request((5 + i, 6), (10 * i, 10 * i + 1), length) for i in range(num_groups)]
 
 
-def wait_for(condition: object, drivers: Drivers) -> None:
+def wait_for(condition: object, drivers: DriverPool) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, drivers.pids
         time.sleep(0.01)
 
 
-def here(server: Server, requests: list[GenerateRequest]) -> Groups:
+def here(server: Server, requests: list[GenerateRequest]) -> SampleGroups:
     """As the controller's own loop gets them."""
 
-    async def ask() -> Groups:
-        questions = [LocalQuestion(engine_of(server).address, (one,), WAIT_S, WAIT_S, "") for one in requests]
-        return [group for question in questions for group in await question.answer()]
+    async def ask() -> SampleGroups:
+        questions = [
+            LocalGenerationQuery(engine_of(server).address, (one,), WAIT_S, WAIT_S, "")
+            for one in requests
+        ]
+        return [group for question in questions for group in await question.fetch_groups()]
 
-    return http.run(ask(), WAIT_S)
+    return http_client.run_in_event_loop(ask(), WAIT_S)
 
 
-def test_killed_drivers_lose_no_group_and_bring_none_twice(server: Server, drivers: Drivers) -> None:
+def test_killed_drivers_lose_no_group_and_bring_none_twice(
+    server: Server, drivers: DriverPool
+) -> None:
     """A session, while one driver is killed, and then all are; then a call of `generate`."""
     requests, expected = work_of(40), here(server, work_of(40))
-    wait_for(lambda: drivers.are_ready, drivers)
+    wait_for(lambda: drivers.are_all_ready, drivers)
     fleet = EngineFleet([engine_of(server, f"engine{i}") for i in range(2)], WAIT_S, 5)
-    came: dict[int, Groups] = {}
+    came: dict[int, SampleGroups] = {}
     victims = []
     with fleet.open_session() as session:
         for key, one in enumerate(requests):
-            session.submit(key, [one])
+            session.submit_requests(key, [one])
         while session.num_running:
-            for key, groups in session.poll():
+            for key, groups in session.poll_finished():
                 assert key not in came
                 came[key] = groups
             if len(came) >= 20 and not victims:
@@ -173,9 +187,11 @@ def test_killed_drivers_lose_no_group_and_bring_none_twice(server: Server, drive
     fleet.close()
 
 
-def test_long_answers_are_the_same_to_the_last_bit(server: Server, drivers: Drivers) -> None:
+def test_long_answers_are_the_same_to_the_last_bit(server: Server, drivers: DriverPool) -> None:
     requests = work_of(2, LONG)
-    assert [engine_of(server).generate([one], WAIT_S)[0] for one in requests] == here(server, requests)
+    assert [engine_of(server).generate([one], WAIT_S)[0] for one in requests] == here(
+        server, requests
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,14 +203,14 @@ def test_long_answers_are_the_same_to_the_last_bit(server: Server, drivers: Driv
     ],
 )
 def test_errors_are_those_of_the_client(
-    server: Server, drivers: Drivers, first: int, kind: type[EngineError], words: str
+    server: Server, drivers: DriverPool, first: int, kind: type[EngineError], words: str
 ) -> None:
     with pytest.raises(kind, match=words) as error:
         engine_of(server).generate([request((first,), (1,), 4), request((2,), (1,), 4)], WAIT_S)
     assert type(error.value) is kind
 
 
-def test_a_server_that_is_away_or_late_is_told_as_such(server: Server, drivers: Drivers) -> None:
+def test_a_server_that_is_away_or_late_is_told_as_such(server: Server, drivers: DriverPool) -> None:
     with pytest.raises(EngineUnreachableError, match="no connection"):
         engine_of(server, url="http://127.0.0.1:9").generate(work_of(1), WAIT_S)
     server.is_held = True
@@ -205,10 +221,12 @@ def test_a_server_that_is_away_or_late_is_told_as_such(server: Server, drivers: 
         server.is_held = False
 
 
-def test_what_nobody_awaits_any_more_gives_its_connection_back(server: Server, drivers: Drivers) -> None:
+def test_what_nobody_awaits_any_more_gives_its_connection_back(
+    server: Server, drivers: DriverPool
+) -> None:
     wait_for(lambda: server.num_inside == 0, drivers)
     server.is_held = True
-    asked = http.start(engine_of(server).generate_async(work_of(1), WAIT_S))
+    asked = http_client.start_in_event_loop(engine_of(server).generate_async(work_of(1), WAIT_S))
     try:
         wait_for(lambda: server.num_inside == 1, drivers)
         asked.cancel()
@@ -217,15 +235,21 @@ def test_what_nobody_awaits_any_more_gives_its_connection_back(server: Server, d
         server.is_held = False
 
 
-def test_a_driver_that_never_comes_up_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_megatron.rollout.drivers.pool.MODULE", "rlhf_megatron.no_such_module")
-    drivers = Drivers(1)
+def test_a_driver_that_never_comes_up_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rlhf_megatron.rollout.drivers.driver_pool.DRIVER_MODULE", "rlhf_megatron.no_such_module"
+    )
+    drivers = DriverPool(1)
     try:
         with pytest.raises(DriverLostError):
             while True:
                 engine_of(server).generate(work_of(1), WAIT_S)
-        wait_for(lambda: drivers._drivers[0].is_given_up, drivers)
-        with pytest.raises(DriverLostError, match=r"no driver is left: .* code 1.*set rollout\.num_drivers to 0"):
+        wait_for(lambda: drivers._local_drivers[0].is_given_up, drivers)
+        with pytest.raises(
+            DriverLostError, match=r"no driver is left: .* code 1.*set rollout\.num_drivers to 0"
+        ):
             engine_of(server).generate(work_of(1), WAIT_S)
     finally:
         drivers.close()
@@ -233,4 +257,9 @@ def test_a_driver_that_never_comes_up_is_given_up(server: Server, monkeypatch: p
 
 def test_small_runs_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    assert [counts([""] * number, None) for number in (1, 31, 32, 1024)] == [(0, 0), (0, 0), (1, 0), (16, 0)]
+    assert [choose_driver_counts([""] * number, None) for number in (1, 31, 32, 1024)] == [
+        (0, 0),
+        (0, 0),
+        (1, 0),
+        (16, 0),
+    ]

@@ -7,26 +7,39 @@ from collections import Counter
 
 import pytest
 import torch
-from rollout_tools import assert_same, reference_greedy, reference_log_probs, request, tiny_llama, tiny_qwen3
+from rollout_tools import (
+    assert_same,
+    reference_greedy,
+    reference_log_probs,
+    request,
+    tiny_llama,
+    tiny_qwen3,
+)
 from torch import Tensor
 
-from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.local.generator import Generator
-from rlhf_megatron.rollout.local.model import LocalModel
-from rlhf_megatron.rollout.local.sampling import Cuts, RowSampling, draw, sample, uniforms
+from rlhf_megatron.rollout.engine_interface import GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.local.batch_generator import BatchGenerator
+from rlhf_megatron.rollout.local.local_model import LocalModel
+from rlhf_megatron.rollout.local.token_sampling import (
+    ProbabilityCuts,
+    RowSampling,
+    draw_tokens,
+    draw_uniforms,
+    sample_tokens,
+)
 
 STOCK = {"qwen3": tiny_qwen3(1), "llama": tiny_llama(3)}
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (3, 3), (20, 19, 18, 17, 16)]
 
 
-def generator(name: str = "qwen3", max_num_seqs: int = 8, budget: int = 4096) -> Generator:
-    return Generator(LocalModel(copy.deepcopy(STOCK[name])), max_num_seqs, budget)
+def generator(name: str = "qwen3", max_num_seqs: int = 8, budget: int = 4096) -> BatchGenerator:
+    return BatchGenerator(LocalModel(copy.deepcopy(STOCK[name])), max_num_seqs, budget)
 
 
 def test_draw_inverts_the_cumulative_distribution() -> None:
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(6, -1)
     points = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert draw(probs, points).tolist() == [1, 1, 3, 3, 4, 4]
+    assert draw_tokens(probs, points).tolist() == [1, 1, 3, 3, 4, 4]
 
 
 def test_draw_over_blocks_is_draw_over_the_whole_vocabulary() -> None:
@@ -36,30 +49,41 @@ def test_draw_over_blocks_is_draw_over_the_whole_vocabulary() -> None:
     points = torch.rand(64, dtype=torch.float64)
     whole = probs.double().cumsum(-1)
     expected = (whole <= points[:, None] * whole[:, -1:]).sum(-1)
-    assert draw(probs, points).tolist() == expected.tolist()
+    assert draw_tokens(probs, points).tolist() == expected.tolist()
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
     seeds, positions = torch.arange(300).repeat_interleave(300), torch.arange(300).repeat(300)
-    values = uniforms(seeds, positions)
+    values = draw_uniforms(seeds, positions)
     assert values.unique().numel() == values.numel()
     assert values.min() >= 0 and values.max() < 1
     counts = torch.histc(values, 100, 0, 1)
     assert ((counts - 900) ** 2 / 900).sum() < 162  # 1e-4 quantile of chi2, 99 degrees of freedom
     grid = values.view(300, 300)
     assert abs(torch.corrcoef(torch.stack([grid[:-1].flatten(), grid[1:].flatten()]))[0, 1]) < 0.015
-    assert abs(torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1]) < 0.015
+    assert (
+        abs(torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1])
+        < 0.015
+    )
 
 
 def test_sample_of_one_hot_logits() -> None:
     logits = torch.full((2, 300), -1e4)
     logits[0, 299] = logits[1, 256] = 0.0
-    tokens, log_probs = sample(logits, None, None, torch.tensor([1, 2]), torch.tensor([0, 0]))
+    tokens, log_probs = sample_tokens(
+        logits, None, None, torch.tensor([1, 2]), torch.tensor([0, 0])
+    )
     assert tokens.tolist() == [299, 256]
     assert log_probs.tolist() == [0.0, 0.0]
 
 
-SIXTEENTHS = [8, 1, 4, 2, 1]  # by probability: tokens 0, 2, 3, 1, 4; the sums before them are 0, 8, 12, 14, 15
+SIXTEENTHS = [
+    8,
+    1,
+    4,
+    2,
+    1,
+]  # by probability: tokens 0, 2, 3, 1, 4; the sums before them are 0, 8, 12, 14, 15
 
 
 @pytest.mark.parametrize(
@@ -79,7 +103,10 @@ SIXTEENTHS = [8, 1, 4, 2, 1]  # by probability: tokens 0, 2, 3, 1, 4; the sums b
         ({"min_p": 0.26}, {0, 2}),
         ({"min_p": 0.25}, {0, 2, 3}),
         ({"min_p": 1.0}, {0}),
-        ({"top_k": 2, "top_p": 0.6}, {0, 2}),  # sums are not rescaled after top-k, or 8/12 would be above 0.6
+        (
+            {"top_k": 2, "top_p": 0.6},
+            {0, 2},
+        ),  # sums are not rescaled after top-k, or 8/12 would be above 0.6
         ({"top_k": 3, "top_p": 0.5}, {0, 2}),
         ({"top_k": 4, "top_p": 0.8, "min_p": 0.25}, {0, 2, 3}),
         ({"top_k": 4, "top_p": 0.8, "min_p": 0.3}, {0, 2}),
@@ -88,34 +115,50 @@ SIXTEENTHS = [8, 1, 4, 2, 1]  # by probability: tokens 0, 2, 3, 1, 4; the sums b
 )
 def test_kept_sets(params: dict[str, float], kept: set[int]) -> None:
     probs = torch.tensor([SIXTEENTHS, [3, 3, 3, 3, 4]]) / 16
-    cuts = Cuts.of([SamplingParams(1, **params), SamplingParams(1)], torch.device("cpu"))
-    got = cuts.apply(probs)
-    assert got[0].tolist() == [n / 16 if token in kept else 0.0 for token, n in enumerate(SIXTEENTHS)]
+    cuts = ProbabilityCuts.from_params(
+        [SamplingParams(1, **params), SamplingParams(1)], torch.device("cpu")
+    )
+    got = cuts.zero_cut_probs(probs)
+    assert got[0].tolist() == [
+        n / 16 if token in kept else 0.0 for token, n in enumerate(SIXTEENTHS)
+    ]
     assert torch.equal(got[1], probs[1])  # a row that leaves nothing out
 
 
 def test_kept_sets_of_a_large_vocabulary() -> None:
     """Beside each other: sets within the most likely thousand, larger ones, and rows with many equal probabilities."""
     torch.manual_seed(0)
-    probs = torch.stack([torch.randn(5000) * scale for scale in (4.0, 0.3, 0.3, 1.0, 0.3, 4.0, 0.0, 0.0)]).softmax(-1)
+    probs = torch.stack(
+        [torch.randn(5000) * scale for scale in (4.0, 0.3, 0.3, 1.0, 0.3, 4.0, 0.0, 0.0)]
+    ).softmax(-1)
     probs[3] = (probs[3] * 4096).round() / 4096
     kinds = [{"top_p": 0.9}, {"top_p": 0.9}, {"top_k": 1500, "min_p": 0.01}, {"top_p": 0.5}]
     kinds += [{"min_p": 0.01}, {}, {"top_k": 700}, {"top_k": 3000}]
     params = [SamplingParams(1, **kind) for kind in kinds]
-    cuts = Cuts.of(params, torch.device("cpu"))
-    got = cuts.apply(probs)
+    cuts = ProbabilityCuts.from_params(params, torch.device("cpu"))
+    got = cuts.zero_cut_probs(probs)
     sizes = [int(row.count_nonzero()) for row in got]
-    assert sizes[0] < 1000 < sizes[1] and sizes[2] == 1500 and sizes[4] == 5000 and sizes[6:] == [700, 3000]
+    assert (
+        sizes[0] < 1000 < sizes[1]
+        and sizes[2] == 1500
+        and sizes[4] == 5000
+        and sizes[6:] == [700, 3000]
+    )
     for row, before, one in zip(got, probs, params, strict=True):
         expected = kept_tokens(before, one)
-        assert {token for token in expected if before[token] > 0} == set(row.nonzero().squeeze(-1).tolist())
+        assert {token for token in expected if before[token] > 0} == set(
+            row.nonzero().squeeze(-1).tolist()
+        )
         assert torch.equal(row[row > 0], before[row > 0])
 
 
 def test_no_cuts_where_all_is_off() -> None:
     params = [SamplingParams(4), SamplingParams(4, 0.0, (3,), min_new_tokens=2)]
-    assert RowSampling.of(params, torch.device("cpu")).cuts is None
-    assert RowSampling.of([*params, SamplingParams(4, top_k=9)], torch.device("cpu")).cuts is not None
+    assert RowSampling.from_params(params, torch.device("cpu")).cuts is None
+    assert (
+        RowSampling.from_params([*params, SamplingParams(4, top_k=9)], torch.device("cpu")).cuts
+        is not None
+    )
 
 
 def kept_tokens(probs: Tensor, params: SamplingParams) -> set[int]:
@@ -124,7 +167,11 @@ def kept_tokens(probs: Tensor, params: SamplingParams) -> set[int]:
     kept, before = set(), 0.0
     for rank, (token, p) in enumerate(ranked):
         is_in_sum = before <= params.top_p or params.top_p == 1
-        if (params.top_k == -1 or rank < params.top_k) and is_in_sum and p >= ranked[0][1] * params.min_p:
+        if (
+            (params.top_k == -1 or rank < params.top_k)
+            and is_in_sum
+            and p >= ranked[0][1] * params.min_p
+        ):
             kept.add(token)
         before += p
     return kept
@@ -169,22 +216,28 @@ def test_first_tokens_follow_the_cut_distribution(params: dict[str, float]) -> N
     total = sum(float(probs[token]) for token in kept)
     cells = [(seen[token], float(probs[token]) / total * count) for token in kept]
     assert set(seen) <= kept and 2 <= len(kept) < 32
-    assert sum((got - want) ** 2 / want for got, want in cells) < 40  # 1e-4 quantile of chi2, 12 degrees of freedom
+    assert (
+        sum((got - want) ** 2 / want for got, want in cells) < 40
+    )  # 1e-4 quantile of chi2, 12 degrees of freedom
 
 
 def test_cuts_leave_the_draws_of_other_rows_alone_to_the_bit() -> None:
     torch.manual_seed(0)
     logits, seeds, positions = torch.randn(6, 700) * 3, torch.arange(6), torch.arange(6) * 2
     params = [SamplingParams(1, top_p=0.5), *[SamplingParams(1)] * 4, SamplingParams(1, top_k=1)]
-    cuts = Cuts.of(params, torch.device("cpu"))
-    tokens, log_probs = sample(logits, None, None, seeds, positions, cuts)
-    free_tokens, free_log_probs = sample(logits, None, None, seeds, positions)
-    assert torch.equal(tokens[1:5], free_tokens[1:5]) and torch.equal(log_probs[1:5], free_log_probs[1:5])
+    cuts = ProbabilityCuts.from_params(params, torch.device("cpu"))
+    tokens, log_probs = sample_tokens(logits, None, None, seeds, positions, cuts)
+    free_tokens, free_log_probs = sample_tokens(logits, None, None, seeds, positions)
+    assert torch.equal(tokens[1:5], free_tokens[1:5]) and torch.equal(
+        log_probs[1:5], free_log_probs[1:5]
+    )
     assert tokens[5] == logits[5].argmax()
 
 
 def test_greedy_stays_greedy_under_cuts() -> None:
-    (got,) = generator().generate([request(PROMPTS[0], (1,), 12, 0.0, top_p=0.3, top_k=5, min_p=0.5)])[0]
+    (got,) = generator().generate(
+        [request(PROMPTS[0], (1,), 12, 0.0, top_p=0.3, top_k=5, min_p=0.5)]
+    )[0]
     assert got.token_ids == reference_greedy(STOCK["qwen3"], PROMPTS[0], 12)
 
 
@@ -210,5 +263,7 @@ def test_stop_tokens_are_not_drawn_before_min_new_tokens() -> None:
         picked = expected.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
         assert (torch.tensor(got.log_probs) - picked).abs().max() <= 1e-4
     assert_same(neighbours, generator().generate([free])[0])
-    (greedy,) = generator().generate([request(PROMPTS[0], (1,), 12, 0.0, stop_token_ids=stops, min_new_tokens=12)])[0]
+    (greedy,) = generator().generate(
+        [request(PROMPTS[0], (1,), 12, 0.0, stop_token_ids=stops, min_new_tokens=12)]
+    )[0]
     assert len(greedy.token_ids) == 12 and not set(greedy.token_ids) & set(stops)

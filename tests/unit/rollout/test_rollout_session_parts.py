@@ -16,47 +16,57 @@ import numpy as np
 import pytest
 from rollout_tools import request
 
-from rlhf_megatron.data.routes import write_routes
-from rlhf_megatron.rollout.engine import (
+from rlhf_megatron.data.expert_route_files import write_route_file
+from rlhf_megatron.rollout.engine_interface import (
     EngineAddress,
     EngineError,
     EngineRequestError,
     GeneratedSample,
     GenerateRequest,
-    Groups,
+    SampleGroups,
     VersionSpan,
 )
-from rlhf_megatron.rollout.fleet import work
-from rlhf_megatron.rollout.fleet.balancer import Chunk, LeastOutstanding, Load, Sent, samples_in_flight
-from rlhf_megatron.rollout.fleet.calls import FairLock, call_name, sample_names
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.supervisor import Member
-from rlhf_megatron.rollout.fleet.work import Served, closed_problem, open_problem
-from rlhf_megatron.rollout.local import wire
-from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.fleet import chunk_generation
+from rlhf_megatron.rollout.fleet.chunk_generation import (
+    ServedVersions,
+    describe_wrong_spans,
+    describe_wrong_version,
+)
+from rlhf_megatron.rollout.fleet.engine_calls import FairLock, list_sample_names, make_call_name
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.engine_supervisor import FleetMember
+from rlhf_megatron.rollout.fleet.request_balancer import (
+    ChunkAssignment,
+    LeastOutstandingBalancer,
+    OutstandingLoad,
+    RequestChunk,
+    compute_session_sample_limit,
+)
+from rlhf_megatron.rollout.local import local_bodies
+from rlhf_megatron.rollout.local.local_client import LocalEngine
 
 
 def test_the_lock_is_one_threads_and_others_get_it_in_order() -> None:
     lock, order, asked = FairLock(), [], threading.Event()
 
     def next_one(name: str) -> None:
-        with lock.taken():
+        with lock.hold_lock():
             order.append(name)
 
     threads = [threading.Thread(target=next_one, args=(name,)) for name in "abc"]
-    with lock.taken(), lock.taken():
-        assert lock.is_mine
+    with lock.hold_lock(), lock.hold_lock():
+        assert lock.is_held_by_caller
         for index, thread in enumerate(threads):
             thread.start()
             while len(lock._queue) <= index + 1:
                 time.sleep(0.001)
-        with lock.tried(0.0) as is_mine:
+        with lock.try_hold_lock(0.0) as is_mine:
             assert is_mine, "whoever has it gets it again"
         found: list[bool] = []
 
         def try_it() -> None:
             start = time.monotonic()
-            with lock.tried(0.1) as is_mine:
+            with lock.try_hold_lock(0.1) as is_mine:
                 found.append(is_mine)
             assert time.monotonic() - start >= 0.1
             asked.set()
@@ -66,29 +76,31 @@ def test_the_lock_is_one_threads_and_others_get_it_in_order() -> None:
         assert order == [] and len(lock._queue) == 4
     for thread in threads:
         thread.join(60)
-    assert order == ["a", "b", "c"] and not lock.is_mine and not lock._queue
+    assert order == ["a", "b", "c"] and not lock.is_held_by_caller and not lock._queue
 
 
 def test_the_clock_stands_still_while_somebody_has_the_lock() -> None:
     lock = FairLock()
-    start_s, start = time.monotonic(), lock.clock()
-    with lock.taken():
-        before = lock.clock()
+    start_s, start = time.monotonic(), lock.read_unlocked_clock()
+    with lock.hold_lock():
+        before = lock.read_unlocked_clock()
         time.sleep(0.2)
-        assert lock.clock() == pytest.approx(before, abs=1e-6)
+        assert lock.read_unlocked_clock() == pytest.approx(before, abs=1e-6)
     time.sleep(0.1)
-    passed, all_s = lock.clock() - start, time.monotonic() - start_s
+    passed, all_s = lock.read_unlocked_clock() - start, time.monotonic() - start_s
     assert 0.1 <= passed <= all_s - 0.2 + 1e-3
 
 
-def sample(spans: tuple[tuple[int, int, int], ...], num_tokens: int, version: int | None = None) -> GeneratedSample:
+def sample(
+    spans: tuple[tuple[int, int, int], ...], num_tokens: int, version: int | None = None
+) -> GeneratedSample:
     """`spans`: (version, start, end)."""
     found = tuple(VersionSpan(*span) for span in spans)
     first = version if version is not None else found[0].version
     return GeneratedSample((1,) * num_tokens, (0.0,) * num_tokens, "length", first, found)
 
 
-SERVED = Served(5, {2, 3, 5})  # version 4 was never served by this fleet
+SERVED = ServedVersions(5, {2, 3, 5})  # version 4 was never served by this fleet
 PROBLEMS = {
     "the last version": (sample(((5, 0, 4),), 4), 5, ""),
     "over three syncs": (sample(((2, 0, 1), (3, 1, 2), (5, 2, 4)), 4), 2, ""),
@@ -100,13 +112,29 @@ PROBLEMS = {
         5,
         r"version \[6\].*asked .* at version 5.* is 5",
     ),
-    "weights of before it was asked": (sample(((2, 0, 4),), 4), 3, r"version \[2\], though .* at version 3"),
+    "weights of before it was asked": (
+        sample(((2, 0, 4),), 4),
+        3,
+        r"version \[2\], though .* at version 3",
+    ),
     "a version that nobody has synced": (sample(((3, 0, 2), (4, 2, 4)), 4), 3, r"version \[4\]"),
-    "a later token of older weights": (sample(((5, 0, 2), (3, 2, 4)), 4), 3, r"of versions \[5, 3\]"),
+    "a later token of older weights": (
+        sample(((5, 0, 2), (3, 2, 4)), 4),
+        3,
+        r"of versions \[5, 3\]",
+    ),
     "a gap": (sample(((3, 0, 1), (5, 2, 4)), 4), 3, "4 tokens with the versions of"),
     "not to its end": (sample(((3, 0, 3),), 4), 3, "4 tokens with the versions of"),
-    "another first version": (sample(((3, 0, 4),), 4, 5), 3, r"of version 5 whose tokens are of versions \[3\]"),
-    "no spans, but a sync between": (sample((), 4, 5), 3, "does not say which tokens came before version 5"),
+    "another first version": (
+        sample(((3, 0, 4),), 4, 5),
+        3,
+        r"of version 5 whose tokens are of versions \[3\]",
+    ),
+    "no spans, but a sync between": (
+        sample((), 4, 5),
+        3,
+        "does not say which tokens came before version 5",
+    ),
 }
 
 
@@ -114,71 +142,95 @@ PROBLEMS = {
 def test_versions_that_a_sample_can_have(name: str) -> None:
     bad, sent_at, words = PROBLEMS[name]
     good = sample(((sent_at, 0, 1),), 1)
-    found = open_problem([[good], [good, bad]], sent_at, SERVED)
+    found = describe_wrong_spans([[good], [good, bad]], sent_at, SERVED)
     assert re.search(words, found) if words else found == ""
-    assert open_problem([[bad]], None, Served()) == "", "before the first sync there is nothing to compare"
+    assert describe_wrong_spans([[bad]], None, ServedVersions()) == "", (
+        "before the first sync there is nothing to compare"
+    )
 
 
 def test_between_two_syncs_there_is_one_version() -> None:
     group = [sample(((3, 0, 2),), 2), sample(((5, 0, 2),), 2)]
-    assert closed_problem([group[:1]], 3) == "" == closed_problem([group], None)
-    assert "version [3, 5], the current is 5" in closed_problem([group], 5)
+    assert describe_wrong_version([group[:1]], 3) == "" == describe_wrong_version([group], None)
+    assert "version [3, 5], the current is 5" in describe_wrong_version([group], 5)
 
 
-def member(name: str, max_running: int | None) -> Member:
+def member(name: str, max_running: int | None) -> FleetMember:
     engine = LocalEngine(EngineAddress(name, "local", "http://127.0.0.1:1", "t" * 32))
-    return Member(name, engine, max_running=max_running)
+    return FleetMember(name, engine, max_running_samples=max_running)
 
 
-def open_chunk(key: int, num_samples: int) -> Chunk:
-    return Chunk(key, (request((1,), tuple(range(num_samples)), 4),), is_open=True)
+def open_chunk(key: int, num_samples: int) -> RequestChunk:
+    return RequestChunk(key, (request((1,), tuple(range(num_samples)), 4),), is_session=True)
 
 
 def test_a_session_fills_engines_beyond_what_they_decode_at_once() -> None:
     """8 samples a piece; engines that decode 16 at once get 48 and those that do not say get 768."""
     small, silent = member("engine0", 16), member("engine1", None)
-    assert samples_in_flight(small) == 48 and samples_in_flight(silent) == 768
-    load, placed = Load(), []
+    assert compute_session_sample_limit(small) == 48 and compute_session_sample_limit(silent) == 768
+    load, placed = OutstandingLoad(), []
     for key in range(20):
-        sent = LeastOutstanding().place(open_chunk(key, 8), [small], load, 1)
+        sent = LeastOutstandingBalancer().place_chunk(open_chunk(key, 8), [small], load, 1)
         if sent is not None:
-            load.add(sent)
+            load.add_chunk(sent)
             placed.append(key)
     assert placed == [0, 1, 2, 3, 4, 5]
-    assert LeastOutstanding().place(open_chunk(9, 8), [small, silent], load, 1).member is silent  # type: ignore[union-attr]
+    assert (
+        LeastOutstandingBalancer().place_chunk(open_chunk(9, 8), [small, silent], load, 1).member
+        is silent
+    )  # type: ignore[union-attr]
 
 
 def test_generate_and_a_session_do_not_take_each_others_places() -> None:
     engine = member("engine0", 4)
     other = member("engine1", 4)
-    load = Load()
+    load = OutstandingLoad()
     for key in range(3):
-        load.add(Sent(open_chunk(key, 4), "engine0", engine.engine.generate_async, engine, engine.engine))
-    assert LeastOutstanding().place(open_chunk(9, 4), [engine], load, 1) is None
-    closed = replace(open_chunk(9, 4), is_open=False)
+        load.add_chunk(
+            ChunkAssignment(
+                open_chunk(key, 4), "engine0", engine.engine.generate_async, engine, engine.engine
+            )
+        )
+    assert LeastOutstandingBalancer().place_chunk(open_chunk(9, 4), [engine], load, 1) is None
+    closed = replace(open_chunk(9, 4), is_session=False)
     for _ in range(2):
-        sent = LeastOutstanding().place(closed, [engine], load, 1)
+        sent = LeastOutstandingBalancer().place_chunk(closed, [engine], load, 1)
         assert sent is not None
-        load.add(sent)
-    assert LeastOutstanding().place(closed, [engine], load, 1) is None, "two pieces of a generate at once"
-    assert LeastOutstanding().place(closed, [engine, other], load, 1).member is other  # type: ignore[union-attr]
-    assert (load.samples(engine, True), load.samples(engine, False), load.all_samples(engine)) == (12, 8, 20)
+        load.add_chunk(sent)
+    assert LeastOutstandingBalancer().place_chunk(closed, [engine], load, 1) is None, (
+        "two pieces of a generate at once"
+    )
+    assert LeastOutstandingBalancer().place_chunk(closed, [engine, other], load, 1).member is other  # type: ignore[union-attr]
+    assert (
+        load.count_samples(engine, True),
+        load.count_samples(engine, False),
+        load.count_all_samples(engine),
+    ) == (12, 8, 20)
 
 
 def test_a_call_has_a_name_and_its_samples_have_theirs() -> None:
-    name = call_name(3)
-    assert name != call_name(3) and sample_names(name) == [f"{name}-0", f"{name}-1", f"{name}-2"]
+    name = make_call_name(3)
+    assert name != make_call_name(3) and list_sample_names(name) == [
+        f"{name}-0",
+        f"{name}-1",
+        f"{name}-2",
+    ]
     asked = [request((1,), (1, 2, 3), 4)]
-    body = wire.read(wire.requests_to_json(asked, name), wire.Generate)
-    assert body.name == name and body.read() == asked
-    assert wire.read(json.dumps({"names": [name]}).encode(), wire.Abort).names == (name,)
-    assert wire.read(b"", wire.Abort).names == ()
+    body = local_bodies.parse_verb_body(
+        local_bodies.encode_requests(asked, name), local_bodies.GenerateBody
+    )
+    assert body.name == name and body.to_requests() == asked
+    assert local_bodies.parse_verb_body(
+        json.dumps({"names": [name]}).encode(), local_bodies.AbortBody
+    ).names == (name,)
+    assert local_bodies.parse_verb_body(b"", local_bodies.AbortBody).names == ()
     with pytest.raises(
-        ValueError, match=r'the body must be {"names": \["..."\]}.*: .*length >= 1 - at `\$.names\[0\]`'
+        ValueError,
+        match=r'the body must be {"names": \["..."\]}.*: .*length >= 1 - at `\$.names\[0\]`',
     ):
-        wire.read(b'{"names": [""]}', wire.Abort)
+        local_bodies.parse_verb_body(b'{"names": [""]}', local_bodies.AbortBody)
     with pytest.raises(ValueError, match=r"Expected `str`, got `int` - at `\$.name`"):
-        wire.read(b'{"requests": [], "name": 3}', wire.Generate)
+        local_bodies.parse_verb_body(b'{"requests": [], "name": 3}', local_bodies.GenerateBody)
 
 
 class Refusing:
@@ -191,7 +243,9 @@ class Refusing:
         self.is_over = threading.Event()
         self.routes = routes
 
-    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+    async def generate_async(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
         if requests[0].prompt_ids == (0,):
             raise EngineRequestError("the prompt is refused")
         assert await asyncio.to_thread(self.is_over.wait, 60)
@@ -216,69 +270,73 @@ def test_what_a_session_was_closed_for_is_not_hidden_by_who_mends_it() -> None:
     """Key 1 is on its way when 0 ends the session. Then the engine fails; no retries are left to send it again."""
     fleet = EngineFleet([Refusing()], 60.0, 0)  # type: ignore[list-item]
     session = fleet.open_session()
-    session.submit(1, [request((1,), (0,), 4)])
-    session.submit(0, [request((0,), (0,), 4)])
+    session.submit_requests(1, [request((1,), (0,), 4)])
+    session.submit_requests(0, [request((0,), (0,), 4)])
     deadline = time.monotonic() + 60
     with session, pytest.raises(EngineRequestError, match="refused"):
         while time.monotonic() < deadline:
-            session.poll()
-    fleet.set_aside("engine0", "it is gone")
-    session.mend()
+            session.poll_finished()
+    fleet.set_engine_aside("engine0", "it is gone")
+    session.mend_engines()
     assert session.num_running == 0
 
 
-def test_a_session_that_keeps_failures_goes_on_without_what_no_engine_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_keeps_failures_goes_on_without_what_no_engine_can_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Key 0 is refused; 1 runs on, and ends when it is aborted. A wake ends a poll that waits."""
     fleet = EngineFleet([Refusing()], 60.0, 0)  # type: ignore[list-item]
     with fleet.open_session(keeps_failures=True) as session:
-        session.submit(1, [request((1,), (0,), 4)])
-        session.submit(0, [request((0,), (0,), 4)])
+        session.submit_requests(1, [request((1,), (0,), 4)])
+        session.submit_requests(0, [request((0,), (0,), 4)])
         deadline, failures = time.monotonic() + 60, []
         while not failures and time.monotonic() < deadline:
-            assert session.poll() == []
+            assert session.poll_finished() == []
             failures = session.take_failures()
         assert [(key, type(error)) for key, error in failures] == [(0, EngineRequestError)]
         assert session.num_running == 1 and session.take_failures() == []
-        session.submit(0, [request((0,), (0,), 4)])
-        while not session._work.failed:
-            assert session.poll() == [] and time.monotonic() < deadline
-        session.abort([0])
-        session.submit(0, [request((1,), (0,), 4)])
-        assert session.take_failures() == [] and session.num_running == 2, "a key that is used again has not failed"
-        session.wake()
-        monkeypatch.setattr(work, "POLL_S", 3600.0)
-        session.poll()  # which ends
+        session.submit_requests(0, [request((0,), (0,), 4)])
+        while not session._generation.failed_chunks:
+            assert session.poll_finished() == [] and time.monotonic() < deadline
+        session.abort_keys([0])
+        session.submit_requests(0, [request((1,), (0,), 4)])
+        assert session.take_failures() == [] and session.num_running == 2, (
+            "a key that is used again has not failed"
+        )
+        session.wake_poll()
+        monkeypatch.setattr(chunk_generation, "POLL_S", 3600.0)
+        session.poll_finished()  # which ends
 
 
 def test_files_of_an_answer_that_nobody_reads_are_removed(tmp_path: Path) -> None:
     """The first key is aborted as it runs; what comes all the same has its file. The second is read and keeps it."""
     for number, is_read in enumerate((False, True)):
-        name = write_routes(str(tmp_path), np.ones((1, 2), np.int64))
+        name = write_route_file(str(tmp_path), np.ones((1, 2), np.int64))
         engine = Refusing(name)
         with EngineFleet([engine], 60.0, 0).open_session() as session:  # type: ignore[list-item]
-            session.submit(number, [request((1,), (0,), 4)])
-            session.poll()
+            session.submit_requests(number, [request((1,), (0,), 4)])
+            session.poll_finished()
             engine.is_over.set()
             if not is_read:
-                session.abort([number])
+                session.abort_keys([number])
             deadline, found = time.monotonic() + 60, []
             while not found and Path(name).exists() and time.monotonic() < deadline:
-                found = session.poll()
+                found = session.poll_finished()
         assert (bool(found), Path(name).exists()) == (is_read, is_read)
 
 
 def test_a_closed_session_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers come that nobody reads: one before it is closed, one after."""
-    monkeypatch.setattr(work, "_ABORT_S", 0.0)
-    names = [write_routes(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
+    monkeypatch.setattr(chunk_generation, "_ABORT_TIMEOUT_S", 0.0)
+    names = [write_route_file(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
     first, second = engines = [Refusing(name) for name in names]
     monkeypatch.setattr(second, "abort", lambda names=(): None)
     session = EngineFleet(engines, 60.0, 0).open_session()  # type: ignore[arg-type]
     for key in range(2):
-        session.submit(key, [request((1,), (0,), 4)])
-    session.poll()
+        session.submit_requests(key, [request((1,), (0,), 4)])
+    session.poll_finished()
     first.is_over.set()
-    until(lambda: len(session._work._ended) == 1)
+    until(lambda: len(session._generation._ended_calls) == 1)
     session.close()
     second.is_over.set()
     until(lambda: not any(map(os.path.exists, names)))
@@ -286,15 +344,15 @@ def test_a_closed_session_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_an_engine_never_answers_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is aborted, and nothing comes."""
-    monkeypatch.setattr(work, "_GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(chunk_generation, "_CANCEL_DELAY_S", 0.0)
     engine, silent = Refusing(), Silent()
     monkeypatch.setattr(engine, "generate_async", silent.generate_async)
     with EngineFleet([engine], 60.0, 0).open_session() as session:  # type: ignore[list-item]
-        session.submit(0, [request((1,), (0,), 4)])
-        until(lambda: session.poll() == [] and silent.is_running)
-        session.abort([0])
+        session.submit_requests(0, [request((1,), (0,), 4)])
+        until(lambda: session.poll_finished() == [] and silent.is_running)
+        session.abort_keys([0])
         until(lambda: silent.is_cancelled)
-        assert session.poll() == [] and not session._work._ended
+        assert session.poll_finished() == [] and not session._generation._ended_calls
 
 
 class Silent:
@@ -302,7 +360,9 @@ class Silent:
 
     is_running = is_cancelled = False
 
-    async def generate_async(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+    async def generate_async(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
         self.is_running = True
         try:
             return await asyncio.Future()
@@ -311,19 +371,23 @@ class Silent:
             raise
 
 
-def test_files_of_groups_that_were_known_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_groups_that_were_known_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a closed piece of two groups the first is known: both are generated, and the first is not read."""
-    names = [write_routes(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
+    names = [write_route_file(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
     engine = Refusing()
 
-    async def both(requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+    async def both(
+        requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
         files = names if len(requests) == 2 else [""]
         return [[GeneratedSample((3,), (-0.5,), "length", 1, routes=name)] for name in files]
 
     monkeypatch.setattr(engine, "generate_async", both)
-    fleet = EngineFleet([engine], 60.0, 0, is_closed=True)  # type: ignore[list-item]
+    fleet = EngineFleet([engine], 60.0, 0, is_isolated=True)  # type: ignore[list-item]
     known = GeneratedSample((3,), (-0.5,), "length", 1)
-    found = fleet.generate([request((1,), (0,), 4)] * 3, known={0: [known]})
+    found = fleet.generate([request((1,), (0,), 4)] * 3, known_groups={0: [known]})
     assert found[0] == [known] and found[1][0].routes == names[1]
     assert list(map(os.path.exists, names)) == [False, True]
 

@@ -15,12 +15,17 @@ import torch
 from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
 from safetensors.torch import load_file, save_file
 
-from rlhf_megatron.checkpoint.quantised import FP8_BLOCK, from_fp8, is_in_fp8, to_fp8
-from rlhf_megatron.parallel.device import SharedMemory
-from rlhf_megatron.resharding.buffers import Segment
-from rlhf_megatron.resharding.digest import as_hex, digest_part
-from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.local.weights import WeightReceiver
+from rlhf_megatron.device import SharedDeviceMemory
+from rlhf_megatron.rollout.local.weight_receiver import WeightReceiver
+from rlhf_megatron.weights.bucket_buffers import LentSegment
+from rlhf_megatron.weights.bucket_manifest import BucketManifest, TensorEntry
+from rlhf_megatron.weights.quantised_weights import (
+    FP8_BLOCK,
+    dequantise_fp8,
+    is_stored_in_fp8,
+    quantise_to_fp8,
+)
+from rlhf_megatron.weights.tensor_digest import digest_tensor_part, format_digest
 
 SENT = weights_of(tiny_qwen3(11))
 
@@ -32,11 +37,11 @@ def receiver(tmp_path: Path) -> WeightReceiver:
 
 def test_a_sync_leaves_the_sent_weights_standing(receiver: WeightReceiver, tmp_path: Path) -> None:
     assert receiver.stale_reason is None and receiver.version is None
-    assert receiver.digests() == digests_of(weights_of(tiny_qwen3(10)))
-    receiver.begin(3, full_resync=False)
+    assert receiver.compute_digests() == digests_of(weights_of(tiny_qwen3(10)))
+    receiver.begin_sync(3, is_full_resync=False)
     assert "to version 3 is under way" in str(receiver.stale_reason)
     for manifest in write_buckets(SENT, tmp_path, 3, num_buckets=3):
-        receiver.load(manifest)
+        receiver.load_bucket(manifest)
     assert receiver.stale_reason is not None
     receiver.commit(3)
     assert receiver.stale_reason is None and receiver.version == 3
@@ -96,60 +101,63 @@ def damaged(kind: str, manifest: BucketManifest, directory: Path) -> BucketManif
 def test_a_wrong_bucket_is_refused_and_the_next_sync_mends(
     receiver: WeightReceiver, tmp_path: Path, kind: str, words: str
 ) -> None:
-    before = receiver.digests()
-    receiver.begin(1, full_resync=False)
+    before = receiver.compute_digests()
+    receiver.begin_sync(1, is_full_resync=False)
     bad, good = write_buckets(SENT, tmp_path, 1)
     with pytest.raises(ValueError, match=words):
-        receiver.load(damaged(kind, bad, tmp_path))
-    if kind not in ("flipped bit", "digest"):  # these are seen in what stands: all others before a byte is written
-        assert receiver.digests() == before
+        receiver.load_bucket(damaged(kind, bad, tmp_path))
+    if kind not in (
+        "flipped bit",
+        "digest",
+    ):  # these are seen in what stands: all others before a byte is written
+        assert receiver.compute_digests() == before
     assert "failed" in str(receiver.stale_reason)
     with pytest.raises(ValueError, match="open sync is None"):
-        receiver.load(good)
+        receiver.load_bucket(good)
     with pytest.raises(ValueError, match="open sync is None"):
-        receiver.commit(1)
+        receiver.commit_sync(1)
     assert receiver.stale_reason is not None and receiver.version is None
-    receiver.begin(1, full_resync=False)  # a new full sync mends it
+    receiver.begin_sync(1, is_full_resync=False)  # a new full sync mends it
     for path in tmp_path.iterdir():
         path.unlink()
     for manifest in write_buckets(SENT, tmp_path, 1):
-        receiver.load(manifest)
-    receiver.commit(1)
-    assert receiver.stale_reason is None and receiver.digests() == digests_of(SENT)
+        receiver.load_bucket(manifest)
+    receiver.commit_sync(1)
+    assert receiver.stale_reason is None and receiver.compute_digests() == digests_of(SENT)
 
 
 def test_device_memory_that_cannot_be_opened(receiver: WeightReceiver, tmp_path: Path) -> None:
     """What can be opened is for a device: tests/gpu/gpu_checks.py `check_sync`."""
     manifest, *_ = write_buckets(SENT, tmp_path, 3, num_buckets=3)
     sizes = (manifest.num_bytes, b"h", manifest.num_bytes, 0)
-    memory = SharedMemory("some-gpu", 0, *sizes, b"c", 0, b"e", False)
-    receiver.begin(3, full_resync=False)
+    memory = SharedDeviceMemory("some-gpu", 0, *sizes, b"c", 0, b"e", False)
+    receiver.begin_sync(3, is_full_resync=False)
     with pytest.raises(ValueError, match="memory lies on device some-gpu; this process sees"):
-        receiver.load(manifest, [Segment(0, memory)])
+        receiver.load_bucket(manifest, [LentSegment(0, memory)])
     assert "to version 3 failed" in str(receiver.stale_reason)
-    assert receiver.digests() == digests_of(weights_of(tiny_qwen3(10)))
+    assert receiver.compute_digests() == digests_of(weights_of(tiny_qwen3(10)))
 
 
 def test_commit_needs_every_tensor(receiver: WeightReceiver, tmp_path: Path) -> None:
-    receiver.begin(1, full_resync=False)
-    receiver.load(write_buckets(SENT, tmp_path, 1)[0])
+    receiver.begin_sync(1, is_full_resync=False)
+    receiver.load_bucket(write_buckets(SENT, tmp_path, 1)[0])
     with pytest.raises(ValueError, match=r"\d+ of \d+ tensors never came whole: model\.layers\.1"):
-        receiver.commit(1)
+        receiver.commit_sync(1)
     assert "failed" in str(receiver.stale_reason)
 
 
 def test_versions_only_rise(receiver: WeightReceiver, tmp_path: Path) -> None:
     def sync(version: int, full_resync: bool = False) -> None:
-        receiver.begin(version, full_resync)
+        receiver.begin_sync(version, full_resync)
         for manifest in write_buckets(SENT, tmp_path, version):
-            receiver.load(manifest)
-        receiver.commit(version)
+            receiver.load_bucket(manifest)
+        receiver.commit_sync(version)
 
     sync(0)
     sync(5)
     for version, full_resync in ((5, False), (4, False), (4, True), (-1, False)):
         with pytest.raises(ValueError, match="must be above"):
-            receiver.begin(version, full_resync)
+            receiver.begin_sync(version, full_resync)
     assert receiver.stale_reason is None  # a refused begin changes nothing
     sync(5, full_resync=True)
     sync(6)
@@ -159,28 +167,28 @@ def test_versions_only_rise(receiver: WeightReceiver, tmp_path: Path) -> None:
 def test_a_bucket_of_another_sync_changes_nothing(receiver: WeightReceiver, tmp_path: Path) -> None:
     old = write_buckets(SENT, tmp_path, 1)
     with pytest.raises(ValueError, match="open sync is None"):
-        receiver.load(old[0])
+        receiver.load_bucket(old[0])
     assert receiver.stale_reason is None
-    receiver.begin(2, full_resync=False)
+    receiver.begin_sync(2, is_full_resync=False)
     with pytest.raises(ValueError, match="bucket of version 1, but the open sync is 2"):
-        receiver.load(old[0])
+        receiver.load_bucket(old[0])
     for manifest in write_buckets(SENT, tmp_path, 2):
-        receiver.load(manifest)
-        receiver.load(manifest)  # a request that arrives twice does no harm
-    receiver.commit(2)
-    assert receiver.digests() == digests_of(SENT)
+        receiver.load_bucket(manifest)
+        receiver.load_bucket(manifest)  # a request that arrives twice does no harm
+    receiver.commit_sync(2)
+    assert receiver.compute_digests() == digests_of(SENT)
 
 
 def test_one_tensor_with_two_contents_is_refused(receiver: WeightReceiver, tmp_path: Path) -> None:
-    receiver.begin(1, full_resync=False)
+    receiver.begin_sync(1, is_full_resync=False)
     first = write_buckets(SENT, tmp_path, 1)[0]
-    receiver.load(first)
+    receiver.load_bucket(first)
     name = first.tensors[0].name
     (tmp_path / "other").mkdir()
     other = write_buckets({name: SENT[name] + 1}, tmp_path / "other", 1, 1)[0]
     (tmp_path / "other" / other.file).rename(tmp_path / "second")
     with pytest.raises(ValueError, match="sent twice in this sync"):
-        receiver.load(replace(other, file="second"))
+        receiver.load_bucket(replace(other, file="second"))
 
 
 def parts_of(name: str, axis: int, *starts: int) -> list[TensorEntry]:
@@ -193,7 +201,11 @@ def parts_of(name: str, axis: int, *starts: int) -> list[TensorEntry]:
             "float32",
             tuple(tensor.shape),
             0,
-            as_hex(digest_part(tensor.narrow(axis, start, end - start), tuple(tensor.shape), axis, start)),
+            format_digest(
+                digest_tensor_part(
+                    tensor.narrow(axis, start, end - start), tuple(tensor.shape), axis, start
+                )
+            ),
             (axis, start, end - start),
         )
         for start, end in zip(starts, ends, strict=True)
@@ -202,9 +214,9 @@ def parts_of(name: str, axis: int, *starts: int) -> list[TensorEntry]:
 
 def send_part(receiver: WeightReceiver, entry: TensorEntry, directory: Path) -> None:
     span = entry.span
-    part = SENT[entry.name].narrow(span.axis, span.start, span.count).contiguous()
+    part = SENT[entry.name].narrow(span.dim, span.start, span.num_entries).contiguous()
     (directory / "part").write_bytes(part.view(-1).view(torch.uint8).numpy().tobytes())
-    receiver.load(BucketManifest(1, "actor dp0 pp0 tp0", 0, "part", part.nbytes, (entry,)))
+    receiver.load_bucket(BucketManifest(1, "actor dp0 pp0 tp0", 0, "part", part.nbytes, (entry,)))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -213,17 +225,17 @@ def test_parts_make_a_whole_tensor(receiver: WeightReceiver, tmp_path: Path, axi
     name = "model.layers.0.mlp.down_proj.weight"
     first, second, third = parts_of(name, axis, 0, 3, 5)
     for is_whole in (False, True):
-        receiver.begin(1, full_resync=False)
+        receiver.begin_sync(1, is_full_resync=False)
         for manifest in write_buckets({n: t for n, t in SENT.items() if n != name}, tmp_path, 1):
-            receiver.load(manifest)
+            receiver.load_bucket(manifest)
         for entry in (third, first, *((second, first) if is_whole else ())):
             send_part(receiver, entry, tmp_path)
         if not is_whole:
             with pytest.raises(ValueError, match=rf"1 of \d+ tensors never came whole: {name}"):
-                receiver.commit(1)
-    receiver.commit(1)
-    assert receiver.digests() == digests_of(SENT)
-    receiver.begin(2, full_resync=False)
+                receiver.commit_sync(1)
+    receiver.commit_sync(1)
+    assert receiver.compute_digests() == digests_of(SENT)
+    receiver.begin_sync(2, is_full_resync=False)
     wrong = replace(first, digest="0" * 16)
     with pytest.raises(ValueError, match="open sync is 2"):
         send_part(receiver, wrong, tmp_path)
@@ -234,40 +246,42 @@ def test_release_and_resume(receiver: WeightReceiver, tmp_path: Path) -> None:
     whole = sum(parameter.numel() * 4 for parameter in parameters)
     assert receiver.num_bytes == whole
     for _ in range(2):
-        receiver.release()
-        assert [parameter.untyped_storage().nbytes() for parameter in parameters] == [0] * len(parameters)
+        receiver.release_memory()
+        assert [parameter.untyped_storage().nbytes() for parameter in parameters] == [0] * len(
+            parameters
+        )
         assert receiver.num_bytes == 0 and receiver.is_released
         assert "its memory is released (weights)" in str(receiver.stale_reason)
     with pytest.raises(ValueError, match="resume_memory must come before"):
-        receiver.begin(1, full_resync=False)
+        receiver.begin_sync(1, is_full_resync=False)
     with pytest.raises(ValueError, match="nothing to digest"):
-        receiver.digests()
-    receiver.resume()
+        receiver.compute_digests()
+    receiver.restore_memory()
     assert receiver.num_bytes == whole and not receiver.is_released
     assert "have not been sent again" in str(receiver.stale_reason)
-    receiver.begin(1, full_resync=False)
-    receiver.resume()  # they are there: nothing is wiped
+    receiver.begin_sync(1, is_full_resync=False)
+    receiver.restore_memory()  # they are there: nothing is wiped
     for manifest in write_buckets(SENT, tmp_path, 1):
-        receiver.load(manifest)
-    receiver.commit(1)
-    assert receiver.digests() == digests_of(SENT)
+        receiver.load_bucket(manifest)
+    receiver.commit_sync(1)
+    assert receiver.compute_digests() == digests_of(SENT)
 
 
 def test_a_release_ends_the_open_sync(receiver: WeightReceiver, tmp_path: Path) -> None:
-    receiver.begin(1, full_resync=False)
-    receiver.release()
-    receiver.resume()
+    receiver.begin_sync(1, is_full_resync=False)
+    receiver.release_memory()
+    receiver.restore_memory()
     with pytest.raises(ValueError, match="open sync is None"):
-        receiver.load(write_buckets(SENT, tmp_path, 1)[0])
+        receiver.load_bucket(write_buckets(SENT, tmp_path, 1)[0])
 
 
 RELEASE = """
 import sys
 from pathlib import Path
 import torch
-from rlhf_megatron.parallel.device import resident_bytes
-from rlhf_megatron.rollout.local.model import give_back
-from rlhf_megatron.rollout.local.weights import WeightReceiver
+from rlhf_megatron.device import resident_bytes
+from rlhf_megatron.rollout.local.local_model import give_back
+from rlhf_megatron.rollout.local.weight_receiver import WeightReceiver
 torch.empty(24 << 20, dtype=torch.uint8)  # freed at once: from now on glibc takes smaller pieces from its heap
 module = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(400))
 last = torch.ones(256, 256)  # what lies behind the freed ones in the heap, and stays
@@ -280,7 +294,9 @@ print(before - resident_bytes())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel does not tell resident memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="the kernel does not tell resident memory"
+)
 def test_released_memory_goes_back_to_the_kernel(tmp_path: Path) -> None:
     """Tensors of 256 KiB: a process keeps such pieces when they are freed, unless it is told to give them back.
 
@@ -301,21 +317,23 @@ def behind(manifest: BucketManifest, directory: Path, offset: int, tail: bytes) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [8, 13, 4096, 4097, 70_002])
-def test_a_bucket_behind_other_bytes_of_its_file(tmp_path: Path, offset: int, dtype: torch.dtype) -> None:
+def test_a_bucket_behind_other_bytes_of_its_file(
+    tmp_path: Path, offset: int, dtype: torch.dtype
+) -> None:
     receiver = WeightReceiver(tiny_qwen3(10).to(dtype), tmp_path, is_loaded=True)
     sent = {name: tensor.to(dtype) for name, tensor in SENT.items()}
-    receiver.begin(1, full_resync=False)
+    receiver.begin_sync(1, is_full_resync=False)
     for manifest in write_buckets(sent, tmp_path, 1):
-        receiver.load(behind(manifest, tmp_path, offset, tail=b"more"))
-    receiver.commit(1)
-    assert receiver.digests() == digests_of(sent)
+        receiver.load_bucket(behind(manifest, tmp_path, offset, tail=b"more"))
+    receiver.commit_sync(1)
+    assert receiver.compute_digests() == digests_of(sent)
 
 
 def in_blocks(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = dict(weights)
     for name in weights:
-        if is_in_fp8(name):
-            found[name], found[f"{name}_scale_inv"] = to_fp8(weights[name])
+        if is_stored_in_fp8(name):
+            found[name], found[f"{name}_scale_inv"] = quantise_to_fp8(weights[name])
     return found
 
 
@@ -325,43 +343,55 @@ def test_blocks_and_scales_stand_beside_what_is_computed_with(tmp_path: Path) ->
     module, sent = tiny_qwen3(10), in_blocks(SENT)
     receiver = WeightReceiver(module, tmp_path, is_loaded=False, is_fp8=True)
     for version in (1, 2):
-        receiver.begin(version, full_resync=False)
+        receiver.begin_sync(version, is_full_resync=False)
         for manifest in write_buckets(sent, tmp_path, version):
-            receiver.load(manifest)
-        receiver.commit(version)
-        assert receiver.digests() == digests_of(sent) and receiver.stale_reason is None
+            receiver.load_bucket(manifest)
+        receiver.commit_sync(version)
+        assert receiver.compute_digests() == digests_of(sent) and receiver.stale_reason is None
         for name, parameter in module.named_parameters():
             scale = f"{name}_scale_inv"
-            numbers = from_fp8(sent[name], sent[scale], FP8_BLOCK, torch.float32) if scale in sent else sent[name]
+            numbers = (
+                dequantise_fp8(sent[name], sent[scale], FP8_BLOCK, torch.float32)
+                if scale in sent
+                else sent[name]
+            )
             assert torch.equal(parameter, numbers), name
-        receiver.release()
+        receiver.release_memory()
         assert receiver.num_bytes == 0
-        receiver.resume()
+        receiver.restore_memory()
     missing = "model.layers.1.mlp.up_proj.weight_scale_inv"
-    receiver.begin(3, full_resync=False)
-    for manifest in write_buckets({name: tensor for name, tensor in sent.items() if name != missing}, tmp_path, 3):
-        receiver.load(manifest)
-    with pytest.raises(ValueError, match=f"1 of {len(sent)} tensors never came whole: {re.escape(missing)}"):
-        receiver.commit(3)
-    receiver.begin(3, full_resync=False)
+    receiver.begin_sync(3, is_full_resync=False)
+    for manifest in write_buckets(
+        {name: tensor for name, tensor in sent.items() if name != missing}, tmp_path, 3
+    ):
+        receiver.load_bucket(manifest)
+    with pytest.raises(
+        ValueError, match=f"1 of {len(sent)} tensors never came whole: {re.escape(missing)}"
+    ):
+        receiver.commit_sync(3)
+    receiver.begin_sync(3, is_full_resync=False)
     words = r"q_proj\.weight': sent as float32 .*, but the engine holds float8_e4m3fn"
     with pytest.raises(ValueError, match=words):
         for manifest in write_buckets(SENT, tmp_path, 3):
-            receiver.load(manifest)
+            receiver.load_bucket(manifest)
 
 
 def test_a_file_that_ends_before_the_bucket_does(receiver: WeightReceiver, tmp_path: Path) -> None:
-    receiver.begin(1, full_resync=False)
+    receiver.begin_sync(1, is_full_resync=False)
     manifest = behind(write_buckets(SENT, tmp_path, 1)[0], tmp_path, 100, tail=b"")
-    with pytest.raises(ValueError, match=rf"manifest says {manifest.num_bytes} after the first 101"):
-        receiver.load(replace(manifest, file_offset=101))
-    receiver.begin(1, full_resync=False)
+    with pytest.raises(
+        ValueError, match=rf"manifest says {manifest.num_bytes} after the first 101"
+    ):
+        receiver.load_bucket(replace(manifest, file_offset=101))
+    receiver.begin_sync(1, is_full_resync=False)
     with pytest.raises(ValueError, match="after the first"):
-        receiver.load(replace(manifest, file_offset=1 << 70))
+        receiver.load_bucket(replace(manifest, file_offset=1 << 70))
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_buckets_of_a_safetensors_file(receiver: WeightReceiver, tmp_path: Path, padding: int) -> None:
+def test_buckets_of_a_safetensors_file(
+    receiver: WeightReceiver, tmp_path: Path, padding: int
+) -> None:
     """Two buckets in one file, as another program wrote it; with `padding` its tensors lie at odd places."""
     path = tmp_path / "model.safetensors"
     save_file({name: tensor.clone() for name, tensor in SENT.items()}, path)
@@ -372,7 +402,7 @@ def test_buckets_of_a_safetensors_file(receiver: WeightReceiver, tmp_path: Path,
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
     places = sorted((*header[name]["data_offsets"], name) for name in SENT)
     assert load_file(path).keys() == SENT.keys()
-    receiver.begin(1, full_resync=False)
+    receiver.begin_sync(1, is_full_resync=False)
     for bucket, part in enumerate((places[:5], places[5:])):
         first = part[0][0]
         digests = digests_of(SENT)
@@ -381,19 +411,21 @@ def test_buckets_of_a_safetensors_file(receiver: WeightReceiver, tmp_path: Path,
             for start, _, name in part
         )
         offset, size = 8 + len(text) + first, part[-1][1] - first
-        receiver.load(BucketManifest(1, "actor dp0 pp0 tp0", bucket, path.name, size, entries, offset))
-    receiver.commit(1)
-    assert receiver.digests() == digests_of(SENT)
+        receiver.load_bucket(
+            BucketManifest(1, "actor dp0 pp0 tp0", bucket, path.name, size, entries, offset)
+        )
+    receiver.commit_sync(1)
+    assert receiver.compute_digests() == digests_of(SENT)
 
 
 def test_bfloat16_weights_and_receiver(tmp_path: Path) -> None:
     receiver = WeightReceiver(tiny_qwen3(10).to(torch.bfloat16), tmp_path, is_loaded=True)
     sent = {name: tensor.to(torch.bfloat16) for name, tensor in SENT.items()}
-    receiver.begin(1, full_resync=False)
+    receiver.begin_sync(1, is_full_resync=False)
     with pytest.raises(ValueError, match="engine holds bfloat16"):
-        receiver.load(write_buckets(SENT, tmp_path, 1)[0])
-    receiver.begin(1, full_resync=False)
+        receiver.load_bucket(write_buckets(SENT, tmp_path, 1)[0])
+    receiver.begin_sync(1, is_full_resync=False)
     for manifest in write_buckets(sent, tmp_path, 1):
-        receiver.load(manifest)
-    receiver.commit(1)
-    assert receiver.digests() == digests_of(sent)
+        receiver.load_bucket(manifest)
+    receiver.commit_sync(1)
+    assert receiver.compute_digests() == digests_of(sent)

@@ -28,24 +28,24 @@ from sglang_standins import (
 )
 from torch import Tensor, nn
 
-from rlhf_megatron.models.table import Span
-from rlhf_megatron.parallel.device import SharedMemory
-from rlhf_megatron.resharding import buffers
-from rlhf_megatron.resharding.buffers import Segment, map_bucket, views
-from rlhf_megatron.resharding.digest import as_hex, digest_part
-from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.messages import within
-from rlhf_megatron.resharding.shards import overlap
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.sglang import weights as receipts
-from rlhf_megatron.rollout.sglang.server import facts, loader
+from rlhf_megatron.device import SharedDeviceMemory
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.sglang import sglang_weight_verbs as receipts
+from rlhf_megatron.rollout.sglang.server import loader, sglang_runtime
+from rlhf_megatron.weights import bucket_buffers
+from rlhf_megatron.weights.bucket_buffers import LentSegment, map_bucket_file, view_bucket_tensors
+from rlhf_megatron.weights.bucket_manifest import BucketManifest, TensorEntry
+from rlhf_megatron.weights.bucket_messages import narrow_to_span
+from rlhf_megatron.weights.shard_plan import intersect_spans
+from rlhf_megatron.weights.tensor_digest import digest_tensor_part, format_digest
+from rlhf_megatron.weights.weight_table import TensorSpan
 
 
 @pytest.fixture(autouse=True)
 def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody moves experts about."""
-    monkeypatch.setattr(facts, "slots_of_expert", lambda layer, expert: [expert])
-    monkeypatch.setattr(facts, "num_experts", lambda of_layer: of_layer)
+    monkeypatch.setattr(sglang_runtime, "list_expert_slots", lambda layer, expert: [expert])
+    monkeypatch.setattr(sglang_runtime, "count_layer_experts", lambda of_layer: of_layer)
 
 
 def weights_of(num_kv_heads: int = 2, seed: int = 1) -> dict[str, Tensor]:
@@ -66,14 +66,20 @@ def weights_of(num_kv_heads: int = 2, seed: int = 1) -> dict[str, Tensor]:
         "mlp.down_proj.weight": (6, 12),
         "norm.weight": (6,),
         "gate.weight": (2, 6),
-        **{f"mlp.experts.{e}.{part}_proj.weight": (8, 6) for e in range(2) for part in ("gate", "up")},
+        **{
+            f"mlp.experts.{e}.{part}_proj.weight": (8, 6)
+            for e in range(2)
+            for part in ("gate", "up")
+        },
         **{f"mlp.experts.{e}.down_proj.weight": (6, 8) for e in range(2)},
         "lm_head.weight": (13, 6),
     }
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def rank_of(weights: dict[str, Tensor], rank: int, size: int, ep_size: int = 1, **changes: bool) -> nn.Module:
+def rank_of(
+    weights: dict[str, Tensor], rank: int, size: int, ep_size: int = 1, **changes: bool
+) -> nn.Module:
     """The model of one tp rank, loaded."""
 
     def get(prefix: str, *names: str, kind: str = "weight") -> list[Tensor]:
@@ -85,7 +91,9 @@ def rank_of(weights: dict[str, Tensor], rank: int, size: int, ep_size: int = 1, 
         attn__qkv_proj=QKVParallelLinear(
             rank, size, *get("attn", "q", "k", "v"), *get("attn", "q", "k", "v", kind="bias")
         ),
-        attn__o_proj=RowParallelLinear(rank, size, weights["attn.o_proj.weight"], weights["attn.o_proj.bias"]),
+        attn__o_proj=RowParallelLinear(
+            rank, size, weights["attn.o_proj.weight"], weights["attn.o_proj.bias"]
+        ),
         mlp__gate_up_proj=MergedColumnParallelLinear(rank, size, *get("mlp", "gate", "up")),
         mlp__down_proj=RowParallelLinear(rank, size, weights["mlp.down_proj.weight"]),
         mlp__experts=FusedMoE(rank, size, experts, ep_size, **changes),  # type: ignore[arg-type]
@@ -98,7 +106,11 @@ def rank_of(weights: dict[str, Tensor], rank: int, size: int, ep_size: int = 1, 
 def receipts_of(models: Sequence[nn.Module], manifest: BucketManifest) -> list[receipts.Receipt]:
     """As they are read: through JSON."""
     return [
-        json.loads(json.dumps({"rank": rank, "size": len(models), **loader.standing(model, manifest)}))
+        json.loads(
+            json.dumps(
+                {"rank": rank, "size": len(models), **loader.make_bucket_receipt(model, manifest)}
+            )
+        )
         for rank, model in enumerate(models)
     ]
 
@@ -132,10 +144,10 @@ def test_parts_of_all_ranks_make_the_digests_that_were_sent(
     """Key-value heads are replicated where there are more ranks; buckets are cut inside fused parts."""
     weights = weights_of(num_kv_heads)
     models = [rank_of(weights, rank, size, ep_size, **changes) for rank in range(size)]
-    found = receipts.Standing()
+    found = receipts.LoadedWeights()
     for manifest in write_buckets(weights, tmp_path, 1, num_buckets=5):
-        found |= receipts.check("engine0", manifest, receipts_of(models, manifest))
-    assert found == receipts.Standing(digests=digests_of(weights))
+        found |= receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
+    assert found == receipts.LoadedWeights(digest_by_key=digests_of(weights))
 
 
 def test_bytes_are_those_of_the_parts(manifest: BucketManifest) -> None:
@@ -144,11 +156,16 @@ def test_bytes_are_those_of_the_parts(manifest: BucketManifest) -> None:
     found = receipts_of(models, manifest)
     sizes = {entry.name: entry.num_bytes for entry in manifest.tensors}
     replicated = {"attn.o_proj.bias", "norm.weight", "gate.weight"}
-    copies = {name: 2 if ".k_proj" in name or ".v_proj" in name else 4 if name in replicated else 1 for name in sizes}
+    copies = {
+        name: 2 if ".k_proj" in name or ".v_proj" in name else 4 if name in replicated else 1
+        for name in sizes
+    }
     expected = sum(size * copies[name] for name, size in sizes.items())
     assert sum(receipt["num_bytes_standing"] for receipt in found) == expected
     assert sum(receipt["num_bytes_read"] for receipt in found) == expected
-    assert loader.standing(models[0], manifest, num_bytes_read=77)["num_bytes_read"] == 77
+    assert (
+        loader.make_bucket_receipt(models[0], manifest, num_bytes_read=77)["num_bytes_read"] == 77
+    )
 
 
 def plant(model: nn.Module, name: str, change: Callable[[Tensor], object]) -> None:
@@ -168,9 +185,24 @@ def flip_a_bit(values: Tensor) -> None:
 
 
 PLANTED: dict[str, tuple[int, str, Callable[[Tensor], object], list[str]]] = {
-    "a flipped bit in one rank's rows": (1, "mlp.gate_up_proj.weight", flip_a_bit, ["mlp.up_proj.weight"]),
-    "a flipped bit in one rank's columns": (1, "mlp.down_proj.weight", flip_a_bit, ["mlp.down_proj.weight"]),
-    "q and k swapped": (0, "attn.qkv_proj.weight", swap_rows(1, 4), ["attn.q_proj.weight", "attn.k_proj.weight"]),
+    "a flipped bit in one rank's rows": (
+        1,
+        "mlp.gate_up_proj.weight",
+        flip_a_bit,
+        ["mlp.up_proj.weight"],
+    ),
+    "a flipped bit in one rank's columns": (
+        1,
+        "mlp.down_proj.weight",
+        flip_a_bit,
+        ["mlp.down_proj.weight"],
+    ),
+    "q and k swapped": (
+        0,
+        "attn.qkv_proj.weight",
+        swap_rows(1, 4),
+        ["attn.q_proj.weight", "attn.k_proj.weight"],
+    ),
     "gate and up swapped": (
         1,
         "mlp.gate_up_proj.weight",
@@ -183,7 +215,12 @@ PLANTED: dict[str, tuple[int, str, Callable[[Tensor], object], list[str]]] = {
         lambda values: values[1].zero_(),
         ["mlp.experts.1.gate_proj.weight", "mlp.experts.1.up_proj.weight"],
     ),
-    "a bias left out": (1, "attn.qkv_proj.bias", lambda values: values[:4].zero_(), ["attn.q_proj.bias"]),
+    "a bias left out": (
+        1,
+        "attn.qkv_proj.bias",
+        lambda values: values[:4].zero_(),
+        ["attn.q_proj.bias"],
+    ),
     "another vocabulary row": (1, "embed.weight", swap_rows(0, 1), ["embed.weight"]),
 }
 
@@ -198,12 +235,17 @@ def test_what_stands_wrong_is_named_with_its_rank_and_bucket(
 
     def compare() -> list[dict[str, Any]]:
         views = views_of_file(tmp_path / manifest.file, manifest)
-        return [{"rank": r, "compared": loader.compare(model, manifest, views)} for r, model in enumerate(models)]
+        return [
+            {"rank": r, "compared": loader.compare_with_bucket(model, manifest, views)}
+            for r, model in enumerate(models)
+        ]
 
     with pytest.raises(EngineError) as error:
-        receipts.check("engine0", manifest, receipts_of(models, manifest), compare)
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest), compare)
     words = str(error.value)
-    assert words.startswith(f"engine0, bucket 0 of actor dp0 pp0 tp0: {len(wrong)} of {len(manifest.tensors)} tensors")
+    assert words.startswith(
+        f"engine0, bucket 0 of actor dp0 pp0 tp0: {len(wrong)} of {len(manifest.tensors)} tensors"
+    )
     for tensor in wrong:
         assert f"tensor '{tensor}': digest " in words
     assert words.count(f"tp rank {rank} holds other values than the bucket") == len(wrong)
@@ -212,20 +254,27 @@ def test_what_stands_wrong_is_named_with_its_rank_and_bucket(
 def test_a_stale_rank_is_named(manifest: BucketManifest) -> None:
     """Its parts of all that is sharded are old; of what both hold, the two do not agree."""
     models = [rank_of(weights_of(), 0, 2), rank_of(weights_of(seed=2), 1, 2)]
-    with pytest.raises(EngineError, match=f"{len(manifest.tensors)} of {len(manifest.tensors)} tensors"):
-        receipts.check("engine0", manifest, receipts_of(models, manifest))
-    found = receipts.put_together(receipts_of(models, manifest))
-    assert found.faults["norm.weight"] == (
+    with pytest.raises(
+        EngineError, match=f"{len(manifest.tensors)} of {len(manifest.tensors)} tensors"
+    ):
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
+    found = receipts.combine_bucket_receipts(receipts_of(models, manifest))
+    assert found.fault_by_key["norm.weight"] == (
         "tp ranks 0 and 1 hold different values for all of it (bucket 0 of actor dp0 pp0 tp0)"
     )
-    assert found.digests.keys().isdisjoint({"norm.weight"}) and len(found.digests) == len(manifest.tensors) - 3
+    assert (
+        found.digest_by_key.keys().isdisjoint({"norm.weight"})
+        and len(found.digest_by_key) == len(manifest.tensors) - 3
+    )
 
 
 def test_replicas_that_disagree_are_told_from_the_rest(manifest: BucketManifest) -> None:
     models = engine(weights_of(num_kv_heads=1), 4)
     norm = next(entry for entry in manifest.tensors if entry.name == "norm.weight")
     plant(models[2], norm.name, flip_a_bit)
-    assert receipts.put_together(receipts_of(models, replace(manifest, tensors=(norm,)))).faults == {
+    assert receipts.combine_bucket_receipts(
+        receipts_of(models, replace(manifest, tensors=(norm,)))
+    ).fault_by_key == {
         "norm.weight": "tp rank 2 holds other values for all of it than the ranks that hold it as well"
         " (bucket 0 of actor dp0 pp0 tp0)"
     }
@@ -237,7 +286,7 @@ def test_parts_must_cover_a_tensor_once(manifest: BucketManifest) -> None:
     models[1].get_submodule("mlp.down_proj").tp_rank = 0
     models[1].get_submodule("attn.o_proj").tp_rank = 3
     models[1].get_submodule("lm_head").shard_indices.org_vocab_start_index = 6
-    faults = receipts.put_together(receipts_of(models, manifest)).faults
+    faults = receipts.combine_bucket_receipts(receipts_of(models, manifest)).fault_by_key
     bucket = "(bucket 0 of actor dp0 pp0 tp0)"
     assert faults == {
         "mlp.down_proj.weight": f"tp ranks 0 and 1 hold different values for the part from column 0 to 5 {bucket}",
@@ -251,8 +300,10 @@ def test_a_head_that_the_engine_ties_is_not_found(manifest: BucketManifest) -> N
     models = engine(weights_of())
     for model in models:
         model.add_module("lm_head", model.get_submodule("embed"))
-    with pytest.raises(EngineError, match=r"1 of \d+ tensors .* 'lm_head.weight': not found in the engine"):
-        receipts.check("engine0", manifest, receipts_of(models, manifest))
+    with pytest.raises(
+        EngineError, match=r"1 of \d+ tensors .* 'lm_head.weight': not found in the engine"
+    ):
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
 
 
 def test_an_engine_of_other_sizes(manifest: BucketManifest) -> None:
@@ -262,13 +313,20 @@ def test_an_engine_of_other_sizes(manifest: BucketManifest) -> None:
         model.get_submodule("norm").hold(weight=torch.ones(7))
         model.get_submodule("attn.qkv_proj").hold(weight=torch.ones(9, 6))
     with pytest.raises(EngineError) as error:
-        receipts.check("engine0", manifest, receipts_of(models, manifest))
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
     words = str(error.value)
     assert "4 of 21 tensors" in words  # three are shown
-    assert "'attn.k_proj.weight': the engine's attn.qkv_proj.weight is [9, 6], its parts have 8 rows" in words
+    assert (
+        "'attn.k_proj.weight': the engine's attn.qkv_proj.weight is [9, 6], its parts have 8 rows"
+        in words
+    )
     (norm,) = (entry for entry in manifest.tensors if entry.name == "norm.weight")
-    with pytest.raises(EngineError, match=r"'norm.weight': the engine's is \[7\], which is not \[6\]"):
-        receipts.check("engine0", replace(manifest, tensors=(norm,)), receipts_of(models, manifest))
+    with pytest.raises(
+        EngineError, match=r"'norm.weight': the engine's is \[7\], which is not \[6\]"
+    ):
+        receipts.check_loaded_bucket(
+            "engine0", replace(manifest, tensors=(norm,)), receipts_of(models, manifest)
+        )
 
 
 def test_an_engine_of_another_type(tmp_path: Path) -> None:
@@ -276,14 +334,20 @@ def test_an_engine_of_another_type(tmp_path: Path) -> None:
     weights = {name: tensor.bfloat16() for name, tensor in weights_of().items()}
     (manifest,) = write_buckets(weights, tmp_path, 1, num_buckets=1)
     wide = engine({name: tensor.float() for name, tensor in weights.items()})
-    assert receipts.check("engine0", manifest, receipts_of(wide, manifest)).digests == digests_of(weights)
+    assert receipts.check_loaded_bucket(
+        "engine0", manifest, receipts_of(wide, manifest)
+    ).digest_by_key == digests_of(weights)
     plant(wide[0], "norm.weight", flip_low_bit)  # below what bfloat16 can tell
-    with pytest.raises(EngineError, match=r"1 of \d+ .* stands as float32 and was sent as bfloat16"):
-        receipts.check("engine0", manifest, receipts_of(wide, manifest))
+    with pytest.raises(
+        EngineError, match=r"1 of \d+ .* stands as float32 and was sent as bfloat16"
+    ):
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(wide, manifest))
     (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
     narrow = [model.bfloat16() for model in engine(weights_of())]
-    with pytest.raises(EngineError, match=r"stands as bfloat16 and was sent as float32: rollout.dtype must be"):
-        receipts.check("engine0", manifest, receipts_of(narrow, manifest))
+    with pytest.raises(
+        EngineError, match=r"stands as bfloat16 and was sent as float32: rollout.dtype must be"
+    ):
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(narrow, manifest))
 
 
 def flip_low_bit(values: Tensor) -> None:
@@ -303,14 +367,18 @@ def test_a_quantised_engine_says_so(manifest: BucketManifest) -> None:
         down.hold(weight_scale=torch.ones(1))
         head = model.get_submodule("lm_head")
         del head._parameters["weight"]
-        head.register_parameter("weight", nn.Parameter(torch.ones(8, 6, dtype=torch.int8), requires_grad=False))
-    found = receipts.check("engine0", manifest, receipts_of(models, manifest))
-    assert found.unlike == {
+        head.register_parameter(
+            "weight", nn.Parameter(torch.ones(8, 6, dtype=torch.int8), requires_grad=False)
+        )
+    found = receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
+    assert found.incomparable_by_key == {
         "mlp.down_proj.weight": "the engine quantises it (Fp8LinearMethod)",
         "lm_head.weight": "it stands as int8",
     }
-    assert len(found.digests) == len(manifest.tensors) - 2
-    assert loader.incomplete(models[0], set(weights_of())) is None  # scales are the engine's own
+    assert len(found.digest_by_key) == len(manifest.tensors) - 2
+    assert (
+        loader.describe_missing_parameters(models[0], set(weights_of())) is None
+    )  # scales are the engine's own
 
 
 AXES = {"o_proj.weight": 1, "down_proj.weight": 1}  # the others are cut by rows
@@ -324,13 +392,15 @@ def in_parts(weights: dict[str, Tensor], ways: int, directory: Path) -> BucketMa
         axis = next((axis for end, axis in AXES.items() if name.endswith(end)), 0)
         each = -(-tensor.shape[axis] // ways)
         starts = (
-            [0] if name in ("norm.weight", "gate.weight", "attn.o_proj.bias") else range(0, tensor.shape[axis], each)
+            [0]
+            if name in ("norm.weight", "gate.weight", "attn.o_proj.bias")
+            else range(0, tensor.shape[axis], each)
         )
         for start in starts:
             count = min(each, tensor.shape[axis] - start) if len(starts) > 1 else tensor.shape[axis]
             part, shape = tensor.narrow(axis, start, count).contiguous(), tuple(tensor.shape)
             place = None if part.shape == tensor.shape else (axis, start, count)
-            found = as_hex(digest_part(part, shape, axis, start))
+            found = format_digest(digest_tensor_part(part, shape, axis, start))
             entries.append(TensorEntry(name, "float32", shape, len(raw), found, place))
             raw += part.view(-1).view(torch.uint8).numpy().tobytes()
     (directory / "parts").write_bytes(raw)
@@ -341,7 +411,12 @@ def in_parts(weights: dict[str, Tensor], ways: int, directory: Path) -> BucketMa
 @pytest.mark.parametrize("ways", [2, 3])
 @pytest.mark.parametrize("is_sent", [False, True], ids=["read", "sent"])
 def test_parts_of_tensors_come_to_the_ranks_that_have_them(
-    is_sent: bool, ways: int, size: int, ep_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_sent: bool,
+    ways: int,
+    size: int,
+    ep_size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From trainers that cut otherwise. Each rank reads, or is sent, what stands in it, and a wrong part is named with
     its rank."""
@@ -352,10 +427,15 @@ def test_parts_of_tensors_come_to_the_ranks_that_have_them(
     views = views_of_file(tmp_path / "parts", manifest)
     for rank, model in enumerate(models):
         loaded = rank_of(
-            {name: weights[name] if name in whole else before[name] for name in weights}, rank, size, ep_size
+            {name: weights[name] if name in whole else before[name] for name in weights},
+            rank,
+            size,
+            ep_size,
         )
 
-        def load(pairs: list[tuple[str, Tensor]], model: Any = model, loaded: nn.Module = loaded) -> None:
+        def load(
+            pairs: list[tuple[str, Tensor]], model: Any = model, loaded: nn.Module = loaded
+        ) -> None:
             assert [name for name, _ in pairs] == whole
             with torch.no_grad():
                 for mine, other in zip(model.parameters(), loaded.parameters(), strict=True):
@@ -363,45 +443,59 @@ def test_parts_of_tensors_come_to_the_ranks_that_have_them(
 
         monkeypatch.setattr(model, "load_weights", load, raising=False)
         if not is_sent:
-            loader.load_bucket(model, manifest, views)
+            loader.load_bucket_into_model(model, manifest, views)
             continue
-        held = loader.holds(model, {entry.name: entry.shape for entry in manifest.tensors})
+        held = loader.list_held_spans(
+            model, {entry.name: entry.shape for entry in manifest.tensors}
+        )
         given: dict[str, Tensor] = {}
-        spans: dict[str, Span] = {}
+        spans: dict[str, TensorSpan] = {}
         for entry in manifest.tensors:
-            for span in (Span(*one) for one in held.get(entry.name, ())):
-                if common := overlap(entry.span, span, entry.shape):
-                    given[entry.key], spans[entry.key] = within(views[entry.key], entry.span, common), common
-        loader.load_bucket(model, manifest, given, spans)
-    found = receipts.check("engine0", manifest, receipts_of(models, manifest))
-    assert found.by_name() == digests_of(weights)
+            for span in (TensorSpan(*one) for one in held.get(entry.name, ())):
+                if common := intersect_spans(entry.span, span, entry.shape):
+                    given[entry.key], spans[entry.key] = (
+                        narrow_to_span(views[entry.key], entry.span, common),
+                        common,
+                    )
+        loader.load_bucket_into_model(model, manifest, given, spans)
+    found = receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
+    assert found.merge_by_tensor_name() == digests_of(weights)
     moved = sum(receipt["num_bytes_read"] for receipt in receipts_of(models, manifest))
     expected = [rank_of(weights, rank, size, ep_size) for rank in range(size)]
-    pad = sum(p.numel() for m in expected for n, p in m.named_parameters() if n in ("embed.weight", "lm_head.weight"))
+    pad = sum(
+        p.numel()
+        for m in expected
+        for n, p in m.named_parameters()
+        if n in ("embed.weight", "lm_head.weight")
+    )
     stands = sum(p.numel() for model in expected for p in model.parameters()) - pad + 2 * 13 * 6
     assert moved == 4 * stands
     plant(models[-1], "mlp.down_proj.weight", flip_low_bit)
     with pytest.raises(EngineError, match=r"1 of \d+ tensors .*'mlp.down_proj.weight\[1:"):
-        receipts.check("engine0", manifest, receipts_of(models, manifest))
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
 
 
 def test_what_never_came_is_named() -> None:
     model = rank_of(weights_of(), 1, 2, ep_size=2)
     names = set(weights_of())
-    assert loader.incomplete(model, names) is None
-    assert loader.incomplete(model, names - {"mlp.experts.0.up_proj.weight"}) is None  # rank 0 holds that expert
-    assert loader.incomplete(model, names - {"mlp.experts.1.up_proj.weight"}) == (
+    assert loader.describe_missing_parameters(model, names) is None
+    assert (
+        loader.describe_missing_parameters(model, names - {"mlp.experts.0.up_proj.weight"}) is None
+    )  # rank 0 holds that expert
+    assert loader.describe_missing_parameters(model, names - {"mlp.experts.1.up_proj.weight"}) == (
         "1 of 12 parameters never came whole: mlp.experts.w13_weight."
     )
-    assert loader.incomplete(
+    assert loader.describe_missing_parameters(
         model, names - {"attn.k_proj.bias", "norm.weight", "mlp.up_proj.weight", "gate.weight"}
-    ) == ("4 of 12 parameters never came whole: attn.qkv_proj.bias, gate.weight, mlp.gate_up_proj.weight and others.")
+    ) == (
+        "4 of 12 parameters never came whole: attn.qkv_proj.bias, gate.weight, mlp.gate_up_proj.weight and others."
+    )
     model.add_module("lm_head", model.get_submodule("embed"))
-    assert loader.incomplete(model, names - {"lm_head.weight"}) is None
+    assert loader.describe_missing_parameters(model, names - {"lm_head.weight"}) is None
 
 
 def views_of_file(path: Path, manifest: BucketManifest) -> dict[str, torch.Tensor]:
-    return views(manifest, (0, map_bucket(path, manifest)))
+    return view_bucket_tensors(manifest, (0, map_bucket_file(path, manifest)))
 
 
 def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -412,8 +506,12 @@ def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
     behind = replace(second, file="model.safetensors", file_offset=24)
     for manifest in (first, second, behind):
         found = views_of_file(tmp_path / manifest.file, manifest)
-        assert all(torch.equal(found[entry.name], weights[entry.name]) for entry in manifest.tensors)
-        starts = {entry.name: found[entry.name].data_ptr() - entry.offset for entry in manifest.tensors}
+        assert all(
+            torch.equal(found[entry.name], weights[entry.name]) for entry in manifest.tensors
+        )
+        starts = {
+            entry.name: found[entry.name].data_ptr() - entry.offset for entry in manifest.tensors
+        }
         assert len(set(starts.values())) == 1  # one mapping, no copies
     odd = replace(second, file="odd", file_offset=3)
     (tmp_path / "odd").write_bytes(b"xyz" + raw)
@@ -421,16 +519,19 @@ def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
         assert torch.equal(view, weights[name])
     memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     pieces = in_pieces(second, memory)
-    for name, view in views(second, *pieces).items():
+    for name, view in view_bucket_tensors(second, *pieces).items():
         assert torch.equal(view, weights[name])
         assert memory.data_ptr() <= view.data_ptr() < memory.data_ptr() + len(raw)
     end = len(raw)
-    with pytest.raises(ValueError, match=rf"lies at bytes \d+ to {end}, but the memory given has bytes 0 to {end - 1}"):
-        views(second, (0, memory[:-1]))
+    with pytest.raises(
+        ValueError,
+        match=rf"lies at bytes \d+ to {end}, but the memory given has bytes 0 to {end - 1}",
+    ):
+        view_bucket_tensors(second, (0, memory[:-1]))
     with pytest.raises(ValueError, match=rf"the memory given has bytes \d+ to {end}\."):
-        views(second, pieces[1])
+        view_bucket_tensors(second, pieces[1])
     with pytest.raises(ValueError, match=r"the memory given has bytes none\."):
-        views(second)
+        view_bucket_tensors(second)
 
 
 def in_pieces(manifest: BucketManifest, memory: Tensor) -> list[tuple[int, Tensor]]:
@@ -443,13 +544,19 @@ def test_files_that_are_not_the_run_s_are_refused(tmp_path: Path, manifest: Buck
     path = tmp_path / manifest.file
     size = path.stat().st_size
     os.truncate(path, size - 1)
-    with pytest.raises(ValueError, match=rf"bucket 0 of actor dp0 pp0 tp0: v1-0 has {size - 1} bytes, the manifest"):
+    with pytest.raises(
+        ValueError, match=rf"bucket 0 of actor dp0 pp0 tp0: v1-0 has {size - 1} bytes, the manifest"
+    ):
         views_of_file(path, manifest)
     os.truncate(path, size)
-    with pytest.raises(ValueError, match=rf"has {size} bytes, the manifest says {size} after the first 8"):
+    with pytest.raises(
+        ValueError, match=rf"has {size} bytes, the manifest says {size} after the first 8"
+    ):
         views_of_file(path, replace(manifest, file_offset=8))
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(ValueError, match=r"link is a link; only plain files of the transfer directory are read"):
+    with pytest.raises(
+        ValueError, match=r"link is a link; only plain files of the transfer directory are read"
+    ):
         views_of_file(tmp_path / "link", manifest)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "elsewhere").mkdir()
@@ -462,24 +569,43 @@ def test_files_that_are_not_the_run_s_are_refused(tmp_path: Path, manifest: Buck
 class Server:
     """One rank after the other carries out an order, as in a server."""
 
-    def __init__(self, models: Sequence[nn.Module], directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.models, self.directory, self.patch = models, directory, monkeypatch
-        monkeypatch.setenv(loader.TRANSFER_DIR, str(directory))
+        monkeypatch.setenv(loader.TRANSFER_DIR_VARIABLE, str(directory))
 
-    def order(self, receipt: str, pieces: Sequence[tuple[int, Tensor]] = (), **what: str) -> list[dict[str, Any]]:
+    def order(
+        self, receipt: str, pieces: Sequence[tuple[int, Tensor]] = (), **what: str
+    ) -> list[dict[str, Any]]:
         """`pieces`: of the bucket, with where they begin. No process opens its own memory: they stand for what others
         lend."""
         by_device = {str(start): piece for start, piece in pieces}
-        self.patch.setattr(buffers, "open_shared", lambda memory: by_device[memory.device])
+        self.patch.setattr(bucket_buffers, "open_shared", lambda memory: by_device[memory.device])
         nothing = (b"", 0, 0, b"", 0, b"", False)
-        lent = [Segment(start, SharedMemory(str(start), 0, piece.numel(), *nothing)) for start, piece in pieces]
+        lent = [
+            LentSegment(start, SharedDeviceMemory(str(start), 0, piece.numel(), *nothing))
+            for start, piece in pieces
+        ]
         own = {"receipt": receipt} | ({"memory": [lent] * len(self.models)} if lent else {})
-        tensors = [("order", torch.frombuffer(bytearray(msgspec.json.encode({**what, **own})), dtype=torch.uint8))]
+        tensors = [
+            (
+                "order",
+                torch.frombuffer(
+                    bytearray(msgspec.json.encode({**what, **own})), dtype=torch.uint8
+                ),
+            )
+        ]
         for rank, model in enumerate(self.models):
-            self.patch.setattr(facts, "tensor_parallel", lambda rank=rank: (rank, len(self.models)))
-            self.patch.setattr(facts, "attention_group", lambda: 0)
+            self.patch.setattr(
+                sglang_runtime, "tensor_parallel", lambda rank=rank: (rank, len(self.models))
+            )
+            self.patch.setattr(sglang_runtime, "attention_group", lambda: 0)
             loader.load(model, tensors)
-        return [json.loads((self.directory / f"{receipt}.{rank}").read_text()) for rank in range(len(self.models))]
+        return [
+            json.loads((self.directory / f"{receipt}.{rank}").read_text())
+            for rank in range(len(self.models))
+        ]
 
 
 @pytest.fixture
@@ -504,61 +630,83 @@ def test_orders_of_a_sync(server: Server, tmp_path: Path) -> None:
     commit after that."""
     weights = weights_of()
     first, second, third = write_buckets(weights, tmp_path, 1, num_buckets=3)
-    of_first = server.order("r-1", manifest=first.to_json())
+    of_first = server.order("r-1", manifest=first.encode_json())
     assert [receipt["rank"] for receipt in of_first] == [0, 1]
-    receipts.check("engine0", first, of_first)
+    receipts.check_loaded_bucket("engine0", first, of_first)
     memory = torch.frombuffer(bytearray((tmp_path / second.file).read_bytes()), dtype=torch.uint8)
     (tmp_path / second.file).unlink()
-    receipts.check("engine0", second, server.order("r-2", in_pieces(second, memory), manifest=second.to_json()))
+    receipts.check_loaded_bucket(
+        "engine0",
+        second,
+        server.order("r-2", in_pieces(second, memory), manifest=second.encode_json()),
+    )
     assert "never came whole" in server.order("r-c1", receipts="r-")[0]["error"]
     for path in tmp_path.glob("r-c1*"):
         path.unlink()
     for model in server.models:
         model.load_weights([(entry.name, weights[entry.name]) for entry in third.tensors])
-    by_broadcast = server.order("r-3", digest=third.to_json())
-    receipts.check("engine0", third, by_broadcast)
+    by_broadcast = server.order("r-3", digest=third.encode_json())
+    receipts.check_loaded_bucket("engine0", third, by_broadcast)
     assert [receipt["num_bytes_read"] for receipt in by_broadcast] == [third.num_bytes] * 2
     assert [receipt["error"] for receipt in server.order("r-c2", receipts="r-")] == [None, None]
-    buckets = receipts.read_all(tmp_path, "r-")
-    assert receipts.standing_of(buckets) == receipts.Standing(digests=digests_of(weights))
+    buckets = receipts.read_all_receipts(tmp_path, "r-")
+    assert receipts.combine_all_receipts(buckets) == receipts.LoadedWeights(
+        digest_by_key=digests_of(weights)
+    )
     (tmp_path / "r-2.1").unlink()
-    with pytest.raises(EngineError, match="bucket 1 of actor dp0 pp0 tp0: tp rank 1 wrote no receipt"):
-        receipts.read_all(tmp_path, "r-")
-    assert "FileNotFoundError" in server.order("r-4", manifest=second.to_json())[0]["error"]
+    with pytest.raises(
+        EngineError, match="bucket 1 of actor dp0 pp0 tp0: tp rank 1 wrote no receipt"
+    ):
+        receipts.read_all_receipts(tmp_path, "r-")
+    assert "FileNotFoundError" in server.order("r-4", manifest=second.encode_json())[0]["error"]
     assert "FileNotFoundError" in server.order("r-c3", receipts="r-")[1]["error"]
 
 
 @pytest.mark.gpu
-def test_ranks_on_a_device_take_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_device_take_device_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Receipts are the same as on a CPU, and comparing names the rank that was changed."""
     weights = weights_of()
     (manifest,) = write_buckets(weights, tmp_path, 1, num_buckets=1)
-    memory = torch.frombuffer(bytearray((tmp_path / manifest.file).read_bytes()), dtype=torch.uint8).cuda()
+    memory = torch.frombuffer(
+        bytearray((tmp_path / manifest.file).read_bytes()), dtype=torch.uint8
+    ).cuda()
     models = [model.cuda() for model in engine(weights)]
     for model in models:
         model.load_weights = lambda pairs: None
     server = Server(models, tmp_path, monkeypatch)
-    found = server.order("r-1", in_pieces(manifest, memory), manifest=manifest.to_json())
-    assert receipts.check("engine0", manifest, found).digests == digests_of(weights)
+    found = server.order("r-1", in_pieces(manifest, memory), manifest=manifest.encode_json())
+    assert receipts.check_loaded_bucket("engine0", manifest, found).digest_by_key == digests_of(
+        weights
+    )
     for mine, expected in zip(found, receipts_of(engine(weights), manifest), strict=True):
         assert mine["parts"] == expected["parts"]
     plant(models[1], "mlp.down_proj.weight", flip_a_bit)
     pieces = [(0, memory)]
-    found = server.order("r-2", pieces, manifest=manifest.to_json())
-    with pytest.raises(EngineError, match=r"'mlp.down_proj.weight': .*; tp rank 1 holds other values than the bucket"):
-        compare = manifest.to_json()
-        receipts.check("engine0", manifest, found, lambda: server.order("r-3", pieces, compare=compare))
+    found = server.order("r-2", pieces, manifest=manifest.encode_json())
+    with pytest.raises(
+        EngineError,
+        match=r"'mlp.down_proj.weight': .*; tp rank 1 holds other values than the bucket",
+    ):
+        compare = manifest.encode_json()
+        receipts.check_loaded_bucket(
+            "engine0", manifest, found, lambda: server.order("r-3", pieces, compare=compare)
+        )
 
 
-def test_mistakes_in_memory_that_several_ranks_lend_are_named(server: Server, tmp_path: Path) -> None:
+def test_mistakes_in_memory_that_several_ranks_lend_are_named(
+    server: Server, tmp_path: Path
+) -> None:
     """A rank that is missing, one whose part begins elsewhere, one that has not filled it again."""
     (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
     (before,) = write_buckets(weights_of(seed=5), tmp_path, 2, num_buckets=1)
     new, old = (
-        torch.frombuffer(bytearray((tmp_path / m.file).read_bytes()), dtype=torch.uint8) for m in (manifest, before)
+        torch.frombuffer(bytearray((tmp_path / m.file).read_bytes()), dtype=torch.uint8)
+        for m in (manifest, before)
     )
     (_, first), (middle, second) = in_pieces(manifest, new)
-    order = partial(server.order, manifest=manifest.to_json())
+    order = partial(server.order, manifest=manifest.encode_json())
     told = "ValueError: bucket 0 of actor dp0 pp0 tp0: tensor '.*' lies at bytes .* but the memory given has bytes"
     for name, pieces in (("r-1", [(0, first)]), ("r-2", [(0, first), (middle + 64, second)])):
         assert all(re.match(told, receipt["error"]) for receipt in order(name, pieces))
@@ -566,9 +714,11 @@ def test_mistakes_in_memory_that_several_ranks_lend_are_named(server: Server, tm
         ("r-3", [(0, first), (middle - 64, torch.cat([second, second[:64]]))]),
         ("r-4", [(0, first), (middle, in_pieces(before, old)[1][1])]),
     ):
-        with pytest.raises(EngineError, match=r"tensors do not stand in it as they were sent: tensor '.*': digest"):
-            receipts.check("engine0", manifest, order(name, pieces))
-    receipts.check("engine0", manifest, order("r-5", in_pieces(manifest, new)))
+        with pytest.raises(
+            EngineError, match=r"tensors do not stand in it as they were sent: tensor '.*': digest"
+        ):
+            receipts.check_loaded_bucket("engine0", manifest, order(name, pieces))
+    receipts.check_loaded_bucket("engine0", manifest, order("r-5", in_pieces(manifest, new)))
 
 
 def test_corrupt_bytes_of_a_bucket_are_named(server: Server, tmp_path: Path) -> None:
@@ -577,11 +727,14 @@ def test_corrupt_bytes_of_a_bucket_are_named(server: Server, tmp_path: Path) -> 
     raw = bytearray((tmp_path / manifest.file).read_bytes())
     raw[manifest.tensors[1].offset] ^= 1
     (tmp_path / manifest.file).write_bytes(raw)
-    found = server.order("r-1", manifest=manifest.to_json())
+    found = server.order("r-1", manifest=manifest.encode_json())
     with pytest.raises(EngineError) as error:
-        receipts.check("engine0", manifest, found, lambda: server.order("r-2", compare=manifest.to_json()))
-    assert "1 of 21 tensors do not stand in it as they were sent: tensor 'attn.q_proj.weight': digest" in str(
-        error.value
+        receipts.check_loaded_bucket(
+            "engine0", manifest, found, lambda: server.order("r-2", compare=manifest.encode_json())
+        )
+    assert (
+        "1 of 21 tensors do not stand in it as they were sent: tensor 'attn.q_proj.weight': digest"
+        in str(error.value)
     )
     assert "tp rank" not in str(error.value)
 
@@ -590,58 +743,74 @@ def test_a_part_of_a_bucket_that_never_came_is_named(server: Server, tmp_path: P
     """The receipts are of another bucket than was sent: half of it, or one without tensors."""
     (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
     half = replace(manifest, tensors=manifest.tensors[:10])
-    with pytest.raises(EngineError, match=r"11 of 21 tensors .* 'mlp.up_proj.weight': nothing of it came"):
-        receipts.check("engine0", manifest, server.order("r-1", manifest=half.to_json()))
+    with pytest.raises(
+        EngineError, match=r"11 of 21 tensors .* 'mlp.up_proj.weight': nothing of it came"
+    ):
+        receipts.check_loaded_bucket(
+            "engine0", manifest, server.order("r-1", manifest=half.encode_json())
+        )
     with pytest.raises(EngineError, match=r"21 of 21 tensors .*; and 18 more"):
-        receipts.check("engine0", manifest, server.order("r-2", manifest=replace(manifest, tensors=()).to_json()))
+        receipts.check_loaded_bucket(
+            "engine0",
+            manifest,
+            server.order("r-2", manifest=replace(manifest, tensors=()).encode_json()),
+        )
 
 
 def test_a_server_that_is_older_than_the_run_finds_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(loader.TRANSFER_DIR, str(tmp_path))
-    assert loader.transfer_dir("run-1") == tmp_path / "run-1"
-    assert loader.transfer_dir(tmp_path.name) == tmp_path
-    assert loader.transfer_dir(None) == tmp_path
+    monkeypatch.setenv(loader.TRANSFER_DIR_VARIABLE, str(tmp_path))
+    assert loader.resolve_transfer_dir("run-1") == tmp_path / "run-1"
+    assert loader.resolve_transfer_dir(tmp_path.name) == tmp_path
+    assert loader.resolve_transfer_dir(None) == tmp_path
     for name in ("", "..", "a/b", "/"):
         with pytest.raises(ValueError, match="is not the plain name of a directory"):
-            loader.transfer_dir(name)
+            loader.resolve_transfer_dir(name)
 
 
 def test_a_model_is_described_by_the_names_of_its_configuration() -> None:
     model = rank_of(weights_of(), 0, 1)
     model.config = SimpleNamespace(vocab_size=5, hidden_size=2, num_hidden_layers=1, other=3)
-    told = {"vocab_size": 5, "hidden_size": 2, "num_hidden_layers": 1, "is_quantised": False, "dtype": "float32"}
-    assert loader.describe(model) == told
+    told = {
+        "vocab_size": 5,
+        "hidden_size": 2,
+        "num_hidden_layers": 1,
+        "is_quantised": False,
+        "dtype": "float32",
+    }
+    assert loader.describe_model(model) == told
 
 
 def test_groups_of_ranks_under_dp_attention_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives all one seed. Where there is one group its numbers stay as they are; a second call changes none."""
     drawn = []
     for group in (0, 1, 2):
-        monkeypatch.setattr(facts, "attention_group", lambda group=group: group)
-        loader.draw_apart.cache_clear()
+        monkeypatch.setattr(sglang_runtime, "get_attention_dp_rank", lambda group=group: group)
+        loader.offset_random_seed.cache_clear()
         torch.manual_seed(5)
         for _ in range(2):
-            loader.draw_apart()
+            loader.offset_random_seed()
             drawn.append(tuple(torch.rand(3).tolist()))
     torch.manual_seed(5)
     assert drawn[:2] == [tuple(torch.rand(3).tolist()) for _ in range(2)]
     assert len(set(drawn)) == 6
-    loader.draw_apart.cache_clear()
+    loader.offset_random_seed.cache_clear()
 
 
 def test_an_order_that_cannot_be_answered_does_not_end_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(facts, "tensor_parallel", lambda: (0, 1))
-    monkeypatch.setattr(facts, "attention_group", lambda: 0)
+    monkeypatch.setattr(sglang_runtime, "get_tp_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(sglang_runtime, "get_attention_dp_rank", lambda: 0)
     model = rank_of(weights_of(), 0, 1)
-    order = torch.frombuffer(bytearray(b'{"describe": true, "receipt": "r", "directory": "gone"}'), dtype=torch.uint8)
-    monkeypatch.delenv(loader.TRANSFER_DIR, raising=False)
+    order = torch.frombuffer(
+        bytearray(b'{"describe": true, "receipt": "r", "directory": "gone"}'), dtype=torch.uint8
+    )
+    monkeypatch.delenv(loader.TRANSFER_DIR_VARIABLE, raising=False)
     loader.load(model, [("order", order)])
     assert "an order cannot be carried out: RLHF_MEGATRON_TRANSFER_DIR" in caplog.text
-    monkeypatch.setenv(loader.TRANSFER_DIR, str(tmp_path))
+    monkeypatch.setenv(loader.TRANSFER_DIR_VARIABLE, str(tmp_path))
     loader.load(model, [("order", order)])
     assert "a receipt cannot be written" in caplog.text
     (tmp_path / "gone").mkdir()
@@ -659,7 +828,10 @@ def test_an_order_that_cannot_be_answered_does_not_end_the_server(
 def test_an_answer_that_is_no_json_reaches_the_client_as_an_error(server: Server) -> None:
     server.models[0].config = SimpleNamespace(vocab_size={1, 2})
     first, second = server.order("r-1", describe="yes")
-    assert first["rank"] == 0 and first["error"] == "TypeError: Object of type set is not JSON serializable"
+    assert (
+        first["rank"] == 0
+        and first["error"] == "TypeError: Object of type set is not JSON serializable"
+    )
     assert second["error"] is None
 
 
@@ -670,14 +842,24 @@ def test_a_head_that_only_the_engine_has_becomes_the_embedding(tmp_path: Path) -
     models: list[Any] = []
     for rank in range(2):
         own = VocabParallelEmbedding(rank, 2, torch.randn(13, 6))
-        models.append(tree(model__embed_tokens=VocabParallelEmbedding(rank, 2, *weights.values()), lm_head=own))
+        models.append(
+            tree(
+                model__embed_tokens=VocabParallelEmbedding(rank, 2, *weights.values()), lm_head=own
+            )
+        )
         models[-1].config = SimpleNamespace(tie_word_embeddings=True)
         models[-1].load_weights = lambda pairs: None
-    with pytest.raises(EngineError, match=r"'model.embed_tokens.weight': tp rank \d .* different values"):
-        receipts.check("engine0", manifest, receipts_of(models, manifest))
+    with pytest.raises(
+        EngineError, match=r"'model.embed_tokens.weight': tp rank \d .* different values"
+    ):
+        receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
     for model in models:
-        loader.load_bucket(model, manifest, views_of_file(tmp_path / manifest.file, manifest))
-        assert loader.incomplete(model, set(weights)) is None
-    assert receipts.check("engine0", manifest, receipts_of(models, manifest)).digests == digests_of(weights)
+        loader.load_bucket_into_model(
+            model, manifest, views_of_file(tmp_path / manifest.file, manifest)
+        )
+        assert loader.describe_missing_parameters(model, set(weights)) is None
+    assert receipts.check_loaded_bucket(
+        "engine0", manifest, receipts_of(models, manifest)
+    ).digest_by_key == digests_of(weights)
     models[0].config = SimpleNamespace(tie_word_embeddings=False)
-    assert "lm_head.weight" in str(loader.incomplete(models[0], set(weights)))
+    assert "lm_head.weight" in str(loader.describe_missing_parameters(models[0], set(weights)))

@@ -18,13 +18,17 @@ from places import SUPPORT
 from rollout_tools import tiny_qwen3
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.sglang.arguments import Arguments
-from rlhf_megatron.rollout.sglang.client import NEEDED
-from rlhf_megatron.rollout.sglang.environment import SGLangEnvironment
-from rlhf_megatron.rollout.sglang.meeting import MeetingPlace, Ports
-from rlhf_megatron.rollout.sglang.process import SGLangLaunch, own_error, start_sglang_engines
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.sglang.rendezvous import PortAllocator, RendezvousFiles
+from rlhf_megatron.rollout.sglang.sglang_arguments import CheckedArguments
+from rlhf_megatron.rollout.sglang.sglang_client import REQUIRED_PATHS
+from rlhf_megatron.rollout.sglang.sglang_environment import SGLangEnvironment
+from rlhf_megatron.rollout.sglang.sglang_launch import (
+    SGLangServerLaunch,
+    extract_server_errors,
+    start_sglang_engines,
+)
 
 SERVER = """
 import http.server, json, sys, yaml
@@ -57,8 +61,10 @@ serve() {{ exec '{Path(__import__("sys").executable)}' '{folder}/server.py' "$4"
     return path
 
 
-def start(folder: Path, script: str, paths: tuple[str, ...] = NEEDED) -> EngineServers:
-    (folder / "server.py").write_text(SERVER.replace("PATHS", json.dumps({path: {} for path in paths})))
+def start(folder: Path, script: str, paths: tuple[str, ...] = REQUIRED_PATHS) -> EngineServers:
+    (folder / "server.py").write_text(
+        SERVER.replace("PATHS", json.dumps({path: {} for path in paths}))
+    )
     return start_sglang_engines(
         "model",
         1,
@@ -73,7 +79,9 @@ def start(folder: Path, script: str, paths: tuple[str, ...] = NEEDED) -> EngineS
 
 
 @pytest.mark.dist
-def test_a_lost_port_is_tried_again_with_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_port_is_tried_again_with_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lost = 'grep ^port "$4" >> ports; [ $attempt = 3 ] && serve "$@"; echo "[Errno 98] address already in use"; exit 1'
     with start(tmp_path, lost.replace("ports", str(tmp_path / "ports"))) as servers:
         ports = (tmp_path / "ports").read_text().splitlines()
@@ -102,7 +110,9 @@ def test_a_server_that_hangs_without_its_port(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> None:
     noise = "echo 'ValueError: the model has no attention'; for i in $(seq 50); do echo noise; done; exit 3"
-    with pytest.raises(EngineError, match=r"code 3 (?s:.*)Its errors:\nValueError: the model has no attention"):
+    with pytest.raises(
+        EngineError, match=r"code 3 (?s:.*)Its errors:\nValueError: the model has no attention"
+    ):
         start(tmp_path, noise)
     assert (tmp_path / "attempts").read_text() == "x\n"
 
@@ -111,22 +121,22 @@ def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> 
 def test_a_server_is_started_again_by_name(tmp_path: Path) -> None:
     with start(tmp_path, 'echo "attempt $attempt"; serve "$@"') as servers:
         before, process = servers.addresses[0], servers.processes[0]
-        assert servers.ending("engine0") is None
+        assert servers.describe_exit("engine0") is None
         os.killpg(process.pid, signal.SIGKILL)
-        after = servers.restart("engine0")
-        assert servers.addresses == (after,) and servers.ending("engine0") is None
+        after = servers.restart_server("engine0")
+        assert servers.addresses == (after,) and servers.describe_exit("engine0") is None
         assert after.name == "engine0" and after.url != before.url and after.token != before.token
         folder = tmp_path / "engines"
         assert (folder / "engine0.token").read_text() == after.token
         assert (folder / "engine0.1.log").read_text().startswith("attempt 1\n")
         assert process.log.read_text().startswith("attempt 2\n")
-        servers.kill("engine0")
-        assert "it exited with code -9" in (servers.ending("engine0") or "")
-        servers.restart("engine0")
+        servers.kill_server("engine0")
+        assert "it exited with code -9" in (servers.describe_exit("engine0") or "")
+        servers.restart_server("engine0")
         assert (folder / "engine0.2.log").exists()
-    assert servers.ending("engine0") is not None
+    assert servers.describe_exit("engine0") is not None
     with pytest.raises(EngineError, match="are being stopped"):
-        servers.restart("engine0")
+        servers.restart_server("engine0")
 
 
 @pytest.mark.dist
@@ -134,7 +144,7 @@ def test_a_server_that_fails_to_start_again_is_not_left_running(tmp_path: Path) 
     script = '[ $attempt = 1 ] && serve "$@"; echo "ValueError: no memory"; exit 3'
     with start(tmp_path, script) as servers:
         with pytest.raises(EngineError, match=r"(?s)exited with code 3 .*ValueError: no memory"):
-            servers.restart("engine0")
+            servers.restart_server("engine0")
         assert servers.processes[0].exit_code == 3
 
 
@@ -168,19 +178,30 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.dist
 def test_a_server_without_update_sessions_is_refused(tmp_path: Path) -> None:
-    old = tuple(path for path in NEEDED if path not in ("/begin_weight_update", "/end_weight_update"))
-    with pytest.raises(EngineError, match=r"has no /begin_weight_update, /end_weight_update; use sglang 0.5.21"):
+    old = tuple(
+        path
+        for path in REQUIRED_PATHS
+        if path not in ("/begin_weight_update", "/end_weight_update")
+    )
+    with pytest.raises(
+        EngineError, match=r"has no /begin_weight_update, /end_weight_update; use sglang 0.5.21"
+    ):
         start(tmp_path, 'serve "$@"', old)
 
 
 def test_no_port_is_given_out_twice() -> None:
-    ports = Ports()
+    ports = PortAllocator()
     counts = [1, 3, 1, 14, 1, 2]
-    given = [port for count in counts for first in [ports.take(count)] for port in range(first, first + count)]
+    given = [
+        port
+        for count in counts
+        for first in [ports.reserve_ports(count)]
+        for port in range(first, first + count)
+    ]
     assert len(set(given)) == sum(counts)
     with socket.socket() as other:  # in the middle of the next ones
         other.bind(("127.0.0.1", max(given) + 3))
-        assert ports.take(5) == max(given) + 4
+        assert ports.reserve_ports(5) == max(given) + 4
 
 
 @pytest.mark.dist
@@ -188,11 +209,17 @@ def test_servers_with_dp_attention_listen_each_to_ports_of_its_own(tmp_path: Pat
     """SGLang takes those at 1 to 6 and 13 behind the meeting's; without one, at 13 and at 234 to 239 behind that of
     HTTP, which those of its neighbours would be."""
     python = str(fake_sglang(tmp_path, "exec sleep 600"))
-    asked = Arguments({"enable-dp-attention": True, "dp-size": 2, "tp-size": 2}, {}, ())
-    installed, ports, place = SGLangEnvironment(python, "0.5.21", {}, asked, []), Ports(), MeetingPlace()
+    asked = CheckedArguments({"enable-dp-attention": True, "dp-size": 2, "tp-size": 2}, {}, ())
+    installed, ports, place = (
+        SGLangEnvironment(python, "0.5.21", {}, asked, []),
+        PortAllocator(),
+        RendezvousFiles(),
+    )
     taken: list[int] = []
     for number in range(3):
-        launch = SGLangLaunch(f"engine{number}", tmp_path, installed, {}, {}, {}, tmp_path, ports, place, None)
+        launch = SGLangServerLaunch(
+            f"engine{number}", tmp_path, installed, {}, {}, {}, tmp_path, ports, place, None
+        )
         launch.start()
         assert launch.process is not None
         launch.process.stop()
@@ -215,14 +242,16 @@ def test_error_lines_of_a_log() -> None:
             "bye",
         ]
     )
-    lines = own_error(log).splitlines()
+    lines = extract_server_errors(log).splitlines()
     assert lines[2:5] == [
         "[2026-01-01 00:00:00 TP0] RuntimeError: one",
         "torch.cuda.OutOfMemoryError: two",
         "launch_server.py: error: unrecognized arguments: --tq 1",
     ]
-    assert lines[5].startswith("What to do: a device, or the machine, is full: see what else uses it")
-    assert own_error("INFO: all is well") == ""
+    assert lines[5].startswith(
+        "What to do: a device, or the machine, is full: see what else uses it"
+    )
+    assert extract_server_errors("INFO: all is well") == ""
 
 
 @pytest.mark.parametrize(
@@ -232,22 +261,31 @@ def test_error_lines_of_a_log() -> None:
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current",
             "do not fit into roll",
         ),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "is full: see what else uses it"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            "is full: see what else uses it",
+        ),
         ("Exception: Capture cuda graph failed: CUDA out of memory.", "is full"),
         ("RuntimeError: Rank 0 scheduler died during initialization (exit code: -9).", "is full"),
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory", "is full"),
-        ("ValueError: Model architectures ['XForCausalLM'] are not supported for now.", "does not serve the model"),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory",
+            "is full",
+        ),
+        (
+            "ValueError: Model architectures ['XForCausalLM'] are not supported for now.",
+            "does not serve the model",
+        ),
         ("ModuleNotFoundError: No module named 'triton'", "`make sglang-cpu`"),
     ],
 )
 def test_errors_with_what_to_do(line: str, advice: str) -> None:
-    shown = own_error(f"noise\n{line}\nnoise").splitlines()
+    shown = extract_server_errors(f"noise\n{line}\nnoise").splitlines()
     assert shown[:3] == ["", "Its errors:", line]
     assert shown[3].startswith("What to do: ") and advice in shown[3]
 
 
 def test_an_error_that_nothing_is_known_of() -> None:
-    assert own_error("KeyError: 'x'") == "\nIts errors:\nKeyError: 'x'"
+    assert extract_server_errors("KeyError: 'x'") == "\nIts errors:\nKeyError: 'x'"
 
 
 @needs_sglang
@@ -284,8 +322,10 @@ def test_a_port_that_another_process_has(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        free, given = Ports.take, [taken.getsockname()[1]]
-        monkeypatch.setattr(Ports, "take", lambda self: given.pop() if given else free(self))
+        free, given = PortAllocator.reserve_ports, [taken.getsockname()[1]]
+        monkeypatch.setattr(
+            PortAllocator, "reserve_ports", lambda self: given.pop() if given else free(self)
+        )
         with start_sglang_engines(
             tmp_path / "model",
             1,

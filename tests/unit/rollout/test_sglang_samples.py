@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from rollout_tools import request
 
-from rlhf_megatron.data.routes import read_routes
-from rlhf_megatron.rollout import http
-from rlhf_megatron.rollout.engine import (
+from rlhf_megatron.data.expert_route_files import map_route_file
+from rlhf_megatron.rollout import http_client
+from rlhf_megatron.rollout.engine_interface import (
     UNSYNCED,
     EngineAddress,
     EngineError,
@@ -28,9 +28,14 @@ from rlhf_megatron.rollout.engine import (
     GeneratedSample,
     VersionSpan,
 )
-from rlhf_megatron.rollout.router.balancer import single_body
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, version_name
+from rlhf_megatron.rollout.router.router_balancer import make_single_sample_body
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang.sglang_samples import (
+    ServerLimits,
+    make_generate_body,
+    make_version_name,
+    parse_sample_groups,
+)
 
 PROMPT = (1, 2)
 ANSWER: dict[str, Any] = {  # as SGLang 0.5.21 sent it
@@ -39,12 +44,15 @@ ANSWER: dict[str, Any] = {  # as SGLang 0.5.21 sent it
         "id": "3686d784",
         "finish_reason": {"type": "stop", "matched": 7},
         "prompt_tokens": 2,
-        "weight_version": version_name(6),
+        "weight_version": make_version_name(6),
         "num_retractions": 1,
         "output_token_logprobs": [[-1.5, 4, None], [-0.25, 13, None], [-0.5, 7, None]],
         "completion_tokens": 3,
         "cached_tokens": 1,
-        "weight_versions": [{"version": version_name(v), "start": s, "end": e} for v, s, e in ((5, 0, 2), (6, 2, 3))],
+        "weight_versions": [
+            {"version": make_version_name(v), "start": s, "end": e}
+            for v, s, e in ((5, 0, 2), (6, 2, 3))
+        ],
     },
 }
 
@@ -57,26 +65,39 @@ def sample_of(**meta: Any) -> GeneratedSample:
             del answer["meta_info"][name]
         else:
             answer["meta_info"][name] = value
-    return groups_of(json.dumps([answer]).encode(), [request(PROMPT, (1,), 8)])[0][0]
+    return parse_sample_groups(json.dumps([answer]).encode(), [request(PROMPT, (1,), 8)])[0][0]
 
 
 def test_a_sample_keeps_what_the_server_tells() -> None:
     assert sample_of() == GeneratedSample(
-        (4, 13, 7), (-1.5, -0.25, -0.5), "stop", 5, (VersionSpan(5, 0, 2), VersionSpan(6, 2, 3)), 1, 1
+        (4, 13, 7),
+        (-1.5, -0.25, -0.5),
+        "stop",
+        5,
+        (VersionSpan(5, 0, 2), VersionSpan(6, 2, 3)),
+        1,
+        1,
     )
     plain = sample_of(weight_versions=None, cached_tokens=None, num_retractions=None)
     assert plain == GeneratedSample((4, 13, 7), (-1.5, -0.25, -0.5), "stop", 6)
-    for name in ("default", "7", "0a1b2c3d-17-7"):  # before a sync, and weights that another run has brought
+    for name in (
+        "default",
+        "7",
+        "0a1b2c3d-17-7",
+    ):  # before a sync, and weights that another run has brought
         unsynced = sample_of(weight_versions=[{"version": name, "start": 0, "end": 3}])
-        assert (unsynced.policy_version, unsynced.version_spans) == (UNSYNCED, (VersionSpan(UNSYNCED, 0, 3),))
+        assert (unsynced.policy_version, unsynced.version_spans) == (
+            UNSYNCED,
+            (VersionSpan(UNSYNCED, 0, 3),),
+        )
 
 
 def test_the_experts_that_tokens_met_go_into_a_file(tmp_path: Path) -> None:
     """Prompt and response have five tokens: four were read, of two layers and two experts each."""
     asked = replace(request(PROMPT, (1,), 8), routes_dir=str(tmp_path))
-    assert generate_body([asked], 1)["return_routed_experts"] and "return_routed_experts" not in generate_body(
-        [request(PROMPT, (1,), 8)], 1
-    )
+    assert make_generate_body([asked], 1)[
+        "return_routed_experts"
+    ] and "return_routed_experts" not in make_generate_body([request(PROMPT, (1,), 8)], 1)
     ids = np.arange(16, dtype="<i4")
 
     def answer(**meta: Any) -> bytes:
@@ -85,49 +106,78 @@ def test_the_experts_that_tokens_met_go_into_a_file(tmp_path: Path) -> None:
     def told(count: int) -> str:
         return base64.b64encode(ids[:count].tobytes()).decode()
 
-    sample = groups_of(answer(routed_experts=told(16)), [asked])[0][0]
-    assert read_routes(sample.routes, (2,), 2).tolist() == ids.reshape(4, 2, 2).tolist()
+    sample = parse_sample_groups(answer(routed_experts=told(16)), [asked])[0][0]
+    assert map_route_file(sample.routes, (2,), 2).tolist() == ids.reshape(4, 2, 2).tolist()
     with pytest.raises(ValueError, match="15 ids for 4 tokens"):
-        groups_of(answer(routed_experts=told(15)), [asked])
+        parse_sample_groups(answer(routed_experts=told(15)), [asked])
     with pytest.raises(ValueError, match="start the server with --enable-return-routed-experts"):
-        groups_of(answer(), [asked])
+        parse_sample_groups(answer(), [asked])
     aborted = {"finish_reason": {"type": "abort"}}
     written = set(tmp_path.iterdir())
-    for more in ({}, {"routed_experts": told(8)}):  # of two rows of four ids, or four of two: nobody knows
-        assert groups_of(answer(**aborted, **more), [asked])[0][0].routes == ""
+    for more in (
+        {},
+        {"routed_experts": told(8)},
+    ):  # of two rows of four ids, or four of two: nobody knows
+        assert parse_sample_groups(answer(**aborted, **more), [asked])[0][0].routes == ""
     assert set(tmp_path.iterdir()) == written
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"file does not take .* make room there, or use actor.router_replay: r2"):
-        groups_of(answer(routed_experts=told(16)), [replace(asked, routes_dir=str(tmp_path / "file"))])
+    with pytest.raises(
+        OSError, match=r"file does not take .* make room there, or use actor.router_replay: r2"
+    ):
+        parse_sample_groups(
+            answer(routed_experts=told(16)), [replace(asked, routes_dir=str(tmp_path / "file"))]
+        )
 
 
 def test_given_tokens_are_asked_for_from_the_one_before_them(tmp_path: Path) -> None:
     """The server's first entry has no log-prob; in a call with others, these say that they want none."""
     scored = replace(request((5, 6, 7, 8), (1,), 0), num_given=2)
-    assert generate_body([scored, request(PROMPT, (1, 2), 8)], 1)["logprob_start_len"] == [1, -1, -1]
-    assert single_body(scored, 1)["logprob_start_len"] == 1 and "logprob_start_len" not in single_body(
-        request(PROMPT, (1,), 8), 1
-    )
+    assert make_generate_body([scored, request(PROMPT, (1, 2), 8)], 1)["logprob_start_len"] == [
+        1,
+        -1,
+        -1,
+    ]
+    assert make_single_sample_body(scored, 1)[
+        "logprob_start_len"
+    ] == 1 and "logprob_start_len" not in make_single_sample_body(request(PROMPT, (1,), 8), 1)
     read = [[None, 6, None], [-0.5, 7, None], [-2.0, 8, None]]
     meta = {**ANSWER["meta_info"], "completion_tokens": 1, "input_token_logprobs": read}
 
     def sample(entries: list[Any]) -> GeneratedSample:
         answer = [{"meta_info": {**meta, "input_token_logprobs": entries}, "output_ids": [9]}]
-        return groups_of(json.dumps(answer).encode(), [scored])[0][0]
+        return parse_sample_groups(json.dumps(answer).encode(), [scored])[0][0]
 
     assert (sample(read).token_ids, sample(read).log_probs) == ((7, 8), (-0.5, -2.0))
-    for wrong in (read[:2], [[None, 6, None], [-0.5, 7, None], [-2.0, 9, None]], [[None, 7, None], [-2.0, 8, None]]):
-        with pytest.raises(ValueError, match=r"input_token_logprobs tells of \d of 2 tokens to score"):
+    for wrong in (
+        read[:2],
+        [[None, 6, None], [-0.5, 7, None], [-2.0, 9, None]],
+        [[None, 7, None], [-2.0, 8, None]],
+    ):
+        with pytest.raises(
+            ValueError, match=r"input_token_logprobs tells of \d of 2 tokens to score"
+        ):
             sample(wrong)
 
 
 def test_an_aborted_sample_has_the_tokens_that_came() -> None:
-    aborted = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "completion_tokens": 2}
+    aborted = {
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "completion_tokens": 2,
+    }
     assert sample_of(**aborted).version_spans == (VersionSpan(5, 0, 2), VersionSpan(6, 2, 3))
     part = sample_of(**aborted, output_token_logprobs=[[-1.5, 4, None]])
-    assert (part.token_ids, part.finish_reason, part.version_spans) == ((4,), "abort", (VersionSpan(5, 0, 1),))
+    assert (part.token_ids, part.finish_reason, part.version_spans) == (
+        (4,),
+        "abort",
+        (VersionSpan(5, 0, 1),),
+    )
     none = sample_of(**aborted, output_token_logprobs=None)
-    assert (none.token_ids, none.log_probs, none.policy_version, none.version_spans) == ((), (), 6, ())
+    assert (none.token_ids, none.log_probs, none.policy_version, none.version_spans) == (
+        (),
+        (),
+        6,
+        (),
+    )
 
 
 LOG_PROBS = "output_token_logprobs"
@@ -168,33 +218,50 @@ def test_what_is_wrong_with_an_answer_is_named(changes: dict[str, Any], words: s
 
 def test_numbers_of_samples() -> None:
     asked = [request(PROMPT, (1, 2), 8), request(PROMPT, (3,), 8)]
-    assert [len(group) for group in groups_of(json.dumps([ANSWER] * 3).encode(), asked)] == [2, 1]
+    assert [
+        len(group) for group in parse_sample_groups(json.dumps([ANSWER] * 3).encode(), asked)
+    ] == [2, 1]
     for sent, words in (
         ([ANSWER] * 2, "2 samples for 3 asked for"),
         ("no", "'no' for 3 asked for"),
-        ([ANSWER, {"output_ids": []}, ANSWER], r"sample 1 of 3: .*missing required field `meta_info`"),
+        (
+            [ANSWER, {"output_ids": []}, ANSWER],
+            r"sample 1 of 3: .*missing required field `meta_info`",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
-            groups_of(json.dumps(sent).encode(), asked)
+            parse_sample_groups(json.dumps(sent).encode(), asked)
 
 
 def test_numbers_of_a_token_are_read_however_they_are_written() -> None:
     spaced = json.dumps([ANSWER], indent=1).encode()
-    with_texts = sample_of(output_token_logprobs=[[-1.5, 4, "[4],"], [-0.25, 13, "]"], [-0.5, 7, None]])
+    with_texts = sample_of(
+        output_token_logprobs=[[-1.5, 4, "[4],"], [-0.25, 13, "]"], [-0.5, 7, None]]
+    )
     whole = sample_of(output_token_logprobs=[[-1, 4, None], [-0.25, 13, None], [-5e-1, 7, None]])
-    assert groups_of(spaced, [request(PROMPT, (1,), 8)])[0][0] == with_texts == sample_of()
+    assert (
+        parse_sample_groups(spaced, [request(PROMPT, (1,), 8)])[0][0] == with_texts == sample_of()
+    )
     assert whole.log_probs == (-1.0, -0.25, -0.5)
-    for wrong in ([[-1.5, 4.0, None]] * 3, [[-1.5, 1 << 31, None]] * 3, [[-1.5, 4], [None, -0.25, 13, None]]):
+    for wrong in (
+        [[-1.5, 4.0, None]] * 3,
+        [[-1.5, 1 << 31, None]] * 3,
+        [[-1.5, 4], [None, -0.25, 13, None]],
+    ):
         with pytest.raises(ValueError, match="sample 0 of 1"):
             sample_of(output_token_logprobs=wrong)
 
 
 def test_a_request_has_an_entry_and_a_seed_a_sample() -> None:
-    body = generate_body([request(PROMPT, (7, 8), 4, 0.5, top_p=0.9, top_k=5, stop_token_ids=(3,))], 12)
+    body = make_generate_body(
+        [request(PROMPT, (7, 8), 4, 0.5, top_p=0.9, top_k=5, stop_token_ids=(3,))], 12
+    )
     assert body["input_ids"] == [(1, 2), (1, 2)] and body["extra_key"] == "version 12"
     first, second = body["sampling_params"]
     assert (first.pop("sampling_seed"), second.pop("sampling_seed")) == (7, 8) and first == second
-    assert {name: first[name] for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")} == {
+    assert {
+        name: first[name] for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    } == {
         "max_new_tokens": 4,
         "temperature": 0.5,
         "top_p": 0.9,
@@ -219,13 +286,15 @@ REFUSED = [
 def test_what_would_end_the_server_is_refused(changes: dict[str, Any], words: str) -> None:
     asked = {"prompt": PROMPT, "seeds": (1,), "max_new_tokens": 4, **changes}
     with pytest.raises(EngineRequestError, match=f"engine0: .*{words}"):
-        Limits(32, True).check([request(**asked)], "engine0")
+        ServerLimits(32, True).check_requests([request(**asked)], "engine0")
 
 
 def test_what_a_server_can_do_is_not_refused() -> None:
-    Limits(32, False).check([request((0, 31), (1,), 1, min_p=0.1)], "engine0")
-    Limits(None, True).check([request((99,), (1,), 1)], "engine0")
-    Limits(32, True).check([request((1,), (1,), 1, 0.0, min_p=0.1)], "engine0")  # greedy: nothing to cut
+    ServerLimits(32, False).check_requests([request((0, 31), (1,), 1, min_p=0.1)], "engine0")
+    ServerLimits(None, True).check_requests([request((99,), (1,), 1)], "engine0")
+    ServerLimits(32, True).check_requests(
+        [request((1,), (1,), 1, 0.0, min_p=0.1)], "engine0"
+    )  # greedy: nothing to cut
 
 
 class Recorder(BaseHTTPRequestHandler):
@@ -268,21 +337,31 @@ def test_each_verb_takes_its_key(recorder: tuple[str, dict[str, str]], tmp_path:
     url, keys = recorder
     engine = SGLangEngine(EngineAddress("engine0", "sglang", url, "admin", api_key="api"), tmp_path)
     engine.generate([request(PROMPT, (1,), 8)], 10)
-    engine.health(10)
-    engine.pause()
-    engine.health(10)
+    engine.check_health(10)
+    engine.pause_decoding()
+    engine.check_health(10)
     engine.release_memory(["kv_cache"])
     engine.close()
     of_api = {"/generate", "/server_info", "/health_generate"}
-    assert {path: key for path, key in keys.items() if path in of_api} == dict.fromkeys(of_api, "Bearer api")
+    assert {path: key for path, key in keys.items() if path in of_api} == dict.fromkeys(
+        of_api, "Bearer api"
+    )
     of_admin = {"/pause_generation", "/release_memory_occupation"}
-    assert {path: key for path, key in keys.items() if path not in of_api} == dict.fromkeys(of_admin, "Bearer admin")
+    assert {path: key for path, key in keys.items() if path not in of_api} == dict.fromkeys(
+        of_admin, "Bearer admin"
+    )
 
 
-def test_graphs_are_released_with_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SGLangEngine(EngineAddress("engine0", "sglang", "http://127.0.0.1:9", "admin"), tmp_path)
+def test_graphs_are_released_with_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SGLangEngine(
+        EngineAddress("engine0", "sglang", "http://127.0.0.1:9", "admin"), tmp_path
+    )
     sent: list[Any] = []
-    monkeypatch.setattr(engine._http, "post", lambda path, body, timeout_s: sent.append(body.get("tags")))
+    monkeypatch.setattr(
+        engine._admin_http, "post", lambda path, body, timeout_s: sent.append(body.get("tags"))
+    )
     engine.release_memory()
     engine.release_memory(["kv_cache"])
     engine.resume_memory(["weights"])
@@ -292,20 +371,24 @@ def test_graphs_are_released_with_the_cache(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("token", "expected"), [("admin", "Bearer admin"), ("", "")])
-def test_one_key_or_none(recorder: tuple[str, dict[str, str]], tmp_path: Path, token: str, expected: str) -> None:
+def test_one_key_or_none(
+    recorder: tuple[str, dict[str, str]], tmp_path: Path, token: str, expected: str
+) -> None:
     url, keys = recorder
     engine = SGLangEngine(EngineAddress("engine0", "sglang", url, token), tmp_path)
     engine.generate([request(PROMPT, (1,), 8)], 10)
-    engine.abort()
+    engine.abort_calls()
     engine.close()
     assert keys == dict.fromkeys(("/server_info", "/generate", "/abort_request"), expected)
 
 
-def test_a_paused_server_is_asked_nothing(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_a_paused_server_is_asked_nothing(
+    recorder: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
     """Its answer would not come either, not even to what it can do."""
     url, keys = recorder
     engine = SGLangEngine(EngineAddress("engine0", "sglang", url, "key"), tmp_path)
-    engine.pause()
+    engine.pause_decoding()
     with pytest.raises(EngineTimeoutError, match=r"engine0 is paused: no answer within 0\.1 s"):
         engine.generate([request(PROMPT, (1,), 8)], 0.1)
     engine.close()
@@ -317,27 +400,56 @@ def test_servers_that_hang_keep_nobody_from_reading_answers(tmp_path: Path) -> N
     has its own deadline."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        engines = [SGLangEngine(EngineAddress(f"engine{i}", "sglang", url, "key"), tmp_path) for i in range(40)]
-        asked = [http.start(engine.generate_async([request(PROMPT, (1,), 8)], 3600.0)) for engine in engines]
-        assert http.run(http.aside(1 << 20, lambda: "read"), 30.0) == "read"
-        late = http.start(engines[0].generate_async([request(PROMPT, (1,), 8)], 0.1))
-        with pytest.raises(EngineTimeoutError, match=r"engine0 does not tell its limits: no answer within 0\.1 s"):
+        engines = [
+            SGLangEngine(EngineAddress(f"engine{i}", "sglang", url, "key"), tmp_path)
+            for i in range(40)
+        ]
+        asked = [
+            http_client.start_in_event_loop(
+                engine.generate_async([request(PROMPT, (1,), 8)], 3600.0)
+            )
+            for engine in engines
+        ]
+        assert (
+            http_client.run_in_event_loop(
+                http_client.run_in_thread_if_large(1 << 20, lambda: "read"), 30.0
+            )
+            == "read"
+        )
+        late = http_client.start_in_event_loop(
+            engines[0].generate_async([request(PROMPT, (1,), 8)], 0.1)
+        )
+        with pytest.raises(
+            EngineTimeoutError, match=r"engine0 does not tell its limits: no answer within 0\.1 s"
+        ):
             late.result(60)
         for future in asked:
             future.cancel()
 
 
-def test_a_wrong_answer_names_the_engine(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_a_wrong_answer_names_the_engine(
+    recorder: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
     engine = SGLangEngine(EngineAddress("engine0", "sglang", recorder[0], "key"), tmp_path)
-    with pytest.raises(EngineError, match=r"^engine0 \(http://127.0.0.1:\d+/generate\): 1 samples for 2 asked for"):
+    with pytest.raises(
+        EngineError, match=r"^engine0 \(http://127.0.0.1:\d+/generate\): 1 samples for 2 asked for"
+    ):
         engine.generate([request(PROMPT, (1, 2), 8)], 10)
     engine.close()
 
 
 def test_columns_stand_where_tuples_could() -> None:
     ids, log_probs = sample_of().token_ids, sample_of().log_probs
-    assert ids == (4, 13, 7) and ids == (4, 13, 7) and ids != (4, 13) and hash(ids) == hash((4, 13, 7))
-    assert (ids[1], ids[:2], [*ids], len(ids), repr(ids)) == (13, (4, 13), [4, 13, 7], 3, "(4, 13, 7)")
+    assert (
+        ids == (4, 13, 7) and ids == (4, 13, 7) and ids != (4, 13) and hash(ids) == hash((4, 13, 7))
+    )
+    assert (ids[1], ids[:2], [*ids], len(ids), repr(ids)) == (
+        13,
+        (4, 13),
+        [4, 13, 7],
+        3,
+        "(4, 13, 7)",
+    )
     assert np.asarray(ids).dtype == np.int32 and np.asarray(log_probs).dtype == np.float64
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(ids)[0] = 5

@@ -12,15 +12,18 @@ import yaml
 from sglang_tools import STARTUP_S
 from test_sglang_process import SERVER, fake_sglang
 
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.sglang.arguments import Option, as_text
-from rlhf_megatron.rollout.sglang.client import NEEDED
-from rlhf_megatron.rollout.sglang.environment import Machine, check_sglang
-from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.fleet.server_process import EngineServers
+from rlhf_megatron.rollout.sglang.sglang_arguments import ServerOption, encode_options
+from rlhf_megatron.rollout.sglang.sglang_client import REQUIRED_PATHS
+from rlhf_megatron.rollout.sglang.sglang_environment import MachineGpus, check_sglang_environment
+from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 pytestmark = pytest.mark.dist
-OPTIONS = [Option((name,), name.replace("-", "_"), "_StoreAction", type="int") for name in ("nnodes", "tp-size")]
+OPTIONS = [
+    ServerOption((name,), name.replace("-", "_"), "_StoreAction", type="int")
+    for name in ("nnodes", "tp-size")
+]
 ARGUMENTS = {"nnodes": 2, "tp_size": 4}
 
 
@@ -31,9 +34,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def interpreter(folder: Path, script: str) -> str:
-    (folder / "server.py").write_text(SERVER.replace("PATHS", json.dumps({path: {} for path in NEEDED})))
+    (folder / "server.py").write_text(
+        SERVER.replace("PATHS", json.dumps({path: {} for path in REQUIRED_PATHS}))
+    )
     python = fake_sglang(folder, script)
-    known = f"""if [[ "$2" == *ServerArgs* ]]; then echo '{as_text(OPTIONS)}'; exit; fi"""
+    known = f"""if [[ "$2" == *ServerArgs* ]]; then echo '{encode_options(OPTIONS)}'; exit; fi"""
     python.write_text(python.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{known}\n", 1))
     return str(python)
 
@@ -49,7 +54,7 @@ def start(folder: Path, script: str = 'serve "$@"') -> EngineServers:
         arguments=ARGUMENTS,
         env={},
         startup_timeout_s=STARTUP_S,
-        machine=Machine(has_others=True),
+        machine_gpus=MachineGpus(is_placed_by_launcher=True),
     )
 
 
@@ -73,17 +78,22 @@ def test_parts_are_told_their_number_and_where_they_meet(folder: Path) -> None:
 def test_the_end_of_one_part_is_the_end_of_all_and_all_are_started_again(folder: Path) -> None:
     with start(folder, 'echo "part $4"; serve "$@"') as servers:
         first, other = servers.processes[0]._parts  # type: ignore[attr-defined]
-        assert servers.ending("engine0") is None
+        assert servers.describe_exit("engine0") is None
         before = told(folder, "engine0")["dist-init-addr"]
         other.send_signal(9)
         other._process.wait(60)
-        assert "it exited with code -9; the end of" in (words := servers.ending("engine0") or "")
+        assert "it exited with code -9; the end of" in (
+            words := servers.describe_exit("engine0") or ""
+        )
         assert "engine0-part1.yaml" in words, "the log of the part that ended"
-        servers.restart("engine0")
+        servers.restart_server("engine0")
         assert first.exit_code is not None, "no part of the former server is left"
-        assert servers.ending("engine0") is None
+        assert servers.describe_exit("engine0") is None
         assert told(folder, "engine0")["dist-init-addr"] != before
-        assert told(folder, "engine0-part1")["dist-init-addr"] == told(folder, "engine0")["dist-init-addr"]
+        assert (
+            told(folder, "engine0-part1")["dist-init-addr"]
+            == told(folder, "engine0")["dist-init-addr"]
+        )
         assert (folder / "engines" / "engine0-part1.1.log").exists()
         running = servers.processes
     assert all(process.exit_code is not None for process in running)
@@ -98,5 +108,7 @@ def test_a_part_that_does_not_start_is_named(folder: Path) -> None:
 
 def test_other_servers_are_of_one_machine(folder: Path) -> None:
     """Those of a reward model, of `serve`, of the command `engine`."""
-    with pytest.raises(ValueError, match=r"rollout\.sglang\.args\.nnodes \(2\) needs several machines"):
-        check_sglang(interpreter(folder, ""), ARGUMENTS, {})
+    with pytest.raises(
+        ValueError, match=r"rollout\.sglang\.args\.nnodes \(2\) needs several machines"
+    ):
+        check_sglang_environment(interpreter(folder, ""), ARGUMENTS, {})

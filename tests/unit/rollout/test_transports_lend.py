@@ -11,24 +11,31 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_megatron.parallel.device import SharedMemory
-from rlhf_megatron.resharding.buffers import Segment
-from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.transports import tensor
-from rlhf_megatron.rollout.transports.tensor import LocalTensorTransport, SGLangTensorTransport
+from rlhf_megatron.device import SharedDeviceMemory
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.local.local_client import LocalEngine
+from rlhf_megatron.rollout.transports import tensor_transport
+from rlhf_megatron.rollout.transports.tensor_transport import (
+    LocalTensorTransport,
+    SGLangTensorTransport,
+)
+from rlhf_megatron.weights.bucket_buffers import LentSegment
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
 
 
-def reference(name: bytes) -> SharedMemory:
-    return SharedMemory("GPU-1", 0, 8, b"", 8, 0, name, 0, b"", False)
+def reference(name: bytes) -> SharedDeviceMemory:
+    return SharedDeviceMemory("GPU-1", 0, 8, b"", 8, 0, name, 0, b"", False)
 
 
 @pytest.fixture
 def declined(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     found: list[bytes] = []
-    monkeypatch.setattr(tensor, "share", lambda bucket: reference(b"own"))
-    monkeypatch.setattr(tensor, "decline", lambda memory: found.append(memory.counter_handle))
+    monkeypatch.setattr(tensor_transport, "share_device_memory", lambda bucket: reference(b"own"))
+    monkeypatch.setattr(
+        tensor_transport,
+        "release_unopened_memory",
+        lambda memory: found.append(memory.counter_handle),
+    )
     return found
 
 
@@ -59,7 +66,7 @@ def server() -> Iterator[Any]:
 
 MANIFEST = BucketManifest(1, "s", 0, "none", 8, ())
 BUCKET = torch.zeros(8, dtype=torch.uint8)
-OTHERS = [[Segment(8, reference(b"of rank 1"))]]
+OTHERS = [[LentSegment(8, reference(b"of rank 1"))]]
 
 
 def address(server: Any) -> EngineAddress:
@@ -67,7 +74,8 @@ def address(server: Any) -> EngineAddress:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("dies", [b"own", b"of rank 1"]), ("is late", []), ("refuses it", []), ("has loaded it", [])]
+    ("how", "expected"),
+    [("dies", [b"own", b"of rank 1"]), ("is late", []), ("refuses it", []), ("has loaded it", [])],
 )
 def test_what_an_engine_that_fails_will_not_open_is_given_back(
     server: Any, declined: list[bytes], how: str, expected: list[bytes]
@@ -76,7 +84,7 @@ def test_what_an_engine_that_fails_will_not_open_is_given_back(
     server.how = how
     engine = LocalEngine(address(server), admin_timeout_s=0.2 if how == "is late" else 30.0)
     try:
-        LocalTensorTransport(engine).lend(MANIFEST, BUCKET, OTHERS)
+        LocalTensorTransport(engine).lend_bucket(MANIFEST, BUCKET, OTHERS)
     except EngineError as error:
         assert isinstance(error, EngineTimeoutError) == (how == "is late")
     assert declined == expected
@@ -87,5 +95,5 @@ def test_the_ranks_of_a_server_that_dies_give_it_back_as_well(
 ) -> None:
     server.how = "dies"
     with pytest.raises(EngineError):
-        SGLangTensorTransport(address(server), tmp_path).lend(MANIFEST, BUCKET, OTHERS)
+        SGLangTensorTransport(address(server), tmp_path).lend_bucket(MANIFEST, BUCKET, OTHERS)
     assert declined == [b"own", b"of rank 1"]

@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import LogProbs, TokenBatch
-from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.dispatch import join, scatter_calls, sum_updates
-from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.runtime.pool import Pool
-from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.data.batch import TokenBatch, TokenLogProbs
+from rlhf_megatron.data.replica_plan import NO_OP, ReplicaPlan
+from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
+from rlhf_megatron.runtime.call_dispatch import (
+    join_replica_results,
+    make_scattered_call,
+    sum_update_results,
+)
+from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+from rlhf_megatron.runtime.rank_pools import PoolMember
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 
 def batch_of(*samples: list[int]) -> TokenBatch:
@@ -27,11 +31,13 @@ class Doubler:
     def __init__(self) -> None:
         self.is_closed = False
 
-    def log_probs(self, batch: TokenBatch, plan: ReplicaPlan, scale: float = 0.5) -> LogProbs:
-        return LogProbs(batch.token_ids * scale)
+    def log_probs(self, batch: TokenBatch, plan: ReplicaPlan, scale: float = 0.5) -> TokenLogProbs:
+        return TokenLogProbs(batch.token_ids * scale)
 
     def update(self, batch: TokenBatch, plan: ReplicaPlan) -> UpdateResult:
-        return UpdateResult({"loss": 3.0 * batch.num_tokens}, grad_norm=2.0, lr=0.1, is_skipped=False)
+        return UpdateResult(
+            {"loss": 3.0 * batch.num_tokens}, grad_norm=2.0, lr=0.1, is_skipped=False
+        )
 
     def count(self, batch: TokenBatch, plan: ReplicaPlan) -> int:
         return len(batch)
@@ -45,20 +51,22 @@ class Doubler:
 
 def test_inline_group_runs_both_verbs_and_closes_its_roles() -> None:
     role = Doubler()
-    group = InlineGroup(lambda pool: {"actor": role})
+    group = InlineWorkerGroup(lambda pool: {"actor": role})
     try:
         batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
-        result = group.scatter("actor.log_probs", batch, token_budget=4, scale=2.0).result()
+        result = group.scatter_call("actor.log_probs", batch, token_budget=4, scale=2.0).result()
         assert result.log_probs.tolist() == [2, 4, 14, 6, 18, 8, 10, 12, 16]
-        assert group.scatter("actor.update", batch, token_budget=9).result().sums == {"loss": 27.0}
+        assert group.scatter_call("actor.update", batch, token_budget=9).result().sums == {
+            "loss": 27.0
+        }
         with pytest.raises(ValueError, match=r"weights\.bin is missing"):
-            group.broadcast("actor.fail", path=Path("weights.bin")).result()
+            group.broadcast_call("actor.fail", path=Path("weights.bin")).result()
         with pytest.raises(LookupError, match=r"no role 'critic'.*\['actor'\]"):
-            group.broadcast("critic.save").result()
+            group.broadcast_call("critic.save").result()
         with pytest.raises(LookupError, match="no method '__class__'"):
-            group.broadcast("actor.__class__").result()
+            group.broadcast_call("actor.__class__").result()
         with pytest.raises(TypeError, match=r"actor\.count returned a int"):
-            group.scatter("actor.count", batch, token_budget=9).result()
+            group.scatter_call("actor.count", batch, token_budget=9).result()
     finally:
         group.close()
         group.close()
@@ -66,29 +74,39 @@ def test_inline_group_runs_both_verbs_and_closes_its_roles() -> None:
 
 
 def test_a_failed_build_leaves_no_process_group_behind() -> None:
-    def explode(pool: Pool) -> dict[str, object]:
-        raise ValueError(f"{pool.where} no weights")
+    def explode(pool: PoolMember) -> dict[str, object]:
+        raise ValueError(f"{pool.rank_label} no weights")
 
     for _ in range(2):
         with pytest.raises(ValueError, match=r"\[actor dp0 pp0 tp0\] no weights"):
-            InlineGroup(explode)
+            InlineWorkerGroup(explode)
 
 
 def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
-    layout = Layout(world_size=8, tp=2, pp=2)  # dp 2; leaders are the last stage's tp 0: ranks 4 and 6
+    layout = ParallelLayout(
+        world_size=8, tp=2, pp=2
+    )  # dp 2; leaders are the last stage's tp 0: ranks 4 and 6
     batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
-    scattered = scatter_calls(7, "actor.log_probs", batch, layout, token_budget=8, arguments={"temperature": 0.5})
-    assert scattered.leaders == (4, 6)
-    calls = [scattered.call(rank) for rank in range(8)]
+    scattered = make_scattered_call(
+        7, "actor.log_probs", batch, layout, token_budget=8, arguments={"temperature": 0.5}
+    )
+    assert scattered.leader_ranks == (4, 6)
+    calls = [scattered.make_rank_call(rank) for rank in range(8)]
     assert [rank for rank, call in enumerate(calls) if call.shard is not None] == [4, 6]
     assert all(call.id == 7 and call.arguments["temperature"] == 0.5 for call in calls)
     for rank, call in enumerate(calls):
-        assert call.arguments["plan"] == scattered.plans[layout.coordinates(rank).dp]
-    assert sorted(s for plan in scattered.plans for s in plan.samples if s != NO_OP) == [0, 1, 2]
-    shards = [codec.decode(b"".join(calls[rank].shard)) for rank in scattered.leaders]
-    assert scattered.largest_bytes == max(shard.num_tokens for shard in shards) * (8 + 1)  # int64 ids and a mask
-    results = [LogProbs(shard.token_ids / 2) for shard in shards]
-    whole = join("actor.log_probs", results, scattered.plans, batch.offsets)
+        assert call.arguments["plan"] == scattered.replica_plans[layout.locate_rank(rank).dp]
+    assert sorted(s for plan in scattered.replica_plans for s in plan.samples if s != NO_OP) == [
+        0,
+        1,
+        2,
+    ]
+    shards = [codec.decode_message(b"".join(calls[rank].shard)) for rank in scattered.leader_ranks]
+    assert scattered.max_shard_bytes == max(shard.num_tokens for shard in shards) * (
+        8 + 1
+    )  # int64 ids and a mask
+    results = [TokenLogProbs(shard.token_ids / 2) for shard in shards]
+    whole = join_replica_results("actor.log_probs", results, scattered.replica_plans, batch.offsets)
     assert torch.equal(whole.log_probs, batch.token_ids / 2) and whole.entropies is None
 
 
@@ -98,32 +116,44 @@ def test_plans_heed_what_the_layout_demands() -> None:
     The forwarded lengths 9, 4, 2 become 12, 4, 4. A rank's budget of 6 is 12 for the two that split each document, of
     which 8 can be used; a rank's budget of 8 is 16.
     """
-    layout = Layout(world_size=8, tp=2, pp=2, cp=2, vpp=2, sequence_parallel=True)
+    layout = ParallelLayout(world_size=8, tp=2, pp=2, cp=2, vpp=2, sequence_parallel=True)
     batch = batch_of(list(range(10)), list(range(5)), list(range(3)))
-    with pytest.raises(ValueError, match=r"sample 0 has 9 tokens \(16 after padding to a multiple of 8\).* of 12 "):
-        scatter_calls(1, "actor.log_probs", batch, layout, token_budget=6, arguments={})
-    scattered = scatter_calls(1, "actor.log_probs", batch, layout, token_budget=8, arguments={})
-    assert scattered.leaders == (4,)
-    assert scattered.plans == (ReplicaPlan(samples=(0, 1, 2), micro_batches=((0,), (1, 2)), packed_length=16),)
-    short = scatter_calls(1, "actor.log_probs", batch_of([1, 2, 3]), layout, token_budget=8, arguments={})
-    assert short.plans == (ReplicaPlan(samples=(0, NO_OP), micro_batches=((0,), (1,)), packed_length=8),)
+    with pytest.raises(
+        ValueError, match=r"sample 0 has 9 tokens \(16 after padding to a multiple of 8\).* of 12 "
+    ):
+        make_scattered_call(1, "actor.log_probs", batch, layout, token_budget=6, arguments={})
+    scattered = make_scattered_call(
+        1, "actor.log_probs", batch, layout, token_budget=8, arguments={}
+    )
+    assert scattered.leader_ranks == (4,)
+    assert scattered.replica_plans == (
+        ReplicaPlan(samples=(0, 1, 2), micro_batches=((0,), (1, 2)), packed_length=16),
+    )
+    short = make_scattered_call(
+        1, "actor.log_probs", batch_of([1, 2, 3]), layout, token_budget=8, arguments={}
+    )
+    assert short.replica_plans == (
+        ReplicaPlan(samples=(0, NO_OP), micro_batches=((0,), (1,)), packed_length=8),
+    )
 
 
 def test_updates_add_up_and_global_values_must_agree() -> None:
     nan = float("nan")
     one = UpdateResult({"loss": 1.0, "kl": 0.25}, grad_norm=nan, lr=0.1, is_skipped=True)
     two = UpdateResult({"loss": 2.5, "kl": 0.5}, grad_norm=nan, lr=0.1, is_skipped=True)
-    total = sum_updates("actor.update", [one, two])
+    total = sum_update_results("actor.update", [one, two])
     assert total.sums == {"loss": 3.5, "kl": 0.75} and total.is_skipped
     other = UpdateResult({"loss": 2.5, "kl": 0.5}, grad_norm=1.0, lr=0.1, is_skipped=True)
     with pytest.raises(AssertionError, match="grad_norm differs"):
-        sum_updates("actor.update", [one, other])
+        sum_update_results("actor.update", [one, other])
 
 
 def test_columns_that_updates_tell_come_back_in_the_order_of_the_batch() -> None:
     offsets = torch.tensor([0, 2, 3, 5])
     plans = [ReplicaPlan((2, 0), ((0, 1),), 4), ReplicaPlan((1,), ((0,),), 4)]
-    told = [LogProbs(torch.tensor([30.0, 31, 10, 11])), LogProbs(torch.tensor([20.0]))]
-    results = [UpdateResult({"loss": 1.0}, 2.0, 0.1, is_skipped=False, own=own) for own in told]
-    total = join("actor.update", results, plans, offsets)
+    told = [TokenLogProbs(torch.tensor([30.0, 31, 10, 11])), TokenLogProbs(torch.tensor([20.0]))]
+    results = [
+        UpdateResult({"loss": 1.0}, 2.0, 0.1, is_skipped=False, old_log_probs=own) for own in told
+    ]
+    total = join_replica_results("actor.update", results, plans, offsets)
     assert total.sums == {"loss": 2.0} and total.own.log_probs.tolist() == [10, 11, 20, 30, 31]

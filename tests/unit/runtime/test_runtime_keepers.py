@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.rollout.engine import EngineAddress
-from rlhf_megatron.rollout.fleet.process import Seat
-from rlhf_megatron.runtime.keepers import KeptLaunch, Report
+from rlhf_megatron.rollout.engine_interface import EngineAddress
+from rlhf_megatron.rollout.fleet.server_process import ServerSeat
+from rlhf_megatron.runtime.server_keepers import KeeperLaunch, ServerReport
 
 ADDRESS = EngineAddress("reward0", "sglang", "http://10.0.0.2:30000", "key")
 
@@ -22,7 +22,7 @@ class Named:
     log: Path = Path("reward0.log")
     meeting: str = ""
 
-    def take(self, seat: Seat) -> None:
+    def take(self, seat: ServerSeat) -> None:
         raise AssertionError
 
 
@@ -43,9 +43,9 @@ class Machine:
         self.left -= 1
         if self.left == 0:
             self.pid += 1
-        return Report(self.pid, address=ADDRESS)
+        return ServerReport(self.pid, address=ADDRESS)
 
-    def result(self, timeout_s: float) -> str:
+    def wait_for_result(self, timeout_s: float) -> str:
         return ""
 
     def kill(self) -> None:
@@ -54,8 +54,11 @@ class Machine:
 
 def test_the_report_of_the_server_before_is_none_of_the_new_one() -> None:
     machine = Machine()
-    launch = KeptLaunch(Named(), machine.begin, 1.0)  # type: ignore[arg-type]
+    launch = KeeperLaunch(Named(), machine.begin, 1.0)  # type: ignore[arg-type]
     for pid in (100, 101, 102):
         launch.start()
-        assert launch.wait(time.monotonic() + 60.0, None) == ADDRESS and launch.process is not None
+        assert (
+            launch.wait_until_healthy(time.monotonic() + 60.0, None) == ADDRESS
+            and launch.process is not None
+        )
         assert launch.process.last_pid == pid

@@ -18,15 +18,15 @@ from places import SUPPORT
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardSample
-from rlhf_megatron.rewards.service.scorer import make_scorer
-from rlhf_megatron.runtime.keepers import ProcessLostError
-from rlhf_megatron.runtime.ray.rewards import Part, RayWorkers
+from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
+from rlhf_megatron.runtime.ray.ray_reward_pool import RayRewardPool, RewardPoolActor
+from rlhf_megatron.runtime.server_keepers import RemoteProcessLostError
 
 PROGRAM = SUPPORT / "ray_rewards_program.py"
-NUM_MACHINES = "__import__('rlhf_megatron.rewards.endpoint').rewards.endpoint._num_machines"
+NUM_MACHINES = "__import__('rlhf_megatron.rewards.reward_endpoint').rewards.endpoint._num_machines"
 
 
 @dataclass
@@ -35,19 +35,19 @@ class Actor:
 
     machine: str
     loses: list[str]
-    part: Part = field(default_factory=lambda: Part(os.getcwd()))
+    part: RewardPoolActor = field(default_factory=lambda: RewardPoolActor(os.getcwd()))
     num_run: int = 0
 
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+    def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         if method in self.loses:
             self.loses.remove(method)
-            raise ProcessLostError("its machine is gone")
+            raise RemoteProcessLostError("its machine is gone")
         if method == "machine":
             return self.machine
         self.num_run += method == "run"
         return getattr(self.part, method)(*arguments)
 
-    def submit(self, method: str, *arguments: Any) -> Answer:
+    def submit_call(self, method: str, *arguments: Any) -> Answer:
         return Answer(self, method, arguments)
 
     def kill(self) -> None:
@@ -62,8 +62,8 @@ class Answer:
     arguments: tuple[Any, ...]
     is_done: bool = True
 
-    def result(self, timeout_s: float) -> Any:
-        return self.actor.call(self.method, *self.arguments, timeout_s=timeout_s)
+    def wait_for_result(self, timeout_s: float) -> Any:
+        return self.actor.call_method(self.method, *self.arguments, timeout_s=timeout_s)
 
 
 @dataclass
@@ -91,40 +91,63 @@ def samples(*bad: tuple[str, dict[str, Any]]) -> Iterator[RewardSample]:
 RIGHT = [(float(number % 10 == 7), "ok") for number in range(20)]
 
 
-def scored(cluster: Cluster, log: Path, *bad: tuple[str, dict[str, Any]]) -> list[tuple[float, str]]:
-    with make_scorer(config(), log, make_pool=partial(RayWorkers, cluster.begin, 2)) as scorer:
+def scored(
+    cluster: Cluster, log: Path, *bad: tuple[str, dict[str, Any]]
+) -> list[tuple[float, str]]:
+    with make_reward_scorer(
+        config(), log, make_pool=partial(RayRewardPool, cluster.begin, 2)
+    ) as scorer:
         return [(result.score, result.status) for result in scorer(list(samples(*bad)))]
 
 
 def test_what_samples_do_is_accounted_for_and_limits_of_servers_are_shared(tmp_path: Path) -> None:
     cluster = Cluster()
-    bad = [("sleep", {}), ("kill", {}), ("garbage", {"value": "'x'"}), ("garbage", {"value": NUM_MACHINES})]
-    wanted = [(0.0, "timeout"), (0.0, "masked:worker_died"), (0.0, "masked:bad_result"), (2.0, "ok")]
+    bad = [
+        ("sleep", {}),
+        ("kill", {}),
+        ("garbage", {"value": "'x'"}),
+        ("garbage", {"value": NUM_MACHINES}),
+    ]
+    wanted = [
+        (0.0, "timeout"),
+        (0.0, "masked:worker_died"),
+        (0.0, "masked:bad_result"),
+        (2.0, "ok"),
+    ]
     assert scored(cluster, tmp_path / "rewards.log", *bad) == [*RIGHT, *wanted]
     assert [actor.num_run for actor in cluster.started] == [1, 1]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rewards.0.log", "rewards.1.log"]
 
 
-def test_the_samples_of_a_lost_actor_are_scored_by_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_samples_of_a_lost_actor_are_scored_by_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cluster = Cluster({1: ["run"]})
     assert scored(cluster, tmp_path / "log") == RIGHT
     assert [actor.machine for actor in cluster.started] == ["machine 0", "machine 1", "machine 1"]
     assert "rewards1 is lost and started again: its machine is gone" in caplog.text
     cluster = Cluster({0: ["take"], 1: ["run"]})
-    assert scored(cluster, tmp_path / "log") == RIGHT and len(cluster.started) == 4, "all were lost once"
+    assert scored(cluster, tmp_path / "log") == RIGHT and len(cluster.started) == 4, (
+        "all were lost once"
+    )
     cluster = Cluster({0: ["start"]})
-    with pytest.raises(ValueError, match=r"an actor of the rewards \(ray.reward_actors\) did not start"):
+    with pytest.raises(
+        ValueError, match=r"an actor of the rewards \(ray.reward_actors\) did not start"
+    ):
         scored(cluster, tmp_path / "log")
 
 
 def test_wrong_rewards_are_told_once(tmp_path: Path) -> None:
-    pool = partial(RayWorkers, Cluster().begin, 2)
+    pool = partial(RayRewardPool, Cluster().begin, 2)
     with (
-        make_scorer(config("nothing"), tmp_path / "log", make_pool=pool) as scorer,
+        make_reward_scorer(config("nothing"), tmp_path / "log", make_pool=pool) as scorer,
         pytest.raises(ConfigError) as caught,
     ):
-        scorer.await_ready()
-    assert len(caught.value.problems) == 1 and "the module has no 'nothing'" in caught.value.problems[0]
+        scorer.wait_until_ready()
+    assert (
+        len(caught.value.problems) == 1
+        and "the module has no 'nothing'" in caught.value.problems[0]
+    )
 
 
 def test_the_rules_of_reward_actors(tmp_path: Path) -> None:
@@ -133,10 +156,16 @@ def test_the_rules_of_reward_actors(tmp_path: Path) -> None:
 
     def problems(*overrides: str) -> str:
         of_processes = "reward.params={pattern: '#### (.*)'}"
-        return "\n".join(validate(read_run_config(path, ["trainer.runtime=ray", of_processes, *overrides])))
+        return "\n".join(
+            validate_config(
+                read_run_config(path, ["trainer.runtime=ray", of_processes, *overrides])
+            )
+        )
 
     assert problems("ray.reward_actors=2", "reward.num_workers=4") == ""
-    assert "must be at most reward.num_workers (4)" in problems("ray.reward_actors=8", "reward.num_workers=4")
+    assert "must be at most reward.num_workers (4)" in problems(
+        "ray.reward_actors=8", "reward.num_workers=4"
+    )
     assert "ray.reward_actors" in problems("ray.num_cpus_per_reward_actor=2")
     assert "set that to ray" in problems("trainer.runtime=torchrun", "ray.reward_actors=2")
     assert "reward.name" in problems("ray.reward_actors=2", "reward.params={}")
@@ -145,7 +174,9 @@ def test_the_rules_of_reward_actors(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_real_actors_of_which_one_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True, cwd=SUPPORT)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=300, check=True, cwd=SUPPORT
+    )
     told = json.loads(done.stdout.strip().splitlines()[-1])
     wanted = [[float(number % 10 == 7), "ok"] for number in range(600)]
     statuses = ("timeout", "masked:worker_died", "masked:KeyError", "masked:bad_result")

@@ -14,7 +14,7 @@ from rlhf_megatron.config.schema import (
     TrainerConfig,
     WarmupConfig,
 )
-from rlhf_megatron.runtime.roles import RoleBuilder
+from rlhf_megatron.runtime.rank_roles import RoleBuilder
 
 PPO = RunConfig(
     data=DataConfig(train_batch_size=16),
@@ -28,9 +28,13 @@ PPO = RunConfig(
 
 
 def test_the_actor_does_not_learn_while_the_critic_warms_up() -> None:
-    assert {name: phase.num_steps for name, phase in RoleBuilder(PPO).actor_phases.items()} == {"rl": (10 - 2) * 3 * 2}
+    assert {name: phase.num_steps for name, phase in RoleBuilder(PPO).actor_phases.items()} == {
+        "rl": (10 - 2) * 3 * 2
+    }
     grpo = replace(PPO, algorithm=AlgorithmConfig())
-    assert RoleBuilder(grpo).actor_phases["rl"].num_steps == 10 * 3 * 2, "its setting is not in use without a critic"
+    assert RoleBuilder(grpo).actor_phases["rl"].num_steps == 10 * 3 * 2, (
+        "its setting is not in use without a critic"
+    )
     warm = RoleBuilder(replace(PPO, warmup=WarmupConfig(max_steps=7))).actor_phases
     assert [(name, phase.num_steps) for name, phase in warm.items()] == [("warmup", 7), ("rl", 48)]
 
@@ -40,4 +44,7 @@ def test_the_critic_learns_in_every_step_of_the_loop() -> None:
     assert (phase.num_steps, phase.optim) == (10 * 3 * 4, PPO.critic.optim)
     as_actor = replace(PPO, critic=CriticConfig())
     assert RoleBuilder(as_actor).critic_phases["rl"].num_steps == 10 * 3 * 2
-    assert RoleBuilder(replace(PPO, critic=CriticConfig(ppo_epochs=1))).critic_phases["rl"].num_steps == 10 * 1 * 2
+    assert (
+        RoleBuilder(replace(PPO, critic=CriticConfig(ppo_epochs=1))).critic_phases["rl"].num_steps
+        == 10 * 1 * 2
+    )

@@ -12,9 +12,9 @@ import torch
 from data_samples import scored
 
 from rlhf_megatron.config.schema import RewardModelConfig
-from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, Values
+from rlhf_megatron.controller.scheduler.model_rewards import ModelRewardScorer, find_step_ends
+from rlhf_megatron.data.batch import CriticValues, RolloutBatch, ScoredBatch, TokenBatch
 from rlhf_megatron.rewards.scorers import RewardResult
-from rlhf_megatron.scheduler.model_rewards import ModelRewards, step_ends
 
 PIECES = {11: "a\n", 12: "\nb", 15: "c"}
 
@@ -24,20 +24,22 @@ class Model:
 
     asked: TokenBatch | None = None
 
-    def values(self, batch: TokenBatch, token_budget: int) -> Future[Values]:
+    def values(self, batch: TokenBatch, token_budget: int) -> Future[CriticValues]:
         self.asked = batch
         column = torch.zeros(batch.num_tokens)
         column[1:] = batch.token_ids[:-1].float()
-        future: Future[Values] = Future()
-        future.set_result(Values(column * batch.response_mask))
+        future: Future[CriticValues] = Future()
+        future.set_result(CriticValues(column * batch.response_mask))
         return future
 
 
 def rewarded(batch: ScoredBatch, **settings: Any) -> ScoredBatch:
     config = RewardModelConfig(path="model", **settings)
-    asked = ModelRewards(config, 100, lambda ids: PIECES[ids[0]]).ask(Model(), batch)  # type: ignore[arg-type]
+    asked = ModelRewardScorer(config, 100, lambda ids: PIECES[ids[0]]).request_scores(
+        Model(), batch
+    )  # type: ignore[arg-type]
     assert asked is not None
-    return asked.result()
+    return asked.await_scored_batch()
 
 
 def test_one_score_for_the_last_token_of_a_response() -> None:
@@ -63,23 +65,30 @@ def test_mean_std_and_sigmoid() -> None:
         ({"granularity": "step", "step_separator": "a"}, [0, 5.5, 6, 13, 0, 15], [11.5, 13, 15]),
     ],
 )
-def test_scores_of_tokens_and_steps(settings: dict[str, Any], paid: list[float], part: list[float]) -> None:
+def test_scores_of_tokens_and_steps(
+    settings: dict[str, Any], paid: list[float], part: list[float]
+) -> None:
     found = rewarded(scored(), weight=2.0, **settings)
     assert found.process_rewards is not None
     assert found.process_rewards.tolist() == [2 * share for share in paid]
     assert found.reward_parts["reward_model"].tolist() == part
-    assert found.rewards.tolist() == [rule + 2 * own for rule, own in zip((1, 0, 0.5), part, strict=True)]
+    assert found.rewards.tolist() == [
+        rule + 2 * own for rule, own in zip((1, 0, 0.5), part, strict=True)
+    ]
 
 
 def test_a_batch_that_has_its_scores_is_left_alone() -> None:
     """A step recorded after it was scored is not paid twice in a replay."""
     once = rewarded(scored())
-    assert ModelRewards(RewardModelConfig(path="model"), 100, str).ask(Model(), once) is None  # type: ignore[arg-type]
+    assert (
+        ModelRewardScorer(RewardModelConfig(path="model"), 100, str).request_scores(Model(), once)
+        is None
+    )  # type: ignore[arg-type]
 
 
 def test_the_model_reads_whole_samples_and_computes_what_is_asked() -> None:
     model = Model()
-    ModelRewards(RewardModelConfig(path="model"), 100, str).ask(model, scored())  # type: ignore[arg-type]
+    ModelRewardScorer(RewardModelConfig(path="model"), 100, str).request_scores(model, scored())  # type: ignore[arg-type]
     assert model.asked is not None
     assert model.asked.token_ids.tolist() == [10, 11, 12, 12, 13, 13, 14, 15, 15]
     assert model.asked.response_mask.nonzero().view(-1).tolist() == [3, 5, 8]
@@ -96,7 +105,7 @@ def test_the_model_reads_whole_samples_and_computes_what_is_asked() -> None:
     ],
 )
 def test_step_ends(pieces: list[str], separator: str, ends: list[int]) -> None:
-    assert step_ends(pieces, separator) == ends
+    assert find_step_ends(pieces, separator) == ends
 
 
 def test_parts_of_masked_samples_stay_numbers() -> None:
@@ -111,7 +120,11 @@ def test_samples_of_an_evaluation_get_their_own_scores() -> None:
         RewardResult(0.0, "masked:aborted"),
         RewardResult(0.0, "malformed", {"exact": 0.0}),
     ]
-    rewards = ModelRewards(RewardModelConfig(path="model", weight=0.5), 100, str)
+    rewards = ModelRewardScorer(RewardModelConfig(path="model", weight=0.5), 100, str)
     columns = {field.name: getattr(scored(), field.name) for field in fields(RolloutBatch)}
-    found = rewards.added(Model(), RolloutBatch(**columns), results)  # type: ignore[arg-type]
-    assert [(one.status, one.score) for one in found] == [("ok", 7.0), ("masked:aborted", 0.0), ("malformed", 7.5)]
+    found = rewards.add_model_scores(Model(), RolloutBatch(**columns), results)  # type: ignore[arg-type]
+    assert [(one.status, one.score) for one in found] == [
+        ("ok", 7.0),
+        ("masked:aborted", 0.0),
+        ("malformed", 7.5),
+    ]

@@ -11,13 +11,22 @@ import torch
 from scheduler_samples import train_batch
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, AdvantageOutputs
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    AdvantageInputs,
+    AdvantageOutputs,
+)
 from rlhf_megatron.config.schema import AlgorithmConfig, RunConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, ScoredBatch, TokenBatch, gain
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.parts import Parts, load_parts
-from rlhf_megatron.scheduler.update import UpdateSettings, annotate
+from rlhf_megatron.controller.scheduler.advantage_stage import AdvantageStage
+from rlhf_megatron.controller.scheduler.algorithm_setup import AlgorithmSetup, load_algorithm_setup
+from rlhf_megatron.controller.scheduler.model_updates import UpdateSettings, request_annotations
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    ScoredBatch,
+    TokenBatch,
+    TokenLogProbs,
+    add_columns,
+)
+from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 
 def config_of(name: str, **params: Any) -> RunConfig:
@@ -38,22 +47,30 @@ class Calls:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    def scatter(self, method: str, batch: TokenBatch, **arguments: Any) -> Future[LogProbs]:
+    def scatter(self, method: str, batch: TokenBatch, **arguments: Any) -> Future[TokenLogProbs]:
         self.asked.append({"method": method, **arguments})
         ones = torch.ones(batch.num_tokens)
-        future: Future[LogProbs] = Future()
+        future: Future[TokenLogProbs] = Future()
         with_squares = arguments.get("with_sum_squares", False)
         squares = 0.25 * ones if with_squares else None
-        future.set_result(LogProbs(-ones, 2 * ones, squares))
+        future.set_result(TokenLogProbs(-ones, 2 * ones, squares))
         return future
 
 
 @pytest.mark.parametrize(
-    ("name", "is_asked"), [("grpo", False), ("optimal_token_baseline", True), ("tir_optimal_token_baseline", True)]
+    ("name", "is_asked"),
+    [("grpo", False), ("optimal_token_baseline", True), ("tir_optimal_token_baseline", True)],
 )
-def test_squared_probabilities_are_summed_only_for_an_estimator_that_reads_them(name: str, is_asked: bool) -> None:
+def test_squared_probabilities_are_summed_only_for_an_estimator_that_reads_them(
+    name: str, is_asked: bool
+) -> None:
     config, calls = config_of(name), Calls()
-    found = annotate(Workers(calls), UpdateSettings.of(config), load_parts(config), scored_batch())  # type: ignore[arg-type]
+    found = request_annotations(
+        RoleProxies(calls),
+        UpdateSettings.from_run_config(config),
+        load_algorithm_setup(config),
+        scored_batch(),
+    )  # type: ignore[arg-type]
     (asked,) = calls.asked
     assert asked["method"] == "actor.log_probs" and asked["with_entropy"] is True
     assert asked.get("with_sum_squares", False) is is_asked
@@ -71,13 +88,19 @@ def test_an_estimator_gets_every_column_of_the_batch() -> None:
 
     scored = scored_batch()
     tokens = torch.arange(scored.num_tokens, dtype=torch.float32)
-    batch = gain(AnnotatedBatch, scored, old_log_probs=-tokens, values=tokens, sum_squares=tokens / 100)
-    AdvantageStage(AlgorithmConfig(), Parts(estimator, None, False))(batch)
+    batch = add_columns(
+        AnnotatedBatch, scored, old_log_probs=-tokens, values=tokens, sum_squares=tokens / 100
+    )
+    AdvantageStage(AlgorithmConfig(), AlgorithmSetup(estimator, None, False))(batch)
     (inputs,) = seen
     assert inputs.log_probs_T is not None and torch.equal(inputs.log_probs_T, -tokens)
-    assert inputs.rollout_log_probs_T is not None and torch.equal(inputs.rollout_log_probs_T, scored.rollout_log_probs)
+    assert inputs.rollout_log_probs_T is not None and torch.equal(
+        inputs.rollout_log_probs_T, scored.rollout_log_probs
+    )
     assert inputs.sum_squares_T is not None and torch.equal(inputs.sum_squares_T, tokens / 100)
-    assert {name: part.tolist() for name, part in inputs.reward_parts.items()} == {"exact_match": [1, 2, 3, 4]}
+    assert {name: part.tolist() for name, part in inputs.reward_parts.items()} == {
+        "exact_match": [1, 2, 3, 4]
+    }
 
 
 def test_gdpo_reads_the_parts_and_not_the_reward() -> None:
@@ -88,8 +111,10 @@ def test_gdpo_reads_the_parts_and_not_the_reward() -> None:
     config = config_of("gdpo", gdpo_reward_keys=["exact_match"], epsilon=0.0)
     scored = scored_batch()
     parts = {**scored.reward_parts, "other": torch.tensor([9.0, -9.0, 5.0, 7.0])}
-    batch = gain(AnnotatedBatch, replace(scored, rewards=-scored.rewards, reward_parts=parts))
-    train, _ = AdvantageStage(config.algorithm, load_parts(config))(batch)
+    batch = add_columns(
+        AnnotatedBatch, replace(scored, rewards=-scored.rewards, reward_parts=parts)
+    )
+    train, _ = AdvantageStage(config.algorithm, load_algorithm_setup(config))(batch)
     first = [train.advantages[int(offset) + 1].item() for offset in train.offsets[:-1]]
     low, high = -1.2 / (9.6 / 9) ** 0.5, 0.8 / (9.6 / 9) ** 0.5
     assert first == pytest.approx([low, high, low, high], rel=1e-5)
@@ -100,7 +125,7 @@ def test_nothing_that_is_registered_lacks_what_it_needs() -> None:
     missing = {}
     for name in ADV_ESTIMATORS:
         try:
-            load_parts(config_of(name, **known.get(name, {})))
+            load_algorithm_setup(config_of(name, **known.get(name, {})))
         except ValueError as error:
             missing[name] = str(error)
     assert missing == {}

@@ -10,22 +10,39 @@ import pytest
 import torch
 from places import MODEL
 
-from rlhf_megatron.algorithms.metric_names import find_in
-from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain, select
+from rlhf_megatron.algorithms.metric_names import find_matching_metric
+from rlhf_megatron.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    FilterGroupsConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from rlhf_megatron.controller.observe.metrics.metric_catalogue import METRIC_CATALOGUE as METRICS
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
+from rlhf_megatron.controller.recovery.run_journal import StepJournal
+from rlhf_megatron.controller.scheduler.algorithm_setup import RunData, load_algorithm_setup
+from rlhf_megatron.controller.scheduler.scored_samples import select_groups
+from rlhf_megatron.controller.scheduler.step_stages import StepStages
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    PromptBatch,
+    ScoredBatch,
+    add_columns,
+    select_samples,
+)
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.observe.metrics.names import CATALOGUE as METRICS
-from rlhf_megatron.recovery.journal import Journal
-from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
-from rlhf_megatron.rewards.scorers.base import masked
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.parts import RunData, load_parts
-from rlhf_megatron.scheduler.samples import of_groups
-from rlhf_megatron.scheduler.stages import Stages
+from rlhf_megatron.rewards.scorers.reward_types import make_masked_result
+from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest
 
 PROMPTS = PromptBatch(
-    ((3, 4), (5,), (6, 7)), ("34", "5", "67"), ("12", "12", "12"), ("s",) * 3, (10, 11, 12), ("",) * 3
+    ((3, 4), (5,), (6, 7)),
+    ("34", "5", "67"),
+    ("12", "12", "12"),
+    ("s",) * 3,
+    (10, 11, 12),
+    ("",) * 3,
 )
 SAMPLED, GREEDY = [["12", "9"], ["9", "12"], ["12", "12"]], [["12"], ["999"], ["8"]]
 
@@ -66,12 +83,16 @@ class Fleet:
 def reward(samples: Sequence[RewardSample]) -> list[RewardResult]:
     """1 for the label; a response that begins with 8 cannot be judged."""
     return [
-        masked("worker_died") if s.response.startswith("8") else RewardResult(float(s.response == s.label))
+        make_masked_result("worker_died")
+        if s.response.startswith("8")
+        else RewardResult(float(s.response == s.label))
         for s in samples
     ]
 
 
-def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None, num_gen_batches: int = 0) -> Stages:
+def stages_of(
+    estimator: str, fleet: Fleet, journal: StepJournal | None = None, num_gen_batches: int = 0
+) -> StepStages:
     """`num_gen_batches`: above 0, groups are filtered, and a step is to have 2."""
     filtering = FilterGroupsConfig(num_gen_batches > 0, max_num_gen_batches=max(1, num_gen_batches))
     config = RunConfig(
@@ -80,33 +101,44 @@ def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None, num_
         rollout=RolloutConfig(n=2),
     )
     data = RunData(None, (), fleet.tokenizer, (14,))
-    return Stages(config, None, fleet, data, load_parts(config), dict, reward, journal=journal)  # type: ignore[arg-type]
+    return StepStages(
+        config, None, fleet, data, load_algorithm_setup(config), dict, reward, journal=journal
+    )  # type: ignore[arg-type]
 
 
-def run(stages: Stages) -> ScoredBatch:
-    scored = stages.score(1, stages.generate(1, PROMPTS))
+def run(stages: StepStages) -> ScoredBatch:
+    scored = stages.score_rollout(1, stages.generate_rollout(1, PROMPTS))
     if stages.journal is not None:
-        stages.journal.settle()
+        stages.journal.wait_for_write()
     return scored
 
 
 def test_a_greedy_sample_a_prompt_goes_with_the_batch_and_leaves_its_reward() -> None:
     stages = stages_of("remax", fleet := Fleet())
     scored = run(stages)
-    assert [(len(r.seeds), r.params.temperature) for r in fleet.requests] == [(2, 1.0)] * 3 + [(1, 0.0)] * 3
+    assert [(len(r.seeds), r.params.temperature) for r in fleet.requests] == [(2, 1.0)] * 3 + [
+        (1, 0.0)
+    ] * 3
     assert [r.prompt_ids for r in fleet.requests] == list(PROMPTS.prompt_ids) * 2
     assert len(scored) == 6 and scored.responses == ("12", "9", "9", "12", "12", "12")
     assert scored.rewards.tolist() == [1, 0, 0, 1, 1, 1] and scored.reward_statuses == ("ok",) * 6
     assert scored.greedy_rewards is not None
-    assert scored.greedy_rewards[:4].tolist() == [1, 1, 0, 0] and bool(scored.greedy_rewards[4:].isnan().all())
+    assert scored.greedy_rewards[:4].tolist() == [1, 1, 0, 0] and bool(
+        scored.greedy_rewards[4:].isnan().all()
+    )
 
 
 def test_advantages_go_against_the_greedy_reward_and_metrics_count_it_apart() -> None:
     stages = stages_of("remax", Fleet())
-    train = stages.advantages(1, gain(AnnotatedBatch, run(stages)))
-    first = [train.advantages[start:end][train.response_mask[start:end]] for start, end in _spans(train.offsets)]
+    train = stages.compute_advantages(1, add_columns(AnnotatedBatch, run(stages)))
+    first = [
+        train.advantages[start:end][train.response_mask[start:end]]
+        for start, end in _spans(train.offsets)
+    ]
     assert [set(a.tolist()) for a in first] == [{0.0}, {-1.0}, {0.0}, {1.0}, {0.0}, {0.0}]
-    found = {name: value for name, value in stages._step_metrics.items() if name.startswith("greedy/")}
+    found = {
+        name: value for name, value in stages._step_metrics.items() if name.startswith("greedy/")
+    }
     assert found == {
         "greedy/rewards/mean": 0.5,
         "greedy/rewards/max": 1.0,
@@ -116,7 +148,7 @@ def test_advantages_go_against_the_greedy_reward_and_metrics_count_it_apart() ->
         "greedy/response_length/max": 3.0,
         "greedy/response_length/min": 1.0,
     }
-    assert all(find_in(METRICS, name) for name in found)
+    assert all(find_matching_metric(METRICS, name) for name in found)
 
 
 def test_lengths_of_greedy_samples_are_those_of_the_groups_that_stay() -> None:
@@ -129,7 +161,9 @@ def test_lengths_of_greedy_samples_are_those_of_the_groups_that_stay() -> None:
 
 def test_lengths_of_greedy_samples_are_of_all_batches_of_a_step() -> None:
     batch = run(stages_of("rloo", Fleet()))
-    both = of_groups([select(batch, [0, 2]), select(batch, [4])], torch.tensor([10, 12]))
+    both = select_groups(
+        [select_samples(batch, [0, 2]), select_samples(batch, [4])], torch.tensor([10, 12])
+    )
     assert both.group_ids.tolist() == [10, 12] and both.responses == ("12", "12")
 
 
@@ -143,29 +177,40 @@ def test_other_estimators_ask_for_none() -> None:
 
 
 @pytest.mark.parametrize("stops_after", [0, 2, 4, 5])
-def test_what_was_generated_before_a_kill_is_not_asked_for_again(tmp_path: Path, stops_after: int) -> None:
+def test_what_was_generated_before_a_kill_is_not_asked_for_again(
+    tmp_path: Path, stops_after: int
+) -> None:
     with pytest.raises(Killed):
-        run(stages_of("remax", Fleet(stops_after), Journal(tmp_path, "same")))
-    again = stages_of("remax", fleet := Fleet(), Journal(tmp_path, "same"))
+        run(stages_of("remax", Fleet(stops_after), StepJournal(tmp_path, "same")))
+    again = stages_of("remax", fleet := Fleet(), StepJournal(tmp_path, "same"))
     scored, whole = run(again), run(stages_of("remax", Fleet()))
     assert fleet.asked == list(range(stops_after, 6))
-    assert torch.equal(scored.token_ids, whole.token_ids) and torch.equal(scored.rewards, whole.rewards)
+    assert torch.equal(scored.token_ids, whole.token_ids) and torch.equal(
+        scored.rewards, whole.rewards
+    )
     assert scored.greedy_rewards is not None and whole.greedy_rewards is not None
-    torch.testing.assert_close(scored.greedy_rewards, whole.greedy_rewards, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        scored.greedy_rewards, whole.greedy_rewards, rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_the_journal_and_a_record_keep_the_column(tmp_path: Path) -> None:
-    scored = run(stages_of("remax", Fleet(), Journal(tmp_path / "journal", "same")))
-    after = stages_of("remax", fleet := Fleet(), Journal(tmp_path / "journal", "same"))
+    scored = run(stages_of("remax", Fleet(), StepJournal(tmp_path / "journal", "same")))
+    after = stages_of("remax", fleet := Fleet(), StepJournal(tmp_path / "journal", "same"))
     regained = run(after)
     assert fleet.requests == [] and after._step_metrics["greedy/response_length/max"] == 3.0
-    Recorder(tmp_path / "record").write(1, scored)
-    for found in (regained, Recorder(tmp_path / "record").read(1)):
+    RolloutRecorder(tmp_path / "record").write_step(1, scored)
+    for found in (regained, RolloutRecorder(tmp_path / "record").read_step(1)):
         assert found.greedy_rewards is not None and scored.greedy_rewards is not None
-        torch.testing.assert_close(found.greedy_rewards, scored.greedy_rewards, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            found.greedy_rewards, scored.greedy_rewards, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_a_record_without_greedy_samples_cannot_be_replayed_with_remax() -> None:
     scored = run(stages_of("rloo", Fleet()))
-    with pytest.raises(ValueError, match="this step was recorded without them; record a run that has this estimator"):
-        stages_of("remax", Fleet()).advantages(1, gain(AnnotatedBatch, scored))
+    with pytest.raises(
+        ValueError,
+        match="this step was recorded without them; record a run that has this estimator",
+    ):
+        stages_of("remax", Fleet()).compute_advantages(1, add_columns(AnnotatedBatch, scored))

@@ -24,10 +24,10 @@ from supply_tools import (
 )
 
 from rlhf_megatron.config.schema import FilterGroupsConfig
+from rlhf_megatron.controller.recovery.run_journal import GroupJournal
+from rlhf_megatron.controller.scheduler.schedules.group_flow import GroupFlow
+from rlhf_megatron.controller.scheduler.supply.group_ledger import FinishedGroup, ScoredGroup
 from rlhf_megatron.data.batch import AnnotatedBatch
-from rlhf_megatron.recovery.journal import GroupJournal
-from rlhf_megatron.scheduler.schedules.flow import Flow
-from rlhf_megatron.scheduler.supply.ledger import Finished, Scored
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 
@@ -55,8 +55,21 @@ def test_one_step_off_trains_on_what_the_policy_before_has_sampled() -> None:
         bench.sync()
     others = [line for line in bench.log if not line.startswith(("scored", "generated", "updated"))]
     assert others == [
-        *("started group 0", "started group 1", "taken step 1", "started group 2", "started group 3"),
-        *("synced step 1", "taken step 2", "started group 4", "started group 5", "synced step 2", "taken step 3"),
+        *(
+            "started group 0",
+            "started group 1",
+            "taken step 1",
+            "started group 2",
+            "started group 3",
+        ),
+        *(
+            "synced step 1",
+            "taken step 2",
+            "started group 4",
+            "started group 5",
+            "synced step 2",
+            "taken step 3",
+        ),
         "synced step 3",
     ]
     assert bench.log[2:4] == ["generated group 1", "generated group 0"]
@@ -74,7 +87,9 @@ def test_a_sync_does_not_wait_for_engines_that_are_gone() -> None:
 
 
 @pytest.mark.parametrize("params", [{"max_lag": 1}, {"max_lag": 3}, {"max_lag": 2, "late": "drop"}])
-def test_no_sample_is_older_than_the_bound_and_no_prompt_trains_twice(params: dict[str, object]) -> None:
+def test_no_sample_is_older_than_the_bound_and_no_prompt_trains_twice(
+    params: dict[str, object],
+) -> None:
     """40 steps of 3 groups; each ends after a random time, some over several syncs."""
     session = HeldSession()
     bench = Bench("asynchronous", params, session=session, batch_size=3, last_step=40)
@@ -113,13 +128,15 @@ def test_samples_that_come_as_their_group_is_given_up_are_nobodys(late: str) -> 
         def __init__(self) -> None:
             self.has_come, self.may_go_on = threading.Event(), threading.Event()
 
-        def append(self, group: int, samples: object) -> None:
+        def write_prompt_groups(self, group: int, samples_by_request: object) -> None:
             if group == 0 and not self.may_go_on.is_set():
                 self.has_come.set()
                 assert self.may_go_on.wait(LIMIT_S)
 
     journal = Held()
-    bench = Bench("asynchronous", {"max_lag": 1, "late": late}, journal=journal, batch_size=1, last_step=4)
+    bench = Bench(
+        "asynchronous", {"max_lag": 1, "late": late}, journal=journal, batch_size=1, last_step=4
+    )
     with bench.supply:
         bench.session.end(1)
         assert bench.take(1) == [1]
@@ -143,10 +160,14 @@ def test_samples_that_come_as_their_group_is_given_up_are_nobodys(late: str) -> 
 def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
     """Another thread takes a group's samples, or aborts it, between the test's look and its word."""
     session, others = HeldSession(), []
-    session.submit(7, make_requests(stream_of().at([7]), 1)[0])
+    session.submit(7, make_requests(stream_of().fetch_prompts([7]), 1)[0])
 
     def choose(running: list[int]) -> int:
-        others.append(threading.Thread(target=session.abort if is_aborted else session.poll, args=([7],) * is_aborted))
+        others.append(
+            threading.Thread(
+                target=session.abort if is_aborted else session.poll, args=([7],) * is_aborted
+            )
+        )
         others[0].start()
         others[0].join(0.2)
         return running[0]
@@ -161,7 +182,9 @@ def test_early_annotations_are_those_of_the_whole_batch() -> None:
     """Batches of 4 groups, pieces of 2 samples at least: a group each, in the order in which they come."""
     bench = Bench("streaming", batch_size=4, last_step=2)
     with bench.supply:
-        with in_thread(lambda: until(lambda: "annotated group 3" in bench.log) or bench.session.end(0, 1, 2)):
+        with in_thread(
+            lambda: until(lambda: "annotated group 3" in bench.log) or bench.session.end(0, 1, 2)
+        ):
             bench.session.end(3)
             batch = bench.take_batch(1)
         assert isinstance(batch, AnnotatedBatch) and batch.old_log_probs is not None
@@ -175,7 +198,9 @@ FILTER = FilterGroupsConfig(enable=True, max_num_gen_batches=3)
 
 def test_groups_without_signal_give_way_to_others() -> None:
     """Groups 0, 2 and 3 have one answer each: 4 and 5 take their places."""
-    bench = Bench("one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=1)
+    bench = Bench(
+        "one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=1
+    )
     bench.session.answers = {0: ("1", "1"), 2: ("9", "9"), 3: ("1", "1")}
     with bench.supply:
         taken = bench.take(1)
@@ -186,9 +211,13 @@ def test_groups_without_signal_give_way_to_others() -> None:
     assert bench.supply.take_metrics() == {}
 
 
-def test_a_step_trains_on_what_there_is_when_its_batches_are_used_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_trains_on_what_there_is_when_its_batches_are_used_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """3 batches of 2 groups, of which one has signal."""
-    bench = Bench("one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=1)
+    bench = Bench(
+        "one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=1
+    )
     bench.session.answers = {number: ("1", "1") for number in range(50) if number != 4}
     with caplog.at_level(logging.WARNING), bench.supply:
         assert bench.take(1) == [4]
@@ -213,19 +242,26 @@ def test_a_limit_of_batches_does_not_leave_old_groups_behind() -> None:
             assert bench.take(2) == [0, 3]
 
 
-def test_a_step_without_any_signal_has_groups_that_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench("one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=2)
+def test_a_step_without_any_signal_has_groups_that_teach_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(
+        "one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=2
+    )
     bench.session.answers = dict.fromkeys(range(50), ("9", "9"))
     with caplog.at_level(logging.WARNING), bench.supply:
         assert bench.take(1) == [0, 1]
         assert bench.supply.take_metrics()["filter_groups/num_groups"] == 0
         bench.sync(is_new=False)
         assert len(bench.take(2)) == 2, "the next step has groups of its own"
-    assert "0 of 2 groups differ in reward after 3 batches (max_num_gen_batches); no update" in caplog.text
+    assert (
+        "0 of 2 groups differ in reward after 3 batches (max_num_gen_batches); no update"
+        in caplog.text
+    )
 
 
 def test_an_error_of_either_thread_is_raised_where_samples_are_awaited() -> None:
-    def broken(groups: Sequence[Finished]) -> list[Scored]:
+    def broken(groups: Sequence[FinishedGroup]) -> list[ScoredGroup]:
         raise ValueError("the reward is broken")
 
     bench = Bench("one_step_off", score=broken)
@@ -264,14 +300,14 @@ def test_a_run_that_is_to_stop_does_not_wait_for_samples() -> None:
 def test_a_run_that_is_to_stop_does_not_wait_with_its_sync() -> None:
     """The step is finished, so that its state can be saved; groups 2 and 3 still run."""
     stop = StopRequest()
-    bench = Bench("one_step_off", should_stop=stop.check)
+    bench = Bench("one_step_off", should_stop=stop.raise_if_requested)
     with bench.supply:
         bench.session.end(0, 1)
         bench.take(1)
         with in_thread(bench.sync) as is_synced:
             assert not is_synced.wait(0.2)
             stop.request("enough")
-        assert bench.version == 2 and bench.supply.progress().untrained == (2, 3)
+        assert bench.version == 2 and bench.supply.get_progress().untrained_positions == (2, 3)
         with pytest.raises(RunStopped, match="enough"):
             bench.take(2)
 
@@ -281,11 +317,13 @@ def test_progress_names_the_groups_that_are_not_trained() -> None:
     with bench.supply:
         bench.session.end(0, 1)
         assert bench.take(1) == [0, 1]
-        assert bench.supply.progress().untrained == (0, 1, 2, 3), "the update of the first two is to come"
+        assert bench.supply.get_progress().untrained_positions == (0, 1, 2, 3), (
+            "the update of the first two is to come"
+        )
         bench.session.end(2, 3)
         bench.sync()
-        until(lambda: bench.supply.progress().num_drawn == 6)
-        assert bench.supply.progress().untrained == (2, 3, 4, 5)
+        until(lambda: bench.supply.get_progress().num_drawn == 6)
+        assert bench.supply.get_progress().untrained_positions == (2, 3, 4, 5)
 
 
 def test_a_group_that_is_too_old_is_generated_anew() -> None:
@@ -307,23 +345,29 @@ def test_a_group_that_is_too_old_is_generated_anew() -> None:
 
 @dataclass(frozen=True)
 class Idle(Hasty):
-    def num_to_start(self, flow: Flow) -> int:
+    def count_groups_to_start(self, flow: GroupFlow) -> int:
         return 0
 
 
 @dataclass(frozen=True)
 class Empty(Hasty):
-    def batch(self, flow: Flow) -> Sequence[int] | None:
+    def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
         return []
 
 
 def test_a_batch_without_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Empty\(.* makes a batch of no group for step 1; let its batch return None"):
+    with pytest.raises(
+        ValueError,
+        match=r"Empty\(.* makes a batch of no group for step 1; let its batch return None",
+    ):
         Bench(Empty())
 
 
 def test_a_schedule_that_starts_nothing_is_named() -> None:
-    with pytest.raises(ValueError, match=r"Idle\(.*starts no group and makes no batch of the 0 groups that can train"):
+    with pytest.raises(
+        ValueError,
+        match=r"Idle\(.*starts no group and makes no batch of the 0 groups that can train",
+    ):
         Bench(Idle())
 
 
@@ -334,17 +378,21 @@ class InOrder(Hasty):
     max_lag: int = 1
     annotates_early: bool = True
 
-    def num_to_start(self, flow: Flow) -> int:
-        return max(0, min(3 - len(flow.in_flight), flow.num_wanted))
+    def count_groups_to_start(self, flow: GroupFlow) -> int:
+        return max(0, min(3 - len(flow.groups_in_flight), flow.num_groups_needed))
 
-    def to_annotate(self, flow: Flow) -> Sequence[int]:
-        return [group.number for group in flow.ready if not (group.is_annotated or flow.is_training)]
+    def select_groups_to_annotate(self, flow: GroupFlow) -> Sequence[int]:
+        return [
+            group.number
+            for group in flow.scored_groups
+            if not (group.is_annotated or flow.is_training)
+        ]
 
-    def batch(self, flow: Flow) -> Sequence[int] | None:
-        first = sorted(flow.in_flight)[:2]
+    def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
+        first = sorted(flow.groups_in_flight)[:2]
         return first if len(first) == 2 and {*first} <= {*flow.scored_order} else None
 
-    def stale(self, flow: Flow) -> Sequence[int]:
+    def find_stale_groups(self, flow: GroupFlow) -> Sequence[int]:
         return ()
 
 

@@ -7,9 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.data.tokenizer import UNKNOWN, Tokenizer, load_tokenizer, write_character_tokenizer
-from rlhf_megatron.serving.answers import TOOL_CALL, Part, Text, joined, tool_calls
-from rlhf_megatron.serving.bodies import Chat, Completion, RequestError, Served, ask_of, read
+from rlhf_megatron.data.tokenizer import (
+    UNKNOWN_TOKEN_TEXT,
+    Tokenizer,
+    load_tokenizer,
+    write_character_tokenizer,
+)
+from rlhf_megatron.jobs.serving.growing_choices import (
+    TOOL_CALL,
+    ChoicePart,
+    GrowingText,
+    join_choice_parts,
+    split_tool_calls,
+)
+from rlhf_megatron.jobs.serving.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    ServedModel,
+    check_request,
+    parse_request,
+)
 
 
 class Spelled:
@@ -17,46 +35,72 @@ class Spelled:
 
     def decode(self, ids: list[int]) -> str:
         text = "".join("abcdefgh<9"[i] for i in ids)
-        return text.replace("99", "ß").replace("9", UNKNOWN)
+        return text.replace("99", "ß").replace("9", UNKNOWN_TOKEN_TEXT)
 
 
-def grown(text: Text, parts: list[list[int]]) -> list[tuple[str, int | None]]:
-    return [text.add(part, number == len(parts) - 1) for number, part in enumerate(parts)]
+def grown(text: GrowingText, parts: list[list[int]]) -> list[tuple[str, int | None]]:
+    return [text.append_tokens(part, number == len(parts) - 1) for number, part in enumerate(parts)]
 
 
 def test_text_is_given_out_as_far_as_it_is_certain() -> None:
     spelled: Tokenizer = Spelled()  # type: ignore[assignment]
-    assert grown(Text(spelled, ()), [[0, 1], [9], [9, 2]]) == [("ab", None), ("", None), ("ßc", None)]
-    assert grown(Text(spelled, ()), [[0], [9]]) == [("a", None), (UNKNOWN, None)], "the end is the end"
-    assert grown(Text(spelled, ["cd"]), [[0, 2], [2, 1]]) == [("a", None), ("ccb", None)]
-    assert grown(Text(spelled, ["cd"]), [[0, 1, 2], [3, 4]]) == [("ab", None), ("", 4)], "the stop is cut off"
-    assert grown(Text(spelled, ["e", "bcd"]), [[0, 1], [2, 3, 4]]) == [("a", None), ("", 4)], "the first that is whole"
-    assert grown(Text(spelled, ["a"]), [[0, 1, 2]]) == [("", 1)]
-    assert grown(Text(spelled, (), "<a"), [[1, 8], [0, 1], [2]]) == [("b", None), ("", None), ("<abc", None)]
+    assert grown(GrowingText(spelled, ()), [[0, 1], [9], [9, 2]]) == [
+        ("ab", None),
+        ("", None),
+        ("ßc", None),
+    ]
+    assert grown(GrowingText(spelled, ()), [[0], [9]]) == [
+        ("a", None),
+        (UNKNOWN_TOKEN_TEXT, None),
+    ], "the end is the end"
+    assert grown(GrowingText(spelled, ["cd"]), [[0, 2], [2, 1]]) == [("a", None), ("ccb", None)]
+    assert grown(GrowingText(spelled, ["cd"]), [[0, 1, 2], [3, 4]]) == [("ab", None), ("", 4)], (
+        "the stop is cut off"
+    )
+    assert grown(GrowingText(spelled, ["e", "bcd"]), [[0, 1], [2, 3, 4]]) == [
+        ("a", None),
+        ("", 4),
+    ], "the first that is whole"
+    assert grown(GrowingText(spelled, ["a"]), [[0, 1, 2]]) == [("", 1)]
+    assert grown(GrowingText(spelled, (), "<a"), [[1, 8], [0, 1], [2]]) == [
+        ("b", None),
+        ("", None),
+        ("<abc", None),
+    ]
 
 
 def test_calls_of_tools_are_found() -> None:
     call = json.dumps({"name": "add", "arguments": {"a": 1}})
-    text, calls = tool_calls(f"I add.\n{TOOL_CALL}\n{call}\n</tool_call>{TOOL_CALL}{call}</tool_call>")
-    assert text == "I add." and [c["function"] for c in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    text, calls = split_tool_calls(
+        f"I add.\n{TOOL_CALL}\n{call}\n</tool_call>{TOOL_CALL}{call}</tool_call>"
+    )
+    assert (
+        text == "I add."
+        and [c["function"] for c in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    )
     assert len({c["id"] for c in calls}) == 2
     broken = f"{TOOL_CALL}{{no JSON}}</tool_call>"
-    assert tool_calls(broken) == (broken, []) and tool_calls("none") == ("none", [])
+    assert split_tool_calls(broken) == (broken, []) and split_tool_calls("none") == ("none", [])
 
 
 def test_parts_are_joined_with_their_versions() -> None:
-    parts = [Part("a", (1,), (-1.0,), ((3, 0, 1),)), Part("b", (2, 3), (-2.0, -3.0), ((3, 1, 2), (4, 2, 3)), "stop")]
-    assert joined(parts) == Part("ab", (1, 2, 3), (-1.0, -2.0, -3.0), ((3, 0, 2), (4, 2, 3)), "stop")
+    parts = [
+        ChoicePart("a", (1,), (-1.0,), ((3, 0, 1),)),
+        ChoicePart("b", (2, 3), (-2.0, -3.0), ((3, 1, 2), (4, 2, 3)), "stop"),
+    ]
+    assert join_choice_parts(parts) == ChoicePart(
+        "ab", (1, 2, 3), (-1.0, -2.0, -3.0), ((3, 0, 2), (4, 2, 3)), "stop"
+    )
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Served:
+def served(tmp_path: Path) -> ServedModel:
     write_character_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    return Served("model", tokenizer, None, tokenizer.eos_token_ids, 20, 32)
+    return ServedModel("model", tokenizer, None, tokenizer.eos_token_ids, 20, 32)
 
 
-def test_requests_are_read_as_openai_says(served: Served) -> None:
+def test_requests_are_read_as_openai_says(served: ServedModel) -> None:
     data = {
         "prompt": [[2, 3], "4+"],
         "n": 2,
@@ -66,9 +110,16 @@ def test_requests_are_read_as_openai_says(served: Served) -> None:
         "temperature": 0,
         "user": "me",
     }
-    ask = ask_of(read(json.dumps(data).encode(), Completion, served), served)
-    assert ask.prompts == ((2, 3), tuple(served.tokenizer.encode("4+"))) and (ask.n, ask.seed) == (2, 5)
-    assert ask.params.max_new_tokens == 16 and ask.params.stop_token_ids == (1,) and ask.stops == ("=",)
+    ask = check_request(parse_request(json.dumps(data).encode(), CompletionRequest, served), served)
+    assert ask.prompts == ((2, 3), tuple(served.tokenizer.encode("4+"))) and (
+        ask.num_choices,
+        ask.seed,
+    ) == (2, 5)
+    assert (
+        ask.sampling_params.max_new_tokens == 16
+        and ask.sampling_params.stop_token_ids == (1,)
+        and ask.stop_texts == ("=",)
+    )
     for body, words in (
         ({"prompt": [2, "a"]}, "a list of these"),
         ({"prompt": "1" * 20}, "20 tokens; together they may be 20|20 tokens and 16"),
@@ -79,14 +130,16 @@ def test_requests_are_read_as_openai_says(served: Served) -> None:
         ([], "not understood"),
     ):
         with pytest.raises(RequestError, match=words):
-            ask_of(read(json.dumps(body).encode(), Completion, served), served)
+            check_request(
+                parse_request(json.dumps(body).encode(), CompletionRequest, served), served
+            )
     chat = {"messages": [{"role": "user", "content": "1"}]}
     with pytest.raises(RequestError, match="no chat template"):
-        ask_of(read(json.dumps(chat).encode(), Chat, served), served)
+        check_request(parse_request(json.dumps(chat).encode(), ChatRequest, served), served)
     for more, words in (
         ({"response_format": {"type": "json_object"}}, "needs a grammar"),
         ({"top_logprobs": 2, "logprobs": True}, "the drawn token alone"),
         ({"messages": []}, ">= 1"),
     ):
         with pytest.raises(RequestError, match=words):
-            read(json.dumps({**chat, **more}).encode(), Chat, served)
+            parse_request(json.dumps({**chat, **more}).encode(), ChatRequest, served)

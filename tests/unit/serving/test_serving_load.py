@@ -15,8 +15,17 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rlhf_megatron.generation.endpoint import model_of
-from rlhf_megatron.serving.load_test import Level, Outcome, Plan, as_json, figures, plot, row_of, run
+from rlhf_megatron.jobs.generation.endpoint_job import fetch_model_name
+from rlhf_megatron.jobs.serving.load_test_client import (
+    LoadLevel,
+    LoadTestPlan,
+    RequestOutcome,
+    format_level_row,
+    load_test_to_json,
+    plot_load_levels,
+    run_load_test,
+    summarize_load_level,
+)
 
 
 class Jumping(selectors.DefaultSelector):
@@ -66,7 +75,9 @@ class Stub:
         await asyncio.sleep(self.latency_s(number) / 2)
         await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
         await asyncio.sleep(self.latency_s(number) / 2)
-        await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\ndata: [DONE]\n\n')
+        await response.write(
+            b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\ndata: [DONE]\n\n'
+        )
         await response.write_eof()
         return response
 
@@ -86,11 +97,24 @@ async def serving(stub: Stub) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def measure(stub: Stub, clients: tuple[int, ...]) -> tuple[Plan, list[Level], list[str]]:
+async def measure(
+    stub: Stub, clients: tuple[int, ...]
+) -> tuple[LoadTestPlan, list[LoadLevel], list[str]]:
     lines: list[str] = []
     async with serving(stub) as url:
-        plan = Plan(url, await model_of(url, None, 60.0), ("a", "b"), clients, 32, 8, True, False, "secret", 60.0)
-        return plan, await run(plan, lines.append), lines
+        plan = LoadTestPlan(
+            url,
+            await fetch_model_name(url, None, 60.0),
+            ("a", "b"),
+            clients,
+            32,
+            8,
+            True,
+            False,
+            "secret",
+            60.0,
+        )
+        return plan, await run_load_test(plan, lines.append), lines
 
 
 def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
@@ -99,17 +123,25 @@ def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
     loop.close()
     latencies = np.array([stub.latency_s(number) for number in range(32) if number % 8 != 7])
     for level in levels:
-        assert (level.requests, level.failed) == (32, 4) and level.reasons == ("503: 503: Service Unavailable",)
+        assert (level.requests, level.failed) == (32, 4) and level.reasons == (
+            "503: 503: Service Unavailable",
+        )
         for quantile in (50, 90, 99):
             expected = np.quantile(latencies, quantile / 100)
             assert level.latency_s[f"p{quantile}"] == pytest.approx(expected, rel=0.03)
             assert level.first_token_s[f"p{quantile}"] == pytest.approx(expected / 2, rel=0.03)
         assert level.tokens_per_s == pytest.approx(28 * 5 / level.seconds)
-    assert levels[1].seconds == pytest.approx(latencies.sum(), rel=0.03), "one client asks one after another"
+    assert levels[1].seconds == pytest.approx(latencies.sum(), rel=0.03), (
+        "one client asks one after another"
+    )
     assert levels[0].seconds < 0.25 * levels[1].seconds
-    assert lines[2:] == [row_of(level) for level in levels] and lines[2].startswith("      8    28      4")
-    assert stub.keys == {"Bearer secret"} and "secret" not in json.dumps(as_json(plan, levels))
-    plot(levels, tmp_path / "load.png")
+    assert lines[2:] == [format_level_row(level) for level in levels] and lines[2].startswith(
+        "      8    28      4"
+    )
+    assert stub.keys == {"Bearer secret"} and "secret" not in json.dumps(
+        load_test_to_json(plan, levels)
+    )
+    plot_load_levels(levels, tmp_path / "load.png")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -121,8 +153,25 @@ def test_the_command_measures_a_stub_within_three_per_cent(tmp_path: Path) -> No
 
     async def work() -> int:
         async with serving(stub) as url:
-            words = ["load-test", url, "--clients", "8", "--requests", "64", "--completions", "--json", figures_file]
-            command = [sys.executable, "-m", "rlhf_megatron", *words, "--api-key-file", tmp_path / "key"]
+            words = [
+                "load-test",
+                url,
+                "--clients",
+                "8",
+                "--requests",
+                "64",
+                "--completions",
+                "--json",
+                figures_file,
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "rlhf_megatron",
+                *words,
+                "--api-key-file",
+                tmp_path / "key",
+            ]
             return await (await asyncio.create_subprocess_exec(*command)).wait()
 
     assert asyncio.run(work()) == 1, "some requests failed"
@@ -136,9 +185,16 @@ def test_the_command_measures_a_stub_within_three_per_cent(tmp_path: Path) -> No
 
 
 def test_figures_of_outcomes_by_hand() -> None:
-    outcomes = [Outcome(2.0, 1.0, 11), Outcome(4.0, 2.0, 5), Outcome(9.0, error="no")]
-    level = figures(2, outcomes, 8.0)
+    outcomes = [
+        RequestOutcome(2.0, 1.0, 11),
+        RequestOutcome(4.0, 2.0, 5),
+        RequestOutcome(9.0, error="no"),
+    ]
+    level = summarize_load_level(2, outcomes, 8.0)
     assert (level.failed, level.requests_per_s, level.tokens_per_s) == (1, 0.25, 2.0)
     assert level.latency_s == pytest.approx({"p50": 3.0, "p90": 3.8, "p99": 3.98, "mean": 3.0})
-    assert level.token_s["mean"] == pytest.approx((0.1 + 0.5) / 2) and level.first_token_s["p50"] == 1.5
-    assert figures(1, [Outcome(1.0, None, 4)], 1.0).first_token_s == {}
+    assert (
+        level.token_s["mean"] == pytest.approx((0.1 + 0.5) / 2)
+        and level.first_token_s["p50"] == 1.5
+    )
+    assert summarize_load_level(1, [RequestOutcome(1.0, None, 4)], 1.0).first_token_s == {}

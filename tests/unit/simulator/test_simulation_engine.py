@@ -9,40 +9,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_megatron.simulator.durations import DecodeConfig
-from rlhf_megatron.simulator.fleet import Engine, RunningGroup
+from rlhf_megatron.planning.simulator.durations import DecodeConfig
+from rlhf_megatron.planning.simulator.simulated_fleet import RunningGroup, SimulatedEngine
 
 
-def make(seconds_a_token: list[float], prefill: float = math.inf) -> Engine:
-    return Engine(0, [0.0, *seconds_a_token], prefill)
+def make(seconds_a_token: list[float], prefill: float = math.inf) -> SimulatedEngine:
+    return SimulatedEngine(0, [0.0, *seconds_a_token], prefill)
 
 
 def group(number: int, *lengths: int, prompt: int = 0) -> RunningGroup:
     return RunningGroup(number, 0, prompt, lengths)
 
 
-def ends(engine: Engine, until: float = math.inf) -> list[tuple[float, int]]:
+def ends(engine: SimulatedEngine, until: float = math.inf) -> list[tuple[float, int]]:
     """(time, group) of all groups that are done before `until`."""
     found = []
-    while (when := engine.next_end()) < until:
-        found += [(when, done.number) for done in engine.take_ended(when)]
+    while (when := engine.find_next_end()) < until:
+        found += [(when, done.number) for done in engine.finish_ended_responses(when)]
     return found
 
 
 def test_two_share_until_the_first_is_done() -> None:
     # 1 s a token alone, 1.5 s with two. Both get 4 tokens in 6 s; the other's 6 more take 1 s each: 12 s.
     engine = make([1.0, 1.5])
-    engine.submit(0.0, group(0, 4))
-    engine.submit(0.0, group(1, 10))
+    engine.submit_group(0.0, group(0, 4))
+    engine.submit_group(0.0, group(1, 10))
     assert ends(engine) == [(6.0, 0), (12.0, 1)]
-    assert engine.busy_s(20.0) == 12.0
+    assert engine.measure_busy_seconds(20.0) == 12.0
 
 
 def test_one_that_comes_later_slows_the_other() -> None:
     # alone for 3 s: 3 of 5 tokens; then 2 more at 2 s each: done at 7 s, when the other has 2 of 3: done at 8 s.
     engine = make([1.0, 2.0])
-    engine.submit(0.0, group(0, 5))
-    engine.submit(3.0, group(1, 3))
+    engine.submit_group(0.0, group(0, 5))
+    engine.submit_group(3.0, group(1, 3))
     assert ends(engine) == [(7.0, 0), (8.0, 1)]
 
 
@@ -50,7 +50,7 @@ def test_what_finds_no_slot_waits_in_order() -> None:
     # two slots at 1 s: lengths 3, 5 | 2, 4. At 3 s the third gets in, done at 5 s like the second; then the fourth.
     engine = make([1.0, 1.0])
     for number, length in enumerate((3, 5, 2, 4)):
-        engine.submit(0.0, group(number, length))
+        engine.submit_group(0.0, group(number, length))
     assert engine.num_outstanding == 4 and engine.num_running == 2
     assert ends(engine) == [(3.0, 0), (5.0, 1), (5.0, 2), (9.0, 3)]
 
@@ -59,8 +59,8 @@ def test_a_prompt_is_computed_once_for_a_group_and_holds_up_the_others() -> None
     # 10 prompt tokens a second. Group 0 (20 tokens): decodes from 2 s. Group 1 (10) at 3 s: one token of 0 is made,
     # then all wait until 4 s; the three run at 1 s a token: 0 has 2 more (6 s), 1 has 3 and 5 tokens (7 s, 9 s).
     engine = make([1.0, 1.0, 1.0], prefill=10.0)
-    engine.submit(0.0, group(0, 3, prompt=20))
-    engine.submit(3.0, group(1, 3, 5, prompt=10))
+    engine.submit_group(0.0, group(0, 3, prompt=20))
+    engine.submit_group(3.0, group(1, 3, 5, prompt=10))
     assert ends(engine) == [(6.0, 0), (9.0, 1)]
 
 
@@ -68,35 +68,35 @@ def test_a_sync_stops_it_and_keys_and_values_are_computed_anew() -> None:
     # 4 of 10 tokens by 4 s; paused to 6 s; 2 prompt + 4 response tokens at 3 a second: 2 s; 6 more tokens: 14 s.
     engine = make([1.0], prefill=3.0)
     running = group(7, 10, prompt=0)
-    running.prompt_tokens = 0
-    engine.submit(0.0, running)
-    running.prompt_tokens = 2
-    engine.pause(4.0)
-    assert engine.next_end() == math.inf
-    engine.resume(6.0, version=3, recomputes=True)
+    running.num_prompt_tokens = 0
+    engine.submit_group(0.0, running)
+    running.num_prompt_tokens = 2
+    engine.pause_decoding(4.0)
+    assert engine.find_next_end() == math.inf
+    engine.resume_decoding(6.0, policy_version=3, recomputes_cache=True)
     assert ends(engine) == [(14.0, 7)]
     assert running.first_versions == [0], "its first token is of the version before"
     later = group(8, 1)
-    engine.submit(20.0, later)
+    engine.submit_group(20.0, later)
     assert later.first_versions == [3]
 
 
 def test_without_recomputation_it_just_goes_on() -> None:
     engine = make([1.0], prefill=3.0)
-    engine.submit(0.0, group(7, 10))
-    engine.pause(4.0)
-    engine.resume(6.0, version=1, recomputes=False)
+    engine.submit_group(0.0, group(7, 10))
+    engine.pause_decoding(4.0)
+    engine.resume_decoding(6.0, policy_version=1, recomputes_cache=False)
     assert ends(engine) == [(12.0, 7)]
-    assert engine.busy_s(12.0) == 10.0
+    assert engine.measure_busy_seconds(12.0) == 10.0
 
 
 def test_what_is_given_up_frees_its_slots_at_once() -> None:
     # Two slots. Group 0 has 4 and 9 tokens; 1 waits with 2. At 3 s group 0 is given up: 1 is done at 5 s.
     engine = make([1.0, 1.0])
     lost, other = group(0, 4, 9), group(1, 2)
-    engine.submit(0.0, lost)
-    engine.submit(0.0, other)
-    engine.give_up(3.0, lost)
+    engine.submit_group(0.0, lost)
+    engine.submit_group(0.0, other)
+    engine.abandon_group(3.0, lost)
     assert (engine.num_running, engine.num_outstanding) == (1, 1)
     assert ends(engine) == [(5.0, 1)]
     assert engine.num_outstanding == 0
@@ -105,9 +105,13 @@ def test_what_is_given_up_frees_its_slots_at_once() -> None:
 def test_seconds_a_token_between_measured_points() -> None:
     # 0.010 at 1, 0.020 at 11, 0.030 at 21: a line between, level before the first, on along the last one.
     decode = DecodeConfig(points=((1, 0.010), (11, 0.020), (21, 0.030)))
-    assert [decode.seconds(n) for n in (1, 6, 11, 16, 31)] == pytest.approx([0.010, 0.015, 0.020, 0.025, 0.040])
-    assert DecodeConfig(fixed_s=0.01, per_response_s=0.001).seconds(5) == pytest.approx(0.015)
-    assert DecodeConfig(points=((4, 0.5),)).seconds(100) == 0.5
+    assert [decode.interpolate_token_seconds(n) for n in (1, 6, 11, 16, 31)] == pytest.approx(
+        [0.010, 0.015, 0.020, 0.025, 0.040]
+    )
+    assert DecodeConfig(fixed_s=0.01, per_response_s=0.001).interpolate_token_seconds(
+        5
+    ) == pytest.approx(0.015)
+    assert DecodeConfig(points=((4, 0.5),)).interpolate_token_seconds(100) == 0.5
 
 
 @dataclass
@@ -119,7 +123,9 @@ class Plain:
     arrival: float
 
 
-def plain_loop(arrivals: list[tuple[float, int]], rates: list[float], slots: int) -> dict[int, float]:
+def plain_loop(
+    arrivals: list[tuple[float, int]], rates: list[float], slots: int
+) -> dict[int, float]:
     """number -> end: remaining tokens of each are counted down from event to event."""
     coming = [Plain(i, float(length), when) for i, (when, length) in enumerate(arrivals)]
     waiting: list[Plain] = []
@@ -152,14 +158,16 @@ def plain_loop(arrivals: list[tuple[float, int]], rates: list[float], slots: int
     st.floats(0.0, 0.5),
 )
 @settings(max_examples=150, deadline=None)
-def test_as_the_plain_loop(arrivals: list[tuple[float, int]], slots: int, fixed: float, more: float) -> None:
+def test_as_the_plain_loop(
+    arrivals: list[tuple[float, int]], slots: int, fixed: float, more: float
+) -> None:
     arrivals = sorted((round(when, 3), length) for when, length in arrivals)
     rates = [fixed + more * n for n in range(1, slots + 1)]
     engine = make(rates)
     found: list[tuple[float, int]] = []
     for number, (when, length) in enumerate(arrivals):
         found += ends(engine, when)
-        engine.submit(when, group(number, length))
+        engine.submit_group(when, group(number, length))
     found += ends(engine)
     expected = plain_loop(arrivals, rates, slots)
     assert {number: when for when, number in found} == pytest.approx(expected, rel=1e-6, abs=1e-5)
@@ -174,12 +182,16 @@ def test_as_small_steps_of_time() -> None:
     engine, found = make(rates), []
     for when, (number, length) in arrivals.items():
         found += ends(engine, when)
-        engine.submit(when, group(number, length))
+        engine.submit_group(when, group(number, length))
     found += ends(engine)
     left: dict[int, float] = {}
     stepped, dt = {}, 0.0005
     for tick in range(10_000):
-        left |= {number: float(length) for when, (number, length) in arrivals.items() if round(when / dt) == tick}
+        left |= {
+            number: float(length)
+            for when, (number, length) in arrivals.items()
+            if round(when / dt) == tick
+        }
         if left:
             pace = rates[len(left) - 1]
             left = {number: tokens - dt / pace for number, tokens in left.items()}

@@ -12,9 +12,9 @@ from places import ROOT
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.simulator.durations import Durations, read_durations
-from rlhf_megatron.simulator.plan import Setting
-from rlhf_megatron.simulator.planned import planned_durations
+from rlhf_megatron.planning.simulator.durations import RunDurations, read_durations
+from rlhf_megatron.planning.simulator.planned_durations import plan_durations
+from rlhf_megatron.planning.simulator.simulation_plan import SimulationSetup
 
 RUN = ROOT / "configs" / "recipes" / "qwen3_8b_dapo.yaml"
 LAYER = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288  # weights in matrices
@@ -22,8 +22,10 @@ HEAD = 151936 * 4096
 NORMS = 36 * (2 * 4096 + 2 * 128) + 4096
 
 
-def durations(*overrides: str, median: int | None = 2048) -> Durations:
-    return planned_durations(load_run_config(RUN, list(overrides), with_files=False).config, "h100-80g", median)
+def durations(*overrides: str, median: int | None = 2048) -> RunDurations:
+    return plan_durations(
+        load_run_config(RUN, list(overrides), with_files=False).config, "h100-80g", median
+    )
 
 
 def test_durations_by_hand() -> None:
@@ -51,12 +53,17 @@ def test_durations_by_hand() -> None:
 
 def test_what_follows_from_a_setting() -> None:
     """FP8 halves what a decoding GPU reads of weights; a pipeline has a bubble; experts are read as they are met."""
-    plain, fp8 = (durations(*given).engine.decode.points[0][1] for given in ((), ("rollout.quantization=fp8",)))
+    plain, fp8 = (
+        durations(*given).engine.decode.points[0][1]
+        for given in ((), ("rollout.quantization=fp8",))
+    )
     assert 0.5 < fp8 / plain < 0.62  # the embedding and the head stay
     half = "actor.megatron.pipeline_model_parallel_size=2"
     assert durations(half).trainer.update_tokens_per_s < durations().trainer.update_tokens_per_s
-    of_experts = load_run_config(ROOT / "configs/recipes/qwen3_30b_a3b_gspo.yaml", [], with_files=False).config
-    points = dict(planned_durations(of_experts, "h100-80g", 1000).engine.decode.points)
+    of_experts = load_run_config(
+        ROOT / "configs/recipes/qwen3_30b_a3b_gspo.yaml", [], with_files=False
+    ).config
+    points = dict(plan_durations(of_experts, "h100-80g", 1000).engine.decode.points)
     assert points[64] / points[1] > 5 and points[64] < 64 * points[1] / 5
 
 
@@ -67,14 +74,18 @@ def test_a_pass_that_the_update_makes_itself_takes_no_time() -> None:
         ["actor.use_kl_loss=true", "reference.param_offload=true"],
     )
     for given, actor, reference in (([], 1, 0), (one, 0, 0), ([*one, *beside], 0, 1)):
-        config = load_run_config(RUN, ["algorithm.rollout_correction.preset=disabled", *given], with_files=False).config
-        setting = Setting(config, durations())
-        plan, trainer = setting.plan(setting.split, 1), setting.durations.trainer
+        config = load_run_config(
+            RUN, ["algorithm.rollout_correction.preset=disabled", *given], with_files=False
+        ).config
+        setting = SimulationSetup(config, durations())
+        plan, trainer = setting.make_plan(setting.split, 1), setting.durations.trainer
         seconds = actor / trainer.annotate_tokens_per_s + reference / trainer.reference_tokens_per_s
-        assert plan.annotate_s(1000) == pytest.approx(1000 * seconds), given
+        assert plan.compute_annotate_seconds(1000) == pytest.approx(1000 * seconds), given
 
 
-def test_written_durations_give_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_durations_give_the_same_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, short = tmp_path / "planned.yaml", ["--only", "--steps", "3", "--warmup", "1"]
     words = ["simulate", str(RUN), "data.train_batch_size=8", "actor.mini_batch_size=64"]
     assert main([*words, "--gpu", "h100-80g", "--median", "500", "--write", str(path)]) == 0
@@ -89,7 +100,11 @@ def test_written_durations_give_the_same_figures(tmp_path: Path, capsys: pytest.
 
 def test_what_cannot_be_planned(tmp_path: Path) -> None:
     config = load_run_config(RUN, [], with_files=False).config
-    with pytest.raises(ConfigError, match=r"--gpu \(h100-80g\) plans engines of sglang; rollout.engine is local"):
-        planned_durations(replace(config, rollout=replace(config.rollout, engine="local")), "h100-80g", None)
+    with pytest.raises(
+        ConfigError, match=r"--gpu \(h100-80g\) plans engines of sglang; rollout.engine is local"
+    ):
+        plan_durations(
+            replace(config, rollout=replace(config.rollout, engine="local")), "h100-80g", None
+        )
     with pytest.raises(SystemExit):
         main(["simulate", str(RUN), "--gpu", "h100-80g", "--durations", str(tmp_path)])

@@ -16,32 +16,35 @@ import pytest
 from sleeping_run import PROMPT_TOKENS, Slept, sleep_through
 
 from rlhf_megatron.config.schema import ScheduleConfig
-from rlhf_megatron.scheduler.schedules import load_schedule
-from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.simulator.durations import LengthsConfig, Workload
-from rlhf_megatron.simulator.plan import Plan
-from rlhf_megatron.simulator.supplies import Background, Foreground
+from rlhf_megatron.controller.scheduler.schedules import load_schedule
+from rlhf_megatron.controller.scheduler.schedules.synchronous import SynchronousSchedule
+from rlhf_megatron.planning.simulator.durations import LengthsConfig, SimulatedWorkload
+from rlhf_megatron.planning.simulator.simulated_runs import (
+    BackgroundSimulation,
+    ForegroundSimulation,
+)
+from rlhf_megatron.planning.simulator.simulation_plan import SimulationPlan
 
 NUM_STEPS, GROUP_SIZE, SLOTS = 4, 2, 5
-PLAN = Plan(
+PLAN = SimulationPlan(
     num_steps=NUM_STEPS,
     last_step=NUM_STEPS,
     batch_size=4,
     group_size=GROUP_SIZE,
     num_engines=2,
-    seconds_a_token=(0.0, *(0.006 + 0.001 * n for n in range(1, SLOTS + 1))),
+    seconds_per_token=(0.0, *(0.006 + 0.001 * n for n in range(1, SLOTS + 1))),
     prefill_tokens_per_s=float("inf"),
     score_fixed_s=0.06,
     score_per_sample_s=0.01,
-    score_workers=1,
-    annotate_s_a_token=0.0005,
+    num_score_workers=1,
+    annotate_s_per_token=0.0005,
     annotate_fixed_s=0.05,
     advantages_s=0.02,
-    update_s_a_token=0.001,
+    update_s_per_token=0.001,
     update_fixed_s=0.3,
     sync_s=0.2,
-    recomputes=False,
-    least_annotated=4,
+    recomputes_cache=False,
+    min_annotated_samples=4,
 )
 SECTIONS = (
     ScheduleConfig("synchronous"),
@@ -77,45 +80,61 @@ class Clocked(list[Any]):
         self.times.append(self.simulation.now)
 
 
-def simulated(plan: Plan, section: ScheduleConfig, workload: Workload) -> Simulated:
+def simulated(
+    plan: SimulationPlan, section: ScheduleConfig, workload: SimulatedWorkload
+) -> Simulated:
     schedule = load_schedule(section)
-    kind = Foreground if isinstance(schedule, Synchronous) else Background
-    simulation = kind(plan, schedule, workload, keeps_all=True)
+    kind = (
+        ForegroundSimulation if isinstance(schedule, SynchronousSchedule) else BackgroundSimulation
+    )
+    simulation = kind(plan, schedule, workload, keeps_details=True)
     events = Clocked()
     events.simulation, simulation.flow.events = simulation, events
     history = simulation.run()
     gaps = [late - early for early, late in pairwise(sorted({round(t, 9) for t in events.times}))]
-    return Simulated([step.end_s for step in history.steps], [str(e) for e in history.events], min(gaps))
+    return Simulated(
+        [step.end_s for step in history.steps], [str(e) for e in history.flow_events], min(gaps)
+    )
 
 
-def slowed(plan: Plan, factor: float) -> Plan:
+def slowed(plan: SimulationPlan, factor: float) -> SimulationPlan:
     """Everything takes so many times as long."""
     names = [name for name in plan.__dataclass_fields__ if name.endswith(("_s", "_s_a_token"))]
     changes: dict[str, Any] = {name: factor * getattr(plan, name) for name in names}
-    pace = tuple(factor * seconds for seconds in plan.seconds_a_token)
-    return replace(plan, **changes, seconds_a_token=pace)
+    pace = tuple(factor * seconds for seconds in plan.seconds_per_token)
+    return replace(plan, **changes, seconds_per_token=pace)
 
 
-def chosen(plan: Plan, section: ScheduleConfig) -> Workload:
+def chosen(plan: SimulationPlan, section: ScheduleConfig) -> SimulatedWorkload:
     """Of many sets of lengths the one whose events lie furthest apart; where groups may be late, of those with some."""
     can_be_late = section.params.get("late") in ("drop", "again")
 
-    def workload(seed: int) -> Workload:
+    def workload(seed: int) -> SimulatedWorkload:
         rng = random.Random(seed)
         kinds = [(10, 60), (40, 160), *([(300, 450)] if can_be_late and seed % 2 else [])]
         values = tuple(float(rng.randint(*rng.choice(kinds))) for _ in range(97))
         prompts = LengthsConfig("constant", median=PROMPT_TOKENS)
-        return Workload(LengthsConfig("cycle", values=values), prompts, GROUP_SIZE, 10**6, 10**6, 1)
+        return SimulatedWorkload(
+            LengthsConfig("cycle", values=values), prompts, GROUP_SIZE, 10**6, 10**6, 1
+        )
 
-    def is_sure(workload: Workload, events: list[str]) -> bool:
+    def is_sure(workload: SimulatedWorkload, events: list[str]) -> bool:
         """Somebody is late, and nobody by so little that it would be otherwise if one thing took 2 % longer."""
         told = any("(lag)" in event or "(again)" in event for event in events)
-        slower = [replace(plan, seconds_a_token=tuple(f * s for s in plan.seconds_a_token)) for f in (0.98, 1.02)]
-        slower += [replace(plan, **{name: 1.02 * getattr(plan, name)}) for name in ("update_fixed_s", "sync_s")]
+        slower = [
+            replace(plan, seconds_per_token=tuple(f * s for s in plan.seconds_per_token))
+            for f in (0.98, 1.02)
+        ]
+        slower += [
+            replace(plan, **{name: 1.02 * getattr(plan, name)})
+            for name in ("update_fixed_s", "sync_s")
+        ]
         slower += [replace(plan, score_fixed_s=plan.score_fixed_s + 0.005)]
-        return told and all(simulated(other, section, workload).events == events for other in slower)
+        return told and all(
+            simulated(other, section, workload).events == events for other in slower
+        )
 
-    def merit(workload: Workload) -> tuple[bool, float]:
+    def merit(workload: SimulatedWorkload) -> tuple[bool, float]:
         found = simulated(plan, section, workload)
         return not can_be_late or is_sure(workload, found.events), found.gap_s
 
@@ -129,7 +148,9 @@ def difference(slept: Slept, expected: Simulated) -> float:
     return slept.ends[-1] / expected.ends[-1] - 1
 
 
-def compare(run: Plan, section: ScheduleConfig, factors: tuple[float, ...], bar: float) -> str:
+def compare(
+    run: SimulationPlan, section: ScheduleConfig, factors: tuple[float, ...], bar: float
+) -> str:
     """What was found, "" with the first factor at which order and step time are right."""
     workload, found = chosen(run, section), ""
     for factor in factors:
@@ -137,20 +158,27 @@ def compare(run: Plan, section: ScheduleConfig, factors: tuple[float, ...], bar:
         expected = simulated(plan, section, workload)
         slept = sleep_through(plan, section, workload)
         off = difference(slept, expected)
-        line = (
-            f"{section.name} {section.params}: {len(expected.events)} events, {expected.ends[-1]:.2f} s, off {off:+.2%}"
-        )
+        line = f"{section.name} {section.params}: {len(expected.events)} events, {expected.ends[-1]:.2f} s, off {off:+.2%}"
         print(f"{line}, nearest events {expected.gap_s * 1e3:.0f} ms apart, x {factor:g}")
         if slept.events == expected.events and abs(off) <= bar:
             return ""
-        differ = [i for i, pair in enumerate(zip(slept.events, expected.events, strict=False)) if len({*pair}) > 1]
+        differ = [
+            i
+            for i, pair in enumerate(zip(slept.events, expected.events, strict=False))
+            if len({*pair}) > 1
+        ]
         first = differ[0] if differ else -1
         found += f"\n{line}; first difference at {first}: slept {slept.events[first - 2 : first + 4]}, simulated"
         found += f" {expected.events[first - 2 : first + 4]}"
     return found
 
 
-def compare_all(run: Plan, sections: tuple[ScheduleConfig, ...], factors: tuple[float, ...], bar: float) -> None:
+def compare_all(
+    run: SimulationPlan,
+    sections: tuple[ScheduleConfig, ...],
+    factors: tuple[float, ...],
+    bar: float,
+) -> None:
     """At the same time: they only sleep."""
     with ThreadPoolExecutor(len(sections)) as pool:
         found = list(pool.map(lambda section: compare(run, section, factors, bar), sections))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.resharding.sender import SendReport
-from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.sync.weight_sync import WeightSync
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.ranks.resharding.weight_sender import SendReport
+from rlhf_megatron.rollout.engine_interface import EngineError
 
 SENT = {"w": "00000000000000aa"}
 
@@ -59,7 +59,9 @@ def sync_of(fleet: Fleet, sent: dict[str, str], version: int = 0) -> WeightSync:
     return WeightSync(host, fleet, Path(), 1 << 20, "float32", version)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("second", "is_whole"), [(SENT, False), (None, True)], ids=["digests", "none"])
+@pytest.mark.parametrize(
+    ("second", "is_whole"), [(SENT, False), (None, True)], ids=["digests", "none"]
+)
 def test_a_sync_waits_for_all_commits_only_where_an_engine_is_probed(
     second: dict[str, str] | None, is_whole: bool
 ) -> None:
@@ -73,15 +75,15 @@ def test_a_resync_remembers_what_it_sent() -> None:
     sent = dict(SENT)
     engine = Engine(sent)
     sync = sync_of(Fleet(engine), sent, version=3)
-    sync.resync([engine])  # type: ignore[list-item]
+    sync.resync_engines([engine])  # type: ignore[list-item]
     assert engine.committed == 3
     sent["w"] = "00000000000000bb"
     with pytest.raises(AssertionError, match="the weights have changed since version 3 was sent"):
-        sync.resync([engine])  # type: ignore[list-item]
+        sync.resync_engines([engine])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("serves", [2, 4])
 def test_an_engine_that_serves_another_version_after_its_commit_has_failed(serves: int) -> None:
     engine = Engine(SENT, serves)
     with pytest.raises(EngineError, match=f"engine0 serves version {serves} after the sync of 3"):
-        sync_of(Fleet(engine), SENT, version=3).resync([engine])  # type: ignore[list-item]
+        sync_of(Fleet(engine), SENT, version=3).resync_engines([engine])  # type: ignore[list-item]

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from rlhf_megatron.config.keys import leaf_keys
+from rlhf_megatron.config.key_paths import list_leaf_keys
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.source import MappingNode, parse
-from rlhf_megatron.config.verl_names import VERL_NAMES, entry_of, suggest
-from rlhf_megatron.verl.draft import Told
-from rlhf_megatron.verl.given import one_name
-from rlhf_megatron.verl.read import Setting, Written
-from rlhf_megatron.verl.translate import translate
+from rlhf_megatron.config.verl_names import VERL_NAMES, find_verl_key, suggest_setting
+from rlhf_megatron.config.yaml_nodes import MappingNode, parse_yaml
+from rlhf_megatron.jobs.from_verl.config_draft import UserFacts
+from rlhf_megatron.jobs.from_verl.settings_reader import VerlSetting, WrittenSettings
+from rlhf_megatron.jobs.from_verl.translate_config import translate_verl_config
+from rlhf_megatron.jobs.from_verl.verl_settings import normalize_key
 
 OPTIM = """lr lr_warmup_steps lr_warmup_steps_ratio lr_decay_style min_lr weight_decay betas optimizer clip_grad
  override_optimizer_config.optimizer_cpu_offload override_optimizer_config.optimizer_offload_fraction
@@ -83,22 +83,41 @@ KNOWN = [f"{block}.{name}" for block, names in BLOCKS.items() for name in names.
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_no_key_that_users_know_is_unknown(estimator: str) -> None:
     """Each alone is mapped, switched off, or listed with its own reason."""
-    written = Written()
+    written = WrittenSettings()
     for key in KNOWN:
-        written.add(Setting(key, None, "run.yaml:1"))
+        written.add(VerlSetting(key, None, "run.yaml:1"))
     for key, value in (("algorithm.adv_estimator", estimator), ("trainer.total_training_steps", 3)):
-        written.settings[key] = Setting(key, value, "run.yaml:1")
+        written.settings[key] = VerlSetting(key, value, "run.yaml:1")
     for key in KNOWN:
-        if key.partition(".")[0] not in ("data", "algorithm", "trainer") and written.settings[key].value is None:
-            written.settings[key] = Setting(key, "something", "run.yaml:1")
-    result = translate(written, "run.yaml", Told(), {})
-    unknown = [one.name for one in result.left if one.reason.startswith("unknown")]
+        if (
+            key.partition(".")[0] not in ("data", "algorithm", "trainer")
+            and written.settings[key].value is None
+        ):
+            written.settings[key] = VerlSetting(key, "something", "run.yaml:1")
+    result = translate_verl_config(written, "run.yaml", UserFacts(), {})
+    unknown = [one.name for one in result.untranslated if one.reason.startswith("unknown")]
     assert not unknown
-    assert all(one.reason for one in result.left) and len(result.left) > 40
+    assert all(one.reason for one in result.untranslated) and len(result.untranslated) > 40
 
 
 ODD = (
-    *(None, True, False, 0, 1, -1, -5, 2.5, 10**20, float("nan"), float("inf"), [], [1, "a"], {}, [[]]),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        -5,
+        2.5,
+        10**20,
+        float("nan"),
+        float("inf"),
+        [],
+        [1, "a"],
+        {},
+        [[]],
+    ),
     *("x", "64", "1e-3", "a\nb: #c", "\x07", "???", "${x}", "${oc.select:a,[1}"),
 )
 
@@ -106,31 +125,31 @@ ODD = (
 @pytest.mark.parametrize("seed", range(12))
 def test_odd_values_are_told_and_end_nothing(seed: int) -> None:
     rng = random.Random(seed)
-    written = Written()
+    written = WrittenSettings()
     for key in rng.sample(KNOWN, (1, 5, 20, 80)[seed % 4]):
-        written.add(Setting(key, rng.choice(ODD), "run.yaml:1"))
-    result = translate(written, "run.yaml", Told(100, 100), {})
-    assert isinstance(parse(result.text, "result", 0), MappingNode)
+        written.add(VerlSetting(key, rng.choice(ODD), "run.yaml:1"))
+    result = translate_verl_config(written, "run.yaml", UserFacts(100, 100), {})
+    assert isinstance(parse_yaml(result.yaml_text, "result", 0), MappingNode)
     assert not any("Traceback" in problem for problem in result.problems)
 
 
 def test_keys_have_an_entry_a_rule_or_the_same_name() -> None:
     """What is in neither is dealt with by a rule, which the other test runs."""
     assert len(KNOWN) > 230 and len(set(KNOWN)) == len(KNOWN)
-    same = [key for key in KNOWN if one_name(key) in leaf_keys(RunConfig)]
-    listed = [key for key in KNOWN if entry_of(one_name(key)) is not None]
+    same = [key for key in KNOWN if normalize_key(key) in list_leaf_keys(RunConfig)]
+    listed = [key for key in KNOWN if find_verl_key(normalize_key(key)) is not None]
     assert len({*same, *listed}) > 200
 
 
 def test_a_switch_is_of_its_own_section_and_every_reason_says_something() -> None:
     for entry in VERL_NAMES:
         assert entry.note or entry.target, entry
-        if entry.switch:
-            assert entry.switch.split(".")[0] == entry.name.split(".")[0], entry
+        if entry.switch_key:
+            assert entry.switch_key.split(".")[0] == entry.name.split(".")[0], entry
 
 
 def test_the_critic_has_the_hints_of_the_actor() -> None:
-    assert suggest("critic.megatron.override_ddp_config.overlap_grad_reduce").text == (
+    assert suggest_setting("critic.megatron.override_ddp_config.overlap_grad_reduce").text == (
         "Here it is critic.megatron.overlap_grad_reduce."
     )
-    assert "rollout.colocated" in suggest("critic.megatron.param_offload").text
+    assert "rollout.colocated" in suggest_setting("critic.megatron.param_offload").text

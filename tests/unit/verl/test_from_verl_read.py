@@ -7,19 +7,28 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.verl.given import Given
-from rlhf_megatron.verl.read import add_overrides, hydra_value, read
-from rlhf_megatron.verl.shell import UNKNOWN, Script
+from rlhf_megatron.jobs.from_verl.settings_reader import (
+    add_command_line_overrides,
+    parse_hydra_value,
+    read_verl_settings,
+)
+from rlhf_megatron.jobs.from_verl.shell_script import UNKNOWN, ShellScript
+from rlhf_megatron.jobs.from_verl.verl_settings import VerlSettings
 
 
-def settings(text: str, source: str = "run.sh", environment: dict[str, str] | None = None) -> dict[str, Any]:
-    return {name: one.value for name, one in read(text, source, environment or {}).settings.items()}
+def settings(
+    text: str, source: str = "run.sh", environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    return {
+        name: one.value
+        for name, one in read_verl_settings(text, source, environment or {}).settings.items()
+    }
 
 
 def expanded(word: str, before: str = "", **environment: str) -> list[str]:
-    script = Script(environment)
+    script = ShellScript(environment)
     script.read(before)
-    return script.expand(word)
+    return script.expand_word(word)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +77,21 @@ def test_a_script_with_branches() -> None:
     fi
     python3 -m verl.trainer.main_ppo a.n=$n a.lr=$lr 2>&1 | tee log.txt
     """
-    written = read(text, "run.sh", {})
+    written = read_verl_settings(text, "run.sh", {})
     assert {name: one.value for name, one in written.settings.items()} == {"a.n": 4}
     (problem,) = written.problems
-    assert problem.startswith("a.lr=...: its value depends on what only the shell can tell") and "[run.sh:8]" in problem
-    add_overrides(written, ["a.lr=2e-6"])
+    assert (
+        problem.startswith("a.lr=...: its value depends on what only the shell can tell")
+        and "[run.sh:8]" in problem
+    )
+    add_command_line_overrides(written, ["a.lr=2e-6"])
     assert written.settings["a.lr"].value == 2e-6 and not written.problems
 
 
 def test_prefixes_and_removals() -> None:
     text = "main_ppo.py +a.b=1 ++a.c=2 a.d=3 ~a.d a.e.f=4 a.e.g=5 ~a.e a.b=6 hydra.run.dir=x model@m.n=7"
     assert settings("python " + text) == {"a.b": 6, "a.c": 2, "model": 7}
-    notes = read("python " + text, "run.sh", {}).notes
+    notes = read_verl_settings("python " + text, "run.sh", {}).notes
     assert notes == ["a.b is given twice: 6 (run.sh:1) replaces 1 (run.sh:1)."]
 
 
@@ -104,7 +116,7 @@ def test_a_plain_list() -> None:
     ],
 )
 def test_values_of_overrides(text: str, value: Any) -> None:
-    assert hydra_value(text, "") == value
+    assert parse_hydra_value(text, "") == value
 
 
 def test_interpolations() -> None:
@@ -126,11 +138,23 @@ c:
   p: ???
   q: ${oc.select:a.gone}
 """
-    given = Given(read(text, "run.yaml", {}), {"HOME": "/home/me"})
-    expected = {"d": 4, "e": 16, "f": 4, "g": 4, "h": "run-x-4", "i": 4, "j": "nobody", "k": "/home/me", "l": [1, 2]}
-    assert {name: given.get(f"c.{name}") for name in expected} == expected
-    assert given.has("c.q") and given.get("c.q") is None and not given.has("c.p")
-    assert not any(map(given.has, ("c.m", "c.n", "c.o")))  # in a circle, or to nothing
+    given = VerlSettings(read_verl_settings(text, "run.yaml", {}), {"HOME": "/home/me"})
+    expected = {
+        "d": 4,
+        "e": 16,
+        "f": 4,
+        "g": 4,
+        "h": "run-x-4",
+        "i": 4,
+        "j": "nobody",
+        "k": "/home/me",
+        "l": [1, 2],
+    }
+    assert {name: given.use_value(f"c.{name}") for name in expected} == expected
+    assert (
+        given.is_written("c.q") and given.use_value("c.q") is None and not given.is_written("c.p")
+    )
+    assert not any(map(given.is_written, ("c.m", "c.n", "c.o")))  # in a circle, or to nothing
     assert sum("points to what is not there" in note for note in given.notes) == 3
 
 
@@ -144,20 +168,28 @@ c:
         ("echo hello\n", "run.sh", "holds no setting of verl"),
         ("defaults: [x]\n", "run.yaml", "holds no setting of verl"),
         ("python main_ppo.py a.b='x\n", "run.sh", "line 1: the quote ' does not end"),
-        ("python main_ppo.py a.b=1\npython main_ppo.py a.b=2\n", "run.sh", "starts verl 2 times (lines 1, 2)"),
+        (
+            "python main_ppo.py a.b=1\npython main_ppo.py a.b=2\n",
+            "run.sh",
+            "starts verl 2 times (lines 1, 2)",
+        ),
         ("x" * (1 << 20) + "y", "run.sh", "more than 1048576 characters"),
         ("a.b=\x00\n", "run.sh", "not a text file"),
-        ("A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 9 + "main_ppo a.b=$A", "run.sh", "grows beyond 100000"),
+        (
+            "A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 9 + "main_ppo a.b=$A",
+            "run.sh",
+            "grows beyond 100000",
+        ),
         ("A=(x)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40, "run.sh", "more than 20000 words"),
     ],
 )
 def test_broken_input(text: str, source: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        read(text, source, {})
+        read_verl_settings(text, source, {})
     assert message in str(raised.value)
 
 
 def test_overrides_that_are_none() -> None:
-    written = read("a.b=1", "list.txt", {})
+    written = read_verl_settings("a.b=1", "list.txt", {})
     with pytest.raises(ConfigError, match="'nonsense' must have the form"):
-        add_overrides(written, ["a.c=1", "nonsense"])
+        add_command_line_overrides(written, ["a.c=1", "nonsense"])

@@ -30,17 +30,29 @@ def test_fully_async(tmp_path: Path) -> None:
     result = translated(BASE, *FULLY)
     found = values(result)
     assert found["schedule.name"] == "asynchronous"
-    assert found["schedule.params.max_lag"] == 1 and found["schedule.params.partial_rollouts"] is False
+    assert (
+        found["schedule.params.max_lag"] == 1 and found["schedule.params.partial_rollouts"] is False
+    )
     assert found["data.train_batch_size"] == 128 and found["actor.mini_batch_size"] == 16 * 4
     assert found["trainer.total_training_steps"] == 100 and found["trainer.test_freq"] == 5
-    assert found[f"{CORRECTION}.mode"] == "bypass" and found[f"{CORRECTION}.loss_type"] == "ppo_clip"
+    assert (
+        found[f"{CORRECTION}.mode"] == "bypass" and found[f"{CORRECTION}.loss_type"] == "ppo_clip"
+    )
     assert found["rollout.num_engines"] == 2, "4 devices / tensor parallelism 2 of verl's default"
     copies = values(translated(BASE, *FULLY, "actor_rollout_ref.rollout.data_parallel_size=2"))
-    assert copies["rollout.num_engines"] == 2 and "rollout.sglang.args.dp_size" not in copies, "each copy is an engine"
+    assert copies["rollout.num_engines"] == 2 and "rollout.sglang.args.dp_size" not in copies, (
+        "each copy is an engine"
+    )
     assert found["rollout.weight_transport"] == "process_group" and "rollout.colocated" not in found
     assert not result.problems and result.is_whole
-    assert any("128 prompts = trigger_parameter_sync_step 4 x require_batches 2 x" in note for note in result.notes)
-    assert "in whole syncs: 0.5 of a step's prompts there" in result.values["schedule.params.max_lag"].note
+    assert any(
+        "128 prompts = trigger_parameter_sync_step 4 x require_batches 2 x" in note
+        for note in result.notes
+    )
+    assert (
+        "in whole syncs: 0.5 of a step's prompts there"
+        in result.values["schedule.params.max_lag"].note
+    )
     loads(result, tmp_path / "run.yaml")
 
 
@@ -48,7 +60,10 @@ def test_fully_async_by_its_defaults() -> None:
     """staleness 0.1, 4 rounds of one mini-batch, partial rollouts, the engine's log-probs."""
     found = values(translated(BASE, "async_training.require_batches=1"))
     assert found["data.train_batch_size"] == 64 and found["schedule.params.max_lag"] == 1
-    assert found["schedule.params.partial_rollouts"] is True and found[f"{CORRECTION}.mode"] == "bypass"
+    assert (
+        found["schedule.params.partial_rollouts"] is True
+        and found[f"{CORRECTION}.mode"] == "bypass"
+    )
     assert found["rollout.num_engines"] == 4 and found["trainer.total_training_steps"] == 50
 
 
@@ -66,7 +81,9 @@ def test_fully_async_without_old_tokens_and_with_log_probs_of_the_trainer() -> N
 def test_a_loss_that_bypass_mode_does_not_have() -> None:
     result = translated(BASE, *FULLY, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
     (line,) = learning(result)
-    assert line.startswith("async_training.use_rollout_log_probs: gspo with the engine's log-probs for old ones")
+    assert line.startswith(
+        "async_training.use_rollout_log_probs: gspo with the engine's log-probs for old ones"
+    )
     assert values(result)["actor.policy_loss.loss_mode"] == "gspo"
 
 
@@ -87,7 +104,9 @@ def test_a_loss_that_bypass_mode_does_not_have() -> None:
     ],
 )
 def test_separate_async(settings: tuple[str, ...], lag: int, late: str) -> None:
-    result = translated(BASE, "trainer.use_v1=True", "trainer.v1.trainer_mode=separate_async", *settings)
+    result = translated(
+        BASE, "trainer.use_v1=True", "trainer.v1.trainer_mode=separate_async", *settings
+    )
     found = values(result)
     assert found["schedule.name"] == "asynchronous"
     assert found["schedule.params.max_lag"] == lag and found["schedule.params.late"] == late
@@ -106,7 +125,12 @@ def test_a_mode_that_shares_devices_has_no_counterpart() -> None:
 
 def test_one_step_off() -> None:
     """Its file says no more than that engines have devices of their own."""
-    result = translated(BASE, "rollout.nnodes=1", "rollout.n_gpus_per_node=2", "actor_rollout_ref.hybrid_engine=False")
+    result = translated(
+        BASE,
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.hybrid_engine=False",
+    )
     found = values(result)
     assert found["schedule.name"] == "one_step_off" and found["rollout.num_engines"] == 1
     assert found[f"{CORRECTION}.preset"] == "disabled" and result.is_whole and not result.problems

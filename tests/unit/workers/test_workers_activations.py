@@ -11,18 +11,24 @@ import torch
 from places import ROOT
 
 from benchmarks.parity.cases import EXPERT_FAMILIES
-from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models import attention
-from rlhf_megatron.models.attention import packed_documents
-from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.flash import FlashKernel
-from rlhf_megatron.models.fused import Choice
-from rlhf_megatron.parallel.layout import Layout, layout_of
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.runtime.roles import RoleBuilder
-from rlhf_megatron.workers.activations import Trained, kept_bytes, layer_bytes, settled, state_bytes
+from rlhf_megatron.ranks.models import packed_attention
+from rlhf_megatron.ranks.models.flash_attention import FlashKernel
+from rlhf_megatron.ranks.models.fused_kernel_choice import KernelChoice
+from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.workers.peak_memory import (
+    TrainedModelSpec,
+    estimate_layer_activation_bytes,
+    estimate_stage_activation_bytes,
+    estimate_state_bytes,
+    resolve_memory_settings,
+)
+from rlhf_megatron.runtime.rank_roles import RoleBuilder
+from rlhf_megatron.weights.hf_reader import read_hf_config
+from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
 
 GIB = 1 << 30
 GPU = 80 * 10**9
@@ -58,7 +64,9 @@ QWEN3_8B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-FULL = MegatronConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL = MegatronConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 
 
 class Flash(torch.autograd.Function):
@@ -73,13 +81,13 @@ class Flash(torch.autograd.Function):
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    yield create_world(Layout(1), torch.device("cpu"))
+    yield create_world(ParallelLayout(1), torch.device("cpu"))
     destroy_world()
 
 
 def saved_bytes(world: World, hf_config: dict[str, Any], megatron: MegatronConfig) -> int:
     """Storages that autograd holds on to after a forward pass, parameters not counted."""
-    model = build_model(hf_config, world, torch.float32, megatron)
+    model = build_megatron_model(hf_config, world, torch.float32, megatron)
     for module in model.chunks[0].modules():
         if hasattr(module, "config"):
             module.config.bias_activation_fusion = True  # type: ignore[union-attr]  # as on a GPU
@@ -91,53 +99,102 @@ def saved_bytes(world: World, hf_config: dict[str, Any], megatron: MegatronConfi
         return tensor
 
     positions = torch.arange(TOKENS)
-    documents = packed_documents(torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS, positions)
+    documents = make_packed_documents(
+        torch.tensor([0, TOKENS], dtype=torch.int32), TOKENS, positions
+    )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.chunks[0](torch.zeros_like(positions)[None], positions[None], None, packed_seq_params=documents)
+        model.chunks[0](
+            torch.zeros_like(positions)[None], positions[None], None, packed_seq_params=documents
+        )
     return sum(storage.nbytes() for key, storage in seen.items() if key not in own)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "deepseek_v3"])
-def test_the_formula_is_what_autograd_saves(world: World, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_formula_is_what_autograd_saves(
+    world: World, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = LATENT if model_type == "deepseek_v3" else {**TINY, "model_type": model_type}
     monkeypatch.setattr(
-        attention,
-        "flash_kernel",
-        lambda *_: FlashKernel(Choice("fake"), lambda q, k, v, *_: Flash.apply(q, k, v.contiguous())),
+        packed_attention,
+        "choose_flash_kernel",
+        lambda *_: FlashKernel(
+            KernelChoice("fake"), lambda q, k, v, *_: Flash.apply(q, k, v.contiguous())
+        ),
     )
     for megatron in (MegatronConfig(), FULL):
         few, many = (saved_bytes(world, {**tiny, "num_hidden_layers": n}, megatron) for n in (2, 3))
-        models = [Trained({**tiny, "num_hidden_layers": n}, torch.float32, TOKENS) for n in (2, 3)]
-        planned = [kept_bytes(model, megatron, Layout(1), "local", 0) for model in models]
+        models = [
+            TrainedModelSpec({**tiny, "num_hidden_layers": n}, torch.float32, TOKENS)
+            for n in (2, 3)
+        ]
+        planned = [
+            estimate_stage_activation_bytes(model, megatron, ParallelLayout(1), "local", 0)
+            for model in models
+        ]
         assert many - few == pytest.approx(planned[1] - planned[0], rel=0.03), megatron
 
 
 def test_a_layer_of_qwen3_8b_is_as_measured() -> None:
-    model = Trained(QWEN3_8B, torch.bfloat16, 16384)
-    assert layer_bytes(model, Layout(1), "local") / GIB == pytest.approx(2.25, rel=0.01)
-    assert layer_bytes(model, Layout(1), "transformer_engine") / GIB == pytest.approx(2.10, rel=0.01)
-    assert kept_bytes(model, MegatronConfig(), Layout(1), "local", 0) == 36 * layer_bytes(model, Layout(1), "local")
-    sequence = Layout(2, tp=2, sequence_parallel=True)
-    assert layer_bytes(model, sequence, "local") == layer_bytes(model, Layout(1), "local") / 2
-    stages = Layout(4, pp=4)
-    kept = [kept_bytes(model, MegatronConfig(), stages, "local", stage) for stage in range(4)]
-    layer = layer_bytes(model, Layout(1), "local")
-    assert kept == [37 * layer, 28 * layer, 19 * layer, 9 * layer], "gradients of a layer where there is no head"
+    model = TrainedModelSpec(QWEN3_8B, torch.bfloat16, 16384)
+    assert estimate_layer_activation_bytes(
+        model, ParallelLayout(1), "local"
+    ) / GIB == pytest.approx(2.25, rel=0.01)
+    assert estimate_layer_activation_bytes(
+        model, ParallelLayout(1), "transformer_engine"
+    ) / GIB == pytest.approx(2.10, rel=0.01)
+    assert estimate_stage_activation_bytes(
+        model, MegatronConfig(), ParallelLayout(1), "local", 0
+    ) == 36 * estimate_layer_activation_bytes(model, ParallelLayout(1), "local")
+    sequence = ParallelLayout(2, tp=2, sequence_parallel=True)
+    assert (
+        estimate_layer_activation_bytes(model, sequence, "local")
+        == estimate_layer_activation_bytes(model, ParallelLayout(1), "local") / 2
+    )
+    stages = ParallelLayout(4, pp=4)
+    kept = [
+        estimate_stage_activation_bytes(model, MegatronConfig(), stages, "local", stage)
+        for stage in range(4)
+    ]
+    layer = estimate_layer_activation_bytes(model, ParallelLayout(1), "local")
+    assert kept == [37 * layer, 28 * layer, 19 * layer, 9 * layer], (
+        "gradients of a layer where there is no head"
+    )
 
 
 def test_states_of_qwen3_8b() -> None:
-    model = Trained(QWEN3_8B, torch.bfloat16, 16384)
-    assert state_bytes(model, MegatronConfig(), Layout(8), 0) == 18 * 8190735360
+    model = TrainedModelSpec(QWEN3_8B, torch.bfloat16, 16384)
+    assert estimate_state_bytes(model, MegatronConfig(), ParallelLayout(8), 0) == 18 * 8190735360
     shared = MegatronConfig(use_distributed_optimizer=True)
-    assert state_bytes(model, shared, Layout(8), 0) == 6 * 8190735360 + 12 * 8190735360 // 8
+    assert (
+        estimate_state_bytes(model, shared, ParallelLayout(8), 0)
+        == 6 * 8190735360 + 12 * 8190735360 // 8
+    )
 
 
 @pytest.mark.parametrize(
     ("megatron", "num_ranks", "tokens", "device_bytes", "expected"),
     [
-        (MegatronConfig(), 8, 16384, 0, {"use_distributed_optimizer": False}),  # CPUs keep their bits
-        (MegatronConfig(recompute_granularity="none"), 1, 16384, GPU, {"use_distributed_optimizer": False}),
-        (MegatronConfig(tensor_model_parallel_size=2), 8, 512, GPU, {"use_distributed_optimizer": True}),
+        (
+            MegatronConfig(),
+            8,
+            16384,
+            0,
+            {"use_distributed_optimizer": False},
+        ),  # CPUs keep their bits
+        (
+            MegatronConfig(recompute_granularity="none"),
+            1,
+            16384,
+            GPU,
+            {"use_distributed_optimizer": False},
+        ),
+        (
+            MegatronConfig(tensor_model_parallel_size=2),
+            8,
+            512,
+            GPU,
+            {"use_distributed_optimizer": True},
+        ),
         (
             MegatronConfig(tensor_model_parallel_size=2),
             8,
@@ -160,9 +217,15 @@ def test_states_of_qwen3_8b() -> None:
     ],
 )
 def test_what_is_left_to_us_fits_the_device(
-    megatron: MegatronConfig, num_ranks: int, tokens: int, device_bytes: int, expected: dict[str, Any]
+    megatron: MegatronConfig,
+    num_ranks: int,
+    tokens: int,
+    device_bytes: int,
+    expected: dict[str, Any],
 ) -> None:
-    found = settled(megatron, num_ranks, [Trained(QWEN3_8B, torch.bfloat16, tokens)], device_bytes)
+    found = resolve_memory_settings(
+        megatron, num_ranks, [TrainedModelSpec(QWEN3_8B, torch.bfloat16, tokens)], device_bytes
+    )
     cleared = replace(megatron, recompute_granularity=None)
     assert found == replace(cleared, **expected)
 
@@ -171,9 +234,19 @@ def test_the_shipped_qwen3_8b_needs_less_than_72_gb(monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     config = load_run_config(ROOT / "configs/qwen3_8b.yaml", with_files=False).config
     hf_config = read_hf_config(ROOT / config.model.path)
-    assert {**hf_config, **QWEN3_8B, "max_position_embeddings": 40960} == hf_config, "the model that was measured"
-    megatron = RoleBuilder(config).settled(GPU).config.actor.megatron
+    assert {**hf_config, **QWEN3_8B, "max_position_embeddings": 40960} == hf_config, (
+        "the model that was measured"
+    )
+    megatron = RoleBuilder(config).with_settled_layouts(GPU).config.actor.megatron
     assert (megatron.use_distributed_optimizer, megatron.recompute_granularity) == (True, "full")
-    model, layout = Trained(hf_config, torch.bfloat16, 16384), layout_of(megatron, 8)
-    states, kept = state_bytes(model, megatron, layout, 0), kept_bytes(model, megatron, layout, "local", 0)
-    assert 30e9 < states + kept < 45e9 and kept < 5e9, "72 GB less 27 GB, of which the head takes a part"
+    model, layout = (
+        TrainedModelSpec(hf_config, torch.bfloat16, 16384),
+        make_parallel_layout(megatron, 8),
+    )
+    states, kept = (
+        estimate_state_bytes(model, megatron, layout, 0),
+        estimate_stage_activation_bytes(model, megatron, layout, "local", 0),
+    )
+    assert 30e9 < states + kept < 45e9 and kept < 5e9, (
+        "72 GB less 27 GB, of which the head takes a part"
+    )

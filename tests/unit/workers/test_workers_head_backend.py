@@ -15,19 +15,25 @@ from torch import Tensor
 from workers_head_jobs import CheckedRun, Crashing, WrongGradient, WrongStatistics, run_checked
 
 from rlhf_megatron.config.schema import KernelsConfig
+from rlhf_megatron.controller.observe.metrics.performance_metrics import LmHeadWatch
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.kernels.self_check import SelfCheck
-from rlhf_megatron.kernels.tile_ops import TorchTileOps
-from rlhf_megatron.observe.metrics.rates import HeadWatch
-from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.workers import head_backend
-from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.head_backend import CheckedBackend, HeadChoice, choose_backend
+from rlhf_megatron.ranks.kernels.head_self_check import SelfCheckResult
+from rlhf_megatron.ranks.kernels.logit_tile_ops import TorchTileOps
+from rlhf_megatron.ranks.workers import head_backend
+from rlhf_megatron.ranks.workers.head_backend import (
+    CheckedHeadBackend,
+    HeadBackendChoice,
+    choose_head_backend,
+)
+from rlhf_megatron.ranks.workers.rank_reports import HeadReport
+from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
-PASSED = SelfCheck({"entropies": 1e-7}, {"entropies": 1e-3}, 64, 317)
-FAILED = SelfCheck({"log_probs": 1e-7, "entropies": 0.25}, {"log_probs": 1e-3, "entropies": 1e-3}, 64, 317)
+PASSED = SelfCheckResult({"entropies": 1e-7}, {"entropies": 1e-3}, 64, 317)
+FAILED = SelfCheckResult(
+    {"log_probs": 1e-7, "entropies": 0.25}, {"log_probs": 1e-3, "entropies": 1e-3}, 64, 317
+)
 ONE_RANK: Any = SimpleNamespace(layout=SimpleNamespace(tp=1))
 
 
@@ -44,66 +50,77 @@ ONE_RANK: Any = SimpleNamespace(layout=SimpleNamespace(tp=1))
 def test_the_stash_that_the_configuration_leaves_open(
     kernels: dict[str, Any], dtype: torch.dtype, num_megabytes: int
 ) -> None:
-    choice = choose_backend(KernelsConfig(**kernels), CPU, dtype)
+    choice = choose_head_backend(KernelsConfig(**kernels), CPU, dtype)
     assert choice.stash_bytes == num_megabytes * MIB
     assert ("no stash" in str(choice)) == (num_megabytes == 0)
 
 
 def test_auto_takes_triton_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_backend(KernelsConfig(), CPU, torch.float32).backend == "chunked"
-    assert "auto: triton" in choose_backend(KernelsConfig(), CPU, torch.float32).why, "why it does not run here"
-    with pytest.raises(ValueError, match=r"actor.kernels.backend \(triton\) must be one that runs here: .*Use auto"):
-        choose_backend(KernelsConfig("triton"), CPU, torch.float32)
-    monkeypatch.setattr(head_backend, "try_triton", lambda device: "")
-    assert choose_backend(KernelsConfig(), CPU, torch.float32).backend == "triton"
-    assert choose_backend(KernelsConfig("triton"), CPU, torch.float32).backend == "triton"
+    assert choose_head_backend(KernelsConfig(), CPU, torch.float32).backend == "chunked"
+    assert "auto: triton" in choose_head_backend(KernelsConfig(), CPU, torch.float32).reason, (
+        "why it does not run here"
+    )
+    with pytest.raises(
+        ValueError, match=r"actor.kernels.backend \(triton\) must be one that runs here: .*Use auto"
+    ):
+        choose_head_backend(KernelsConfig("triton"), CPU, torch.float32)
+    monkeypatch.setattr(head_backend, "try_triton_kernel", lambda device: "")
+    assert choose_head_backend(KernelsConfig(), CPU, torch.float32).backend == "triton"
+    assert choose_head_backend(KernelsConfig("triton"), CPU, torch.float32).backend == "triton"
     for named in ("chunked", "reference"):
-        found = choose_backend(KernelsConfig(named), CPU, torch.bfloat16)
+        found = choose_head_backend(KernelsConfig(named), CPU, torch.bfloat16)
         assert str(found) == f"{named} (as configured), stash of 512 MiB a micro-batch"
 
 
 def test_only_the_first_calls_are_checked() -> None:
-    checked = CheckedBackend(HeadChoice("chunked", "", 0), 2, "actor", ONE_RANK)
+    checked = CheckedHeadBackend(HeadBackendChoice("chunked", "", 0), 2, "actor", ONE_RANK)
     seen: list[str] = []
 
-    def check(backend: str) -> SelfCheck:
+    def check(backend: str) -> SelfCheckResult:
         seen.append(backend)
         return PASSED
 
     for _ in range(5):
-        checked.examine(check)
+        checked.check_and_fall_back(check)
     assert seen == ["chunked", "chunked"] and checked.backend == "chunked"
-    assert checked.report().notices == () and checked.report().num_checks_left == 0
-    CheckedBackend(HeadChoice("chunked", "", 0), 0, "actor", ONE_RANK).examine(lambda backend: pytest.fail("asked"))
-    CheckedBackend(HeadChoice("reference", "", 0), 9, "actor", ONE_RANK).examine(lambda backend: pytest.fail("asked"))
+    assert checked.make_report().notices == () and checked.make_report().num_checks_left == 0
+    CheckedHeadBackend(
+        HeadBackendChoice("chunked", "", 0), 0, "actor", ONE_RANK
+    ).check_and_fall_back(lambda backend: pytest.fail("asked"))
+    CheckedHeadBackend(
+        HeadBackendChoice("reference", "", 0), 9, "actor", ONE_RANK
+    ).check_and_fall_back(lambda backend: pytest.fail("asked"))
 
 
 def test_the_next_backend_is_checked_at_once_and_the_reference_never() -> None:
-    checked = CheckedBackend(HeadChoice("triton", "", 0), 1, "actor", ONE_RANK)
+    checked = CheckedHeadBackend(HeadBackendChoice("triton", "", 0), 1, "actor", ONE_RANK)
 
-    def check(backend: str) -> SelfCheck:
+    def check(backend: str) -> SelfCheckResult:
         if backend == "triton":
             raise RuntimeError("no compiler\nand more")
         return FAILED
 
-    checked.examine(check)
-    report = checked.report()
+    checked.check_and_fall_back(check)
+    report = checked.make_report()
     assert (checked.backend, report.num_checks_left) == ("reference", 0)
     compiler, numbers = report.notices
     assert compiler.startswith("the triton backend of the head failed its self-check")
     assert "RuntimeError: no compiler. The run goes on with chunked" in compiler
-    assert "64 rows x 317 columns: log_probs 1e-07 (at most 0.001), entropies 0.25 (at most 0.001)" in numbers
+    assert (
+        "64 rows x 317 columns: log_probs 1e-07 (at most 0.001), entropies 0.25 (at most 0.001)"
+        in numbers
+    )
     assert "goes on with reference" in numbers
 
 
 def test_memory_that_runs_out_is_no_reason_to_take_another_backend() -> None:
-    checked = CheckedBackend(HeadChoice("chunked", "", 0), 1, "actor", ONE_RANK)
+    checked = CheckedHeadBackend(HeadBackendChoice("chunked", "", 0), 1, "actor", ONE_RANK)
 
-    def check(backend: str) -> SelfCheck:
+    def check(backend: str) -> SelfCheckResult:
         raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        checked.examine(check)
+        checked.check_and_fall_back(check)
     assert checked.backend == "chunked"
 
 
@@ -117,7 +134,9 @@ def problem() -> tuple[dict[str, Tensor], MiniBatch]:
     return state, reference.with_past(batch, log_probs)
 
 
-def run(dist_pool: DistPool, kernels: dict[str, Any], layout: dict[str, Any], **options: Any) -> list[CheckedRun]:
+def run(
+    dist_pool: DistPool, kernels: dict[str, Any], layout: dict[str, Any], **options: Any
+) -> list[CheckedRun]:
     state, batch = problem()
     arguments = {"name": "llama", "state": state, "batch": batch, "kernels": kernels, **options}
     return dist_pool.run(run_checked, timeout_s=300, **layout, **arguments)
@@ -131,14 +150,18 @@ def are_equal(found: list[CheckedRun], wanted: list[CheckedRun]) -> bool:
                 return False
             if not torch.equal(mine.log_probs.entropies, other.log_probs.entropies):
                 return False
-        if any(not torch.equal(mine.main_grads[key], grad) for key, grad in other.main_grads.items()):
+        if any(
+            not torch.equal(mine.main_grads[key], grad) for key, grad in other.main_grads.items()
+        ):
             return False
     return True
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mistake", [WrongGradient, WrongStatistics, Crashing])
-def test_a_run_with_a_wrong_backend_is_one_with_the_reference(dist_pool: DistPool, mistake: type[TorchTileOps]) -> None:
+def test_a_run_with_a_wrong_backend_is_one_with_the_reference(
+    dist_pool: DistPool, mistake: type[TorchTileOps]
+) -> None:
     """Without the check the mistake gets through, so it is one."""
     wanted = run(dist_pool, {"backend": "reference"}, {})
     found = run(dist_pool, {}, {}, mistake=mistake)
@@ -161,7 +184,11 @@ def test_all_tensor_parallel_ranks_fall_back_together(dist_pool: DistPool) -> No
     reports = [rank.report for rank in found]
     assert [report.backend for report in reports if report is not None] == ["reference"] * 2
     assert [len(rank.warnings) for rank in found] == [0, 1]
-    assert found[1].warnings[0].startswith("[actor dp0 pp0 tp1] the chunked backend of the head failed")
+    assert (
+        found[1]
+        .warnings[0]
+        .startswith("[actor dp0 pp0 tp1] the chunked backend of the head failed")
+    )
 
 
 @pytest.mark.dist
@@ -202,9 +229,9 @@ def test_the_controller_tells_the_choice_once_and_each_fall_back() -> None:
         }
     )
     notes: list[str] = []
-    watch = HeadWatch([Workers(group).actor, Workers(group).reference], notes.append)
-    assert watch.metrics() == {"perf/num_head_fallbacks": 0.0}
+    watch = LmHeadWatch([RoleProxies(group).actor, RoleProxies(group).reference], notes.append)
+    assert watch.collect_metrics() == {"perf/num_head_fallbacks": 0.0}
     assert notes == [f"head of the actor: {choice}", f"head of the reference: {choice}"]
-    assert watch.metrics() == watch.metrics() == {"perf/num_head_fallbacks": 1.0}
+    assert watch.collect_metrics() == watch.collect_metrics() == {"perf/num_head_fallbacks": 1.0}
     assert notes[2:] == ["[actor dp0 pp1 tp1] it failed"]
     assert len(group.calls) == 4, "nobody is asked once the checks are over"

@@ -9,10 +9,10 @@ import torch
 from dist_pool import DistPool
 from workers_head_jobs import head_peak
 
-from rlhf_megatron.kernels.head_memory import HeadShape, head_memory
+from rlhf_megatron.ranks.kernels.head_memory import HeadCallShape, compute_head_memory_bound
 
 SLACK = 0.08  # of the plan: rounding to blocks, and what is not held at the same time
-SHAPE = HeadShape(
+SHAPE = HeadCallShape(
     num_tokens=1500,
     num_rows=1500,
     hidden_size=64,
@@ -20,7 +20,7 @@ SHAPE = HeadShape(
     chunk_size=8192,
     dtype=torch.float32,
     device_type="cpu",
-    num_parts=1,
+    num_sequence_parts=1,
     stash_bytes=0,
     backend="chunked",
 )
@@ -39,29 +39,50 @@ SHAPE = HeadShape(
     ],
     ids=["float32", "700 rows", "wide", "bfloat16", "stash", "bfloat16 and some stash", "float64"],
 )
-def test_the_plan_is_what_the_head_takes(shape: HeadShape) -> None:
-    planned, found = head_memory(shape).peak, head_peak(None, shape, 1)
+def test_the_plan_is_what_the_head_takes(shape: HeadCallShape) -> None:
+    planned, found = compute_head_memory_bound(shape).peak_bytes, head_peak(None, shape, 1)
     assert (1 - SLACK) * planned <= found <= planned
 
 
 @pytest.mark.dist
 def test_a_split_sequence_is_gathered(dist_pool: DistPool) -> None:
-    shape = replace(SHAPE, hidden_size=512, num_columns=3000, num_parts=2, chunk_size=1024)
-    copy = 4 * shape.num_tokens * shape.hidden_size  # that gloo makes of what it sums: temporary tensors of collectives
-    for found in dist_pool.run(head_peak, tp=2, sequence_parallel=True, shape=shape, num_parts=2, timeout_s=300):
-        assert (1 - SLACK) * head_memory(shape).peak <= found <= head_memory(shape).peak + copy
+    shape = replace(SHAPE, hidden_size=512, num_columns=3000, num_sequence_parts=2, chunk_size=1024)
+    copy = (
+        4 * shape.num_tokens * shape.hidden_size
+    )  # that gloo makes of what it sums: temporary tensors of collectives
+    for found in dist_pool.run(
+        head_peak, tp=2, sequence_parallel=True, shape=shape, num_parts=2, timeout_s=300
+    ):
+        assert (
+            (1 - SLACK) * compute_head_memory_bound(shape).peak_bytes
+            <= found
+            <= compute_head_memory_bound(shape).peak_bytes + copy
+        )
 
 
 def test_parts_counted_by_hand() -> None:
     """On a GPU: 8192 rows x 8192 columns of 4 bytes, their gradient in 2 bytes where logits are computed again; a stash
     of whole chunks, each column 2 bytes and each chunk one float32 more."""
-    shape = HeadShape(16384, 16384, 4096, 37984, 8192, torch.bfloat16, "cuda", 1, 0, "triton")
-    plan = head_memory(shape)
-    assert plan.tile == 8192 * 8192 * (4 + 2)
-    assert plan.hidden_gradient == 16384 * 4096 * (4 + 2)
-    assert head_memory(replace(shape, num_parts=4)).hidden_gradient == 16384 * 4096 * 4 + 16384 * 4096 * 2 // 4
+    shape = HeadCallShape(16384, 16384, 4096, 37984, 8192, torch.bfloat16, "cuda", 1, 0, "triton")
+    plan = compute_head_memory_bound(shape)
+    assert plan.tile_bytes == 8192 * 8192 * (4 + 2)
+    assert plan.hidden_gradient_bytes == 16384 * 4096 * (4 + 2)
+    assert (
+        compute_head_memory_bound(replace(shape, num_sequence_parts=4)).hidden_gradient_bytes
+        == 16384 * 4096 * 4 + 16384 * 4096 * 2 // 4
+    )
     a_chunk = 16384 * (2 * 8192 + 4)
-    assert plan.stash == head_memory(replace(shape, stash_bytes=a_chunk - 1)).stash == 0
-    assert head_memory(replace(shape, stash_bytes=3 * a_chunk)).stash == 3 * a_chunk
+    assert (
+        plan.stash_bytes
+        == compute_head_memory_bound(replace(shape, stash_bytes=a_chunk - 1)).stash_bytes
+        == 0
+    )
+    assert (
+        compute_head_memory_bound(replace(shape, stash_bytes=3 * a_chunk)).stash_bytes
+        == 3 * a_chunk
+    )
     rest = 16384 * (2 * (37984 - 4 * 8192) + 4)
-    assert head_memory(replace(shape, stash_bytes=1 << 40)).stash == 4 * a_chunk + rest
+    assert (
+        compute_head_memory_bound(replace(shape, stash_bytes=1 << 40)).stash_bytes
+        == 4 * a_chunk + rest
+    )

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch
-from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.workers.pack import pack, token_columns
+from rlhf_megatron.data.replica_plan import ReplicaPlan
+from rlhf_megatron.ranks.workers.sequence_packing import list_token_columns, pack_batch
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-ONE, STAGES = Layout(1), Layout(2, pp=2)  # under pipeline parallelism micro-batches are filled to one length
+ONE, STAGES = (
+    ParallelLayout(1),
+    ParallelLayout(2, pp=2),
+)  # under pipeline parallelism micro-batches are filled to one length
 
 
 def shard() -> MiniBatch:
@@ -27,17 +30,24 @@ def shard() -> MiniBatch:
 
 def test_pack_places_documents_filler_rows_and_columns() -> None:
     plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 2), (1,)), packed_length=7)
-    packed = pack(shard(), plan, STAGES, columns=("loss_weights", "advantages", "old_log_probs"))
+    packed = pack_batch(
+        shard(), plan, STAGES, columns=("loss_weights", "advantages", "old_log_probs")
+    )
     first, second = packed.micro_batches
 
-    assert first.token_ids.tolist() == [[0, 0, 0, 30, 10, 11, 12]]  # filler, then by length; no document's last token
+    assert first.token_ids.tolist() == [
+        [0, 0, 0, 30, 10, 11, 12]
+    ]  # filler, then by length; no document's last token
     assert first.position_ids.tolist() == [[0, 0, 0, 0, 0, 1, 2]]
     assert first.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 7]
     assert first.cu_seqlens.dtype == torch.int32
     assert first.max_seqlen == 3
     assert first.rows.tolist() == [5, 6]
     assert first.targets.tolist() == [12, 13]
-    assert (first.sequence_ids.tolist(), first.num_sequences) == ([1, 1], 2)  # of 30 and 10 .. 12, without the fillers
+    assert (first.sequence_ids.tolist(), first.num_sequences) == (
+        [1, 1],
+        2,
+    )  # of 30 and 10 .. 12, without the fillers
     assert first.columns["advantages"].tolist() == [2.0, 3.0]
     assert first.columns["loss_weights"].tolist() == pytest.approx([0.2, 0.3])
     assert set(first.columns) == {"loss_weights", "advantages"}
@@ -49,13 +59,13 @@ def test_pack_places_documents_filler_rows_and_columns() -> None:
     assert (second.sequence_ids.tolist(), second.num_sequences) == ([0], 1)
     assert packed.seq_length == 7
 
-    column = packed.unpack([torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])])
+    column = packed.unpack_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])])
     assert column.tolist() == [0, 0, -1, -2, 0, 0, -3, 0, 0]
 
 
 def test_pack_without_filler_keeps_own_lengths() -> None:
     plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((2, 0), (1,)), packed_length=11)
-    packed = pack(shard(), plan, ONE)
+    packed = pack_batch(shard(), plan, ONE)
     assert [micro.token_ids.numel() for micro in packed.micro_batches] == [4, 2]
     assert packed.micro_batches[0].cu_seqlens.tolist() == [0, 1, 4]
     assert packed.seq_length == 4
@@ -63,24 +73,26 @@ def test_pack_without_filler_keeps_own_lengths() -> None:
 
 def test_a_document_of_one_token_is_kept() -> None:
     batch = TokenBatch(
-        torch.tensor([0, 1, 3, 4]), torch.tensor([5, 6, 7, 8]), torch.tensor([False, False, True, False])
+        torch.tensor([0, 1, 3, 4]),
+        torch.tensor([5, 6, 7, 8]),
+        torch.tensor([False, False, True, False]),
     )
-    packed = pack(batch, ReplicaPlan((0, 1, 2), ((0, 1, 2),), packed_length=4), ONE)
+    packed = pack_batch(batch, ReplicaPlan((0, 1, 2), ((0, 1, 2),), packed_length=4), ONE)
     (micro,) = packed.micro_batches
     assert micro.token_ids.tolist() == [[5, 8, 6]] and micro.cu_seqlens.tolist() == [0, 1, 2, 3]
     assert (micro.rows.tolist(), micro.targets.tolist()) == ([2], [7])
-    assert packed.unpack([torch.tensor([-1.0])]).tolist() == [0, 0, -1, 0]
+    assert packed.unpack_rows([torch.tensor([-1.0])]).tolist() == [0, 0, -1, 0]
 
 
 def test_shard_without_response_tokens_has_no_rows() -> None:
     batch = TokenBatch(torch.tensor([0, 2]), torch.tensor([5, 6]), torch.zeros(2, dtype=torch.bool))
-    packed = pack(batch, ReplicaPlan((0,), ((0,),), packed_length=8), STAGES)
+    packed = pack_batch(batch, ReplicaPlan((0,), ((0,),), packed_length=8), STAGES)
     assert packed.micro_batches[0].rows.numel() == 0
-    assert packed.unpack([torch.empty(0)]).tolist() == [0.0, 0.0]
+    assert packed.unpack_rows([torch.empty(0)]).tolist() == [0.0, 0.0]
 
 
 def test_token_columns_of_a_mini_batch() -> None:
-    assert set(token_columns(MiniBatch)) == {
+    assert set(list_token_columns(MiniBatch)) == {
         "loss_weights",
         "metric_weights",
         "advantages",
@@ -104,13 +116,13 @@ def test_token_columns_of_a_mini_batch() -> None:
 )
 def test_a_plan_of_another_shard_is_refused(plan: ReplicaPlan, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        pack(shard(), plan, ONE)
+        pack_batch(shard(), plan, ONE)
 
 
 def test_response_on_a_first_token_is_refused() -> None:
     batch = TokenBatch(torch.tensor([0, 2]), torch.tensor([5, 6]), torch.tensor([True, True]))
     with pytest.raises(ValueError, match="first token"):
-        pack(batch, ReplicaPlan((0,), ((0,),), 2), ONE)
+        pack_batch(batch, ReplicaPlan((0,), ((0,),), 2), ONE)
 
 
 def test_a_rank_of_two_gets_its_chunks_of_each_document() -> None:
@@ -123,13 +135,18 @@ def test_a_rank_of_two_gets_its_chunks_of_each_document() -> None:
         metric_weights=torch.arange(7) / 100,
     )
     plan = ReplicaPlan((0, 1), ((0, 1),), packed_length=12)
-    layout = Layout(4, cp=2, pp=2)
-    packed = [pack(batch, plan, layout, rank, ("loss_weights",)) for rank in range(2)]
+    layout = ParallelLayout(4, cp=2, pp=2)
+    packed = [pack_batch(batch, plan, layout, rank, ("loss_weights",)) for rank in range(2)]
     (first,), (second,) = (p.micro_batches for p in packed)
 
     assert first.token_ids.tolist() == [[0, 0, 21, 0, 11, 0]]
     assert first.position_ids.tolist() == [[0, 3, 0, 3, 0, 3]]
-    assert first.rows.tolist() == first.targets.tolist() == first.columns["loss_weights"].tolist() == []
+    assert (
+        first.rows.tolist()
+        == first.targets.tolist()
+        == first.columns["loss_weights"].tolist()
+        == []
+    )
     assert second.token_ids.tolist() == [[0, 0, 22, 0, 12, 13]]
     assert second.position_ids.tolist() == [[1, 2, 1, 2, 1, 2]]
     assert second.rows.tolist() == [2, 4, 5]
@@ -140,7 +157,10 @@ def test_a_rank_of_two_gets_its_chunks_of_each_document() -> None:
     for micro in (first, second):
         assert (micro.cu_seqlens.tolist(), micro.max_seqlen) == ([0, 4, 8, 12], 4)
     assert [p.seq_length for p in packed] == [12, 12]
-    columns = [packed[0].unpack([torch.empty(0)]), packed[1].unpack([torch.tensor([-1.0, -2.0, -3.0])])]
+    columns = [
+        packed[0].unpack_rows([torch.empty(0)]),
+        packed[1].unpack_rows([torch.tensor([-1.0, -2.0, -3.0])]),
+    ]
     assert sum(columns).tolist() == [0, 0, -2, -3, 0, 0, -1]
 
 
@@ -153,13 +173,16 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
     mask = torch.rand(int(offsets[-1]), generator=generator) < 0.4
     mask[offsets[:-1]] = False
     batch = TokenBatch(offsets, torch.arange(1, 1 + int(offsets[-1])), mask)
-    layout = Layout(tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1)
+    layout = ParallelLayout(tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1)
     plan = ReplicaPlan(tuple(range(9)), ((0, 4, 5), (1, 2, 3, 6, 7, 8)), packed_length=1000)
 
     seen, predicted = [], []
-    owners: list[set[tuple[int, int]]] = [set(), set()]  # of each micro-batch: (its sequence, sample)
+    owners: list[set[tuple[int, int]]] = [
+        set(),
+        set(),
+    ]  # of each micro-batch: (its sequence, sample)
     for rank in range(cp):
-        packed = pack(batch, plan, layout, rank)
+        packed = pack_batch(batch, plan, layout, rank)
         predicted += packed.token_index.tolist()
         for number, micro in enumerate(packed.micro_batches):
             assert micro.token_ids.numel() * cp % layout.packed_multiple == 0
@@ -168,25 +191,41 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
             ids, positions = micro.token_ids[0], micro.position_ids[0]
             seen += [(i, p) for i, p in zip(ids.tolist(), positions.tolist(), strict=True) if i > 0]
             assert micro.targets.tolist() == (ids[micro.rows] + 1).tolist()
-            samples = torch.bucketize(micro.targets - 1, offsets, right=True) - 1  # a target is 1 + its place
+            samples = (
+                torch.bucketize(micro.targets - 1, offsets, right=True) - 1
+            )  # a target is 1 + its place
             owners[number] |= set(zip(micro.sequence_ids.tolist(), samples.tolist(), strict=True))
             assert micro.num_sequences == len(plan.micro_batches[number])
             chunks = (
-                2 * cp * positions // torch.repeat_interleave(micro.cu_seqlens.diff(), micro.cu_seqlens.diff() // cp)
+                2
+                * cp
+                * positions
+                // torch.repeat_interleave(micro.cu_seqlens.diff(), micro.cu_seqlens.diff() // cp)
             )
             assert set(chunks.tolist()) <= {rank, 2 * cp - 1 - rank}
-    trains = {int(torch.bucketize(place, offsets, right=True)) - 1 for place in mask.nonzero().flatten()}
+    trains = {
+        int(torch.bucketize(place, offsets, right=True)) - 1 for place in mask.nonzero().flatten()
+    }
     for pairs, samples_of_it in zip(owners, plan.micro_batches, strict=True):
         assert {sample for _, sample in pairs} == trains & set(samples_of_it)
-        assert len(pairs) == len({sequence for sequence, _ in pairs}) == len({sample for _, sample in pairs})
-    forwarded = [range(o, o + max(n - 1, 1)) for o, n in zip(offsets[:-1].tolist(), lengths.tolist(), strict=True)]
-    assert sorted(seen) == sorted((1 + token, token - span.start) for span in forwarded for token in span)
+        assert (
+            len(pairs)
+            == len({sequence for sequence, _ in pairs})
+            == len({sample for _, sample in pairs})
+        )
+    forwarded = [
+        range(o, o + max(n - 1, 1))
+        for o, n in zip(offsets[:-1].tolist(), lengths.tolist(), strict=True)
+    ]
+    assert sorted(seen) == sorted(
+        (1 + token, token - span.start) for span in forwarded for token in span
+    )
     assert sorted(predicted) == mask.nonzero().flatten().tolist()
 
 
 def test_sequence_parallelism_fills_each_micro_batch_to_a_multiple() -> None:
     plan = ReplicaPlan((0, 1, 2), ((0, 2), (1,)), packed_length=8)
-    packed = pack(shard(), plan, Layout(4, tp=4, sequence_parallel=True))
+    packed = pack_batch(shard(), plan, ParallelLayout(4, tp=4, sequence_parallel=True))
     assert [micro.token_ids.numel() for micro in packed.micro_batches] == [4, 4]
     assert packed.micro_batches[1].cu_seqlens.tolist() == [0, 1, 2, 4]
     assert packed.micro_batches[1].rows.tolist() == [3]

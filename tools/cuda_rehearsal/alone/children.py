@@ -15,7 +15,9 @@ from unittest import mock
 Arguments = tuple[Any, ...]
 
 
-def in_children(function: Callable[..., Any], calls: Iterable[Arguments]) -> Iterator[tuple[Arguments, Any]]:
+def in_children(
+    function: Callable[..., Any], calls: Iterable[Arguments]
+) -> Iterator[tuple[Arguments, Any]]:
     """(arguments, what the function returned as JSON has it, or in words why it failed) of each call, in order."""
     with mock.patch("torch._C._cuda_getDeviceCount", return_value=1):  # the real one forbids forks
         prepare()
@@ -27,7 +29,12 @@ def in_children(function: Callable[..., Any], calls: Iterable[Arguments]) -> Ite
                 _answer(function, arguments, answer)
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
-            yield arguments, json.loads(answer.read_text()) if code == 0 else f"the process ended with code {code}"
+            yield (
+                arguments,
+                json.loads(answer.read_text())
+                if code == 0
+                else f"the process ended with code {code}",
+            )
 
 
 def num_failed(function: Callable[..., list[str]], cells: Iterable[Arguments]) -> int:
@@ -47,8 +54,14 @@ def _answer(function: Callable[..., Any], arguments: Arguments, answer: Path) ->
     try:
         found = function(*arguments)
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-6:]))
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "/torch/" not in frame.filename
+        ]
+        places = " < ".join(
+            f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-6:])
+        )
         found = f"{type(error).__name__}: {str(error)[:500]} ({places})"
     answer.write_text(json.dumps(found))
     os._exit(0)
@@ -56,7 +69,7 @@ def _answer(function: Callable[..., Any], arguments: Arguments, answer: Path) ->
 
 def prepare() -> None:
     """Import what every child needs."""
-    from rlhf_megatron.parallel.prepare import prepare_megatron
+    from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 
     prepare_megatron()
-    from rlhf_megatron.workers import actor, critic, megatron, reference  # noqa: F401
+    from rlhf_megatron.ranks.workers import actor, critic, megatron_backend, reference_model  # noqa: F401

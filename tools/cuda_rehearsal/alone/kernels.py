@@ -20,7 +20,11 @@ import torch
 
 from tools.cuda_rehearsal.alone.children import in_children
 
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block of threads can have, by architecture
+SHARED = {
+    80: 163 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+}  # bytes that a block of threads can have, by architecture
 COLUMNS = (8192, 4096, 4480)  # of a tile, and of the last tile of 151,936 columns
 
 
@@ -36,7 +40,9 @@ class Usage:
     def problems(self, capability: int) -> list[str]:
         words = [f"spills {self.spilled} bytes a thread"] if self.spilled else []
         if self.shared > SHARED[capability]:
-            words.append(f"wants {self.shared} bytes of shared memory, a block has {SHARED[capability]}")
+            words.append(
+                f"wants {self.shared} bytes of shared memory, a block has {SHARED[capability]}"
+            )
         return [f"{self.kernel} {word} on sm_{capability}" for word in words]
 
 
@@ -64,17 +70,19 @@ def _usage(kernel: Any) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
     return Usage(kernel.name, found["REG"], found["STACK"] + found["LOCAL"], kernel.metadata.shared)
 
 
 def launch_all() -> None:
     """Every variant of every kernel that the head and the policy loss launch."""
-    from rlhf_megatron.algorithms.losses.base import PolicyLossInputs
-    from rlhf_megatron.algorithms.losses.compose import RegularizerParams
+    from rlhf_megatron.algorithms.losses.policy_loss import PolicyLossInputs
     from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams
-    from rlhf_megatron.kernels.policy_loss_triton import ppo_clip_sums
+    from rlhf_megatron.algorithms.losses.total_token_loss import RegularizerParams
+    from rlhf_megatron.ranks.kernels.policy_row_loss_triton import compute_ppo_clip_row_sums
 
     for columns in COLUMNS:
         for has_entropy in (True, False):
@@ -93,26 +101,31 @@ def launch_all() -> None:
             is_picked_T=None,
         )
         terms = RegularizerParams(kl_loss_coef=0.1, kl_loss_type="k3", entropy_coeff=0.01)
-        ppo_clip_sums(inputs, PPOClipParams(), terms, rows[6], rows[7])
+        compute_ppo_clip_row_sums(inputs, PPOClipParams(), terms, rows[6], rows[7])
 
 
 def launch_head(num_columns: int, has_entropy: bool, num_rows: int = 64) -> None:
     """The passes over a tile, with a stash and without."""
-    from rlhf_megatron.kernels.head_exchange import PackedStatistics
-    from rlhf_megatron.kernels.log_prob_triton import TritonTileOps
-    from rlhf_megatron.kernels.tile_ops import RowGradients
+    from rlhf_megatron.ranks.kernels.head_exchange import PackedStatistics
+    from rlhf_megatron.ranks.kernels.log_prob_triton import TritonTileOps
+    from rlhf_megatron.ranks.kernels.logit_tile_ops import RowGradientInputs
 
     ops, device = TritonTileOps(), torch.device("cuda")
-    tile, ones = torch.zeros(num_rows, num_columns, device=device), torch.ones(num_rows, device=device)
+    tile, ones = (
+        torch.zeros(num_rows, num_columns, device=device),
+        torch.ones(num_rows, device=device),
+    )
     stash = torch.zeros(num_rows, num_columns, device=device, dtype=torch.float16)
     columns = torch.zeros(num_rows, dtype=torch.int64, device=device)
     entropy = ones if has_entropy else None
     for kept in ((stash, ones), (None, None)):
-        packed = PackedStatistics.of_nothing(num_rows, has_entropy, has_entropy, torch.float32, device)
-        ops.update(tile, ones, columns, packed.rows(), *kept)
-    rows = RowGradients(ones, ones, ones, entropy, entropy, ones)
-    ops.grad_logits(tile, columns, rows, torch.bfloat16)
-    ops.grad_logits_from_stash(stash, ones, columns, rows, torch.bfloat16)
+        packed = PackedStatistics.make_empty(
+            num_rows, has_entropy, has_entropy, torch.float32, device
+        )
+        ops.update_statistics(tile, ones, columns, packed.select_rows(), *kept)
+    rows = RowGradientInputs(ones, ones, ones, entropy, entropy, ones)
+    ops.compute_logit_gradient(tile, columns, rows, torch.bfloat16)
+    ops.compute_logit_gradient_from_stash(stash, ones, columns, rows, torch.bfloat16)
 
 
 def compiled(capability: int) -> list[dict[str, Any]]:
@@ -131,7 +144,11 @@ def main(only: list[str]) -> int:
         for usage in (Usage(**row) for row in found):
             problems = usage.problems(capability)
             num_failed += bool(problems)
-            print(f"{'FAILED' if problems else 'ok':7}sm_{capability} {vars(usage)}", *problems, flush=True)
+            print(
+                f"{'FAILED' if problems else 'ok':7}sm_{capability} {vars(usage)}",
+                *problems,
+                flush=True,
+            )
     return num_failed
 
 

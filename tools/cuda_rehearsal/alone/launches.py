@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.schema import ActorConfig, KernelsConfig, MegatronConfig, OptimConfig
-from rlhf_megatron.data.plan import plan_replicas, take
-from rlhf_megatron.parallel.layout import layout_of
+from rlhf_megatron.data.replica_plan import plan_replicas, take_replica_shard
+from rlhf_megatron.weights.hf_reader import read_hf_config
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 from tools.cuda_rehearsal.alone.children import in_children
 from tools.cuda_rehearsal.alone.memory import batch_of
 from tools.cuda_rehearsal.alone.world import NoWeights, alone
@@ -75,22 +75,27 @@ def launched() -> int:
 
 def count(name: str, num_layers: int, num_micro_batches: int) -> dict[str, Counter[str]]:
     """Launches of a whole call, by operator; "" those of all, outside of torch's operators too."""
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
 
     (subject,) = (one for one in SUBJECTS if one.name == name)
-    hf_config = {**read_hf_config(ROOT / "examples" / subject.model), "num_hidden_layers": num_layers}
+    hf_config = {
+        **read_hf_config(ROOT / "examples" / subject.model),
+        "num_hidden_layers": num_layers,
+    }
     megatron = MegatronConfig(**(subject.megatron or {}))
-    config = ActorConfig(megatron=megatron, optim=OptimConfig(), kernels=KernelsConfig(num_self_checks=0))
-    layout = layout_of(megatron, subject.num_ranks)
+    config = ActorConfig(
+        megatron=megatron, optim=OptimConfig(), kernels=KernelsConfig(num_self_checks=0)
+    )
+    layout = make_parallel_layout(megatron, subject.num_ranks)
     with alone(layout, 0, hf_config, loads_weights=False) as world:
         backend = MegatronBackend(hf_config, NoWeights(), world, torch.bfloat16, megatron)
-        actor = Actor(backend, config, {"rl": Phase(config.optim, 100)})
+        actor = ActorModel(backend, config, {"rl": TrainingPhase(config.optim, 100)})
         batch = batch_of(num_micro_batches * layout.dp, TOKENS * layout.cp)
         multiples = (layout.document_multiple, layout.packed_multiple, layout.micro_batch_multiple)
         plan = plan_replicas(batch.lengths.tolist(), layout.dp, TOKENS * layout.cp, *multiples)[0]
-        shard = take(batch, plan)
+        shard = take_replica_shard(batch, plan)
         found = {}
         for call, run in (
             ("log-probs", lambda: actor.log_probs(shard, plan, 1.0)),
@@ -125,7 +130,9 @@ def main(only: list[str]) -> int:
     subjects = [one for one in SUBJECTS if not only or one.name in only]
     grid = [(layers, number) for layers in LAYERS for number in MICRO_BATCHES]
     found: dict[str, dict[tuple[int, int], Any]] = {}
-    for (name, *place), counted in in_children(count, [(one.name, *at) for one in subjects for at in grid]):
+    for (name, *place), counted in in_children(
+        count, [(one.name, *at) for one in subjects for at in grid]
+    ):
         if isinstance(counted, str):
             print(f"FAILED {name}: {counted}", flush=True)
             return 1
@@ -134,10 +141,18 @@ def main(only: list[str]) -> int:
     for name, counts in found.items():
         for call in ("log-probs", "update"):
             layer, rest = slopes({place: both[call] for place, both in counts.items()})
-            told.setdefault(name, {})[call] = {"layer": dict(layer.most_common()), "rest": dict(rest.most_common())}
-            print(f"{name}, {call}: {layer['']} a layer and micro-batch, {rest['']} beside them", flush=True)
+            told.setdefault(name, {})[call] = {
+                "layer": dict(layer.most_common()),
+                "rest": dict(rest.most_common()),
+            }
+            print(
+                f"{name}, {call}: {layer['']} a layer and micro-batch, {rest['']} beside them",
+                flush=True,
+            )
             for what, by_operator in told[name][call].items():
-                parts = [f"{operator} {number}" for operator, number in by_operator.items() if operator]
+                parts = [
+                    f"{operator} {number}" for operator, number in by_operator.items() if operator
+                ]
                 print(f"    {what}: {', '.join(parts)}", flush=True)
     if not only:
         RESULT.write_text(json.dumps(told, indent=1) + "\n")

@@ -17,9 +17,9 @@ import torch
 from benchmarks.parity.cases import FAMILIES
 from benchmarks.parity.layouts import LAYOUTS, Axes, in_turns
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, KernelsConfig, OptimConfig
-from rlhf_megatron.data.batch import MiniBatch, ValueMiniBatch, offsets_from_lengths
-from rlhf_megatron.data.plan import plan_replicas, take
-from rlhf_megatron.parallel.layout import Layout, layout_of
+from rlhf_megatron.data.batch import MiniBatch, ValueMiniBatch, compute_offsets
+from rlhf_megatron.data.replica_plan import plan_replicas, take_replica_shard
+from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
 from tools.cuda_rehearsal.alone.children import num_failed
 from tools.cuda_rehearsal.alone.world import NoWeights, alone
 
@@ -34,7 +34,11 @@ def cells() -> list[tuple[str, str, int]]:
     """(layout, family, rank): each layout with one family, in turns, and each family in one layout at least. Of a
     pipeline its first and its last rank."""
     built = [axes for axes in LAYOUTS.values() if axes.impl != NEEDS_PACKAGE]
-    return [(axes.name, family, rank) for family, axes in in_turns(built, FAMILIES) for rank in _ranks(axes)]
+    return [
+        (axes.name, family, rank)
+        for family, axes in in_turns(built, FAMILIES)
+        for rank in _ranks(axes)
+    ]
 
 
 def _ranks(axes: Axes) -> list[int]:
@@ -46,7 +50,10 @@ def pass_through(layout_name: str, family: str, rank: int) -> list[str]:
     hf_config, axes = FAMILIES[family], LAYOUTS[layout_name]
     megatron = replace(axes.megatron, transformer_impl="local")
     problems = []
-    with alone(layout_of(megatron, axes.num_ranks), rank, hf_config) as world, TemporaryDirectory() as folder:
+    with (
+        alone(make_parallel_layout(megatron, axes.num_ranks), rank, hf_config) as world,
+        TemporaryDirectory() as folder,
+    ):
         for name, stage in _stages(hf_config, megatron, world, Path(folder)).items():
             try:
                 stage()
@@ -57,32 +64,38 @@ def pass_through(layout_name: str, family: str, rank: int) -> list[str]:
     return problems
 
 
-def _stages(hf_config: dict[str, Any], megatron: Any, world: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+def _stages(
+    hf_config: dict[str, Any], megatron: Any, world: Any, folder: Path
+) -> dict[str, Callable[[], Any]]:
     """By name, in their order. The first makes what the others use."""
-    from rlhf_megatron.checkpoint.value_model import with_value_head
-    from rlhf_megatron.workers.actor import Actor
-    from rlhf_megatron.workers.critic import Critic
-    from rlhf_megatron.workers.megatron import MegatronBackend
-    from rlhf_megatron.workers.reference import Reference
-    from rlhf_megatron.workers.trained_model import Phase
+    from rlhf_megatron.ranks.workers.actor import ActorModel
+    from rlhf_megatron.ranks.workers.critic import CriticModel
+    from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+    from rlhf_megatron.ranks.workers.reference_model import ReferenceModel
+    from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+    from rlhf_megatron.weights.value_model import add_value_head
 
     made: dict[str, Any] = {}
-    layout, phases = world.layout, {"rl": Phase(OPTIM, 100)}
+    layout, phases = world.layout, {"rl": TrainingPhase(OPTIM, 100)}
     batch, values, plan = _batches(layout, world.coordinates.dp)
 
     def build() -> None:
         backend = MegatronBackend(hf_config, NoWeights(), world, torch.bfloat16, megatron)
-        config = ActorConfig(megatron=megatron, optim=OPTIM, kernels=KERNELS, entropy_coeff=0.01, use_kl_loss=True)
-        made["actor"] = Actor(backend, config, phases)
+        config = ActorConfig(
+            megatron=megatron, optim=OPTIM, kernels=KERNELS, entropy_coeff=0.01, use_kl_loss=True
+        )
+        made["actor"] = ActorModel(backend, config, phases)
 
     def reference() -> None:
-        backend = MegatronBackend(hf_config, NoWeights(), world, torch.bfloat16, megatron, is_frozen=True)
-        Reference(backend, 512, KERNELS, is_offloaded=True).log_probs(batch, plan, 1.0)
+        backend = MegatronBackend(
+            hf_config, NoWeights(), world, torch.bfloat16, megatron, is_frozen=True
+        )
+        ReferenceModel(backend, 512, KERNELS, is_offloaded=True).log_probs(batch, plan, 1.0)
 
     def critic() -> None:
-        first = with_value_head(NoWeights(), 0.02, 1)
+        first = add_value_head(NoWeights(), 0.02, 1)
         backend = MegatronBackend(hf_config, first, world, torch.bfloat16, megatron, "value")
-        model = Critic(backend, CriticConfig(optim=OPTIM), phases, seed=1)
+        model = CriticModel(backend, CriticConfig(optim=OPTIM), phases, seed=1)
         model.values(values, plan)
         model.update(values, plan)
 
@@ -92,40 +105,53 @@ def _stages(hf_config: dict[str, Any], megatron: Any, world: Any, folder: Path) 
 
     return {
         "build": build,
-        "log-probs": lambda: made["actor"].log_probs(batch, plan, 0.7, with_entropy=True, with_sum_squares=True),
+        "log-probs": lambda: made["actor"].log_probs(
+            batch, plan, 0.7, with_entropy=True, with_sum_squares=True
+        ),
         "update": lambda: made["actor"].update(batch, plan, 1.0),
         "supervised update": lambda: made["actor"].update(batch, plan, 1.0, "sft"),
-        "look again": lambda: made["actor"].look_again(batch, plan, 1.0),
+        "look again": lambda: made["actor"].rerun_forward_backward(batch, plan, 1.0),
         "sync": lambda: _sync(made["actor"], world),
         "offload": lambda: (made["actor"].offload(), made["actor"].onload()),
         "update again": lambda: made["actor"].update(batch, plan, 1.0),
-        **({"checkpoint": checkpoint} if layout.world_size == 1 else {}),  # else ranks tell each other what they write
+        **(
+            {"checkpoint": checkpoint} if layout.world_size == 1 else {}
+        ),  # else ranks tell each other what they write
         "critic": critic,
         "reference": reference,
     }
 
 
 def _sync(actor: Any, world: Any) -> None:
-    from rlhf_megatron.resharding.buffers import in_memory
-    from rlhf_megatron.resharding.sender import Order, send_weights
+    from rlhf_megatron.ranks.resharding.weight_sender import SendRequest, send_whole_tensors
+    from rlhf_megatron.weights.bucket_buffers import make_memory_buffers
 
-    order = Order(1, torch.bfloat16, 1 << 16)
-    send_weights(actor.export(), world, order, lambda size, num: in_memory(world.device, size, num, lambda *_: None))
+    order = SendRequest(1, torch.bfloat16, 1 << 16)
+    send_whole_tensors(
+        actor.export(),
+        world,
+        order,
+        lambda size, num: make_memory_buffers(world.device, size, num, lambda *_: None),
+    )
 
 
-def _batches(layout: Layout, dp: int) -> tuple[MiniBatch, ValueMiniBatch, Any]:
+def _batches(layout: ParallelLayout, dp: int) -> tuple[MiniBatch, ValueMiniBatch, Any]:
     lengths = torch.tensor(LENGTHS * layout.dp)
     num_tokens = int(lengths.sum())
-    offsets = offsets_from_lengths(lengths)
+    offsets = compute_offsets(lengths)
     mask = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, offsets[:-1], False)
     column = torch.full((num_tokens,), 1 / num_tokens)
-    common = {"offsets": offsets, "token_ids": torch.ones(num_tokens, dtype=torch.int64), "response_mask": mask}
+    common = {
+        "offsets": offsets,
+        "token_ids": torch.ones(num_tokens, dtype=torch.int64),
+        "response_mask": mask,
+    }
     common |= {"loss_weights": column, "metric_weights": column}
     batch = MiniBatch(**common, advantages=column, old_log_probs=column, ref_log_probs=column)
     values = ValueMiniBatch(**common, old_values=column, returns=column)
     multiples = (layout.document_multiple, layout.packed_multiple, layout.micro_batch_multiple)
     plan = plan_replicas(lengths.tolist(), layout.dp, BUDGET * layout.cp, *multiples)[dp]
-    return take(batch, plan), take(values, plan), plan
+    return take_replica_shard(batch, plan), take_replica_shard(values, plan), plan
 
 
 def main(only: list[str]) -> int:

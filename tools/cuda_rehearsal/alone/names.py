@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.parity.cases import FAMILIES
 from benchmarks.parity.layouts import TE, Axes, divides
-from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Head, shard_shape
-from rlhf_megatron.parallel.layout import layout_of
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
+from rlhf_megatron.weights.weight_table import HeadKind, compute_shard_shape
 from tools.cuda_rehearsal.alone import stub
 from tools.cuda_rehearsal.alone.children import num_failed
 from tools.cuda_rehearsal.alone.world import alone
@@ -33,68 +33,99 @@ LAYOUTS = {
         Axes(impl=TE, tp=2, sequence_parallel=True, ep=2, etp=1, is_grouped=True),
     )
 }
-OUTPUT_LAYER = "output_layer.weight"  # tied: of a last stage, a copy of the embedding, which the rule is of
+OUTPUT_LAYER = (
+    "output_layer.weight"  # tied: of a last stage, a copy of the embedding, which the rule is of
+)
 MARKS = {"sequence_parallel": False, "tensor_model_parallel": False, "allreduce": True}
 """What optimizers read of a parameter, and what it means where it is not there."""
 
 
-def cells() -> list[tuple[str, str, Head]]:
-    found = [(name, family) for family, one in FAMILIES.items() for name, axes in LAYOUTS.items() if divides(axes, one)]
-    return [(*cell, "vocabulary") for cell in found] + [(*cell, "value") for cell in found if cell[1] == "qwen3_tied"]
+def cells() -> list[tuple[str, str, HeadKind]]:
+    found = [
+        (name, family)
+        for family, one in FAMILIES.items()
+        for name, axes in LAYOUTS.items()
+        if divides(axes, one)
+    ]
+    return [(*cell, "vocabulary") for cell in found] + [
+        (*cell, "value") for cell in found if cell[1] == "qwen3_tied"
+    ]
 
 
-def compare(layout_name: str, family: str, head: Head) -> list[str]:
+def compare(layout_name: str, family: str, head: HeadKind) -> list[str]:
     """The last rank's differences, in words."""
-    from rlhf_megatron.models import backend
+    from rlhf_megatron.ranks.models import layer_specs
 
     axes, hf_config = LAYOUTS[layout_name], FAMILIES[family]
-    layout = layout_of(axes.megatron, axes.num_ranks)
+    layout = make_parallel_layout(axes.megatron, axes.num_ranks)
     with alone(layout, axes.num_ranks - 1, hf_config) as world:
         theirs, their_keys = look(hf_config, world, axes, head)
         problems = against_table(theirs, hf_config, world, axes, head)
         on_cpu = torch.device("cpu")
-        spec, experts = backend._layer_and_norm, backend._experts_under_its_names
+        spec, experts = layer_specs._make_layer_and_norm, layer_specs._make_grouped_experts_spec
         with (
-            mock.patch.object(backend, "_layer_and_norm", lambda impl, config, n, _: spec(impl, config, n, on_cpu)),
-            mock.patch.object(backend, "_experts_under_its_names", lambda _: experts(on_cpu)),
+            mock.patch.object(
+                layer_specs,
+                "_make_layer_and_norm",
+                lambda impl, config, n, _: spec(impl, config, n, on_cpu),
+            ),
+            mock.patch.object(layer_specs, "_make_grouped_experts_spec", lambda _: experts(on_cpu)),
         ):
             ours, our_keys = look(hf_config, world, axes, head)
     problems += unlike("parameter", theirs, ours)
     return problems + unlike("key of a checkpoint", their_keys, our_keys)
 
 
-def look(hf_config: Any, world: World, axes: Axes, head: Head) -> tuple[dict[str, Any], dict[str, Any]]:
+def look(
+    hf_config: Any, world: World, axes: Axes, head: HeadKind
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(parameters by their global names, tensors of a checkpoint by their keys), and what is read of each."""
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-    from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.workers.megatron import without_extra_state
+    from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
+    from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.ranks.workers.megatron_backend import drop_extra_state
 
-    chunks = build_model(hf_config, world, torch.bfloat16, axes.megatron, head).chunks
+    chunks = build_megatron_model(hf_config, world, torch.bfloat16, axes.megatron, head).chunks
     parameters = {
-        name: [list(p.shape), str(p.dtype), p.device.type, [getattr(p, mark, none) for mark, none in MARKS.items()]]
-        for name, p in named_parameters(chunks).items()
+        name: [
+            list(p.shape),
+            str(p.dtype),
+            p.device.type,
+            [getattr(p, mark, none) for mark, none in MARKS.items()],
+        ]
+        for name, p in collect_named_parameters(chunks).items()
     }
     metadata = {"dp_cp_group": world.dp_cp_group}
     stored = {
-        key: [tensor.key, list(tensor.global_shape), list(tensor.global_offset), list(tensor.replica_id)]
+        key: [
+            tensor.key,
+            list(tensor.global_shape),
+            list(tensor.global_offset),
+            list(tensor.replica_id),
+        ]
         for chunk in chunks
-        for key, tensor in without_extra_state(chunk.sharded_state_dict(metadata=metadata)).items()
+        for key, tensor in drop_extra_state(chunk.sharded_state_dict(metadata=metadata)).items()
         if hasattr(tensor, "global_shape")
     }
     return parameters, stored
 
 
-def against_table(found: Mapping[str, Any], hf_config: Any, world: World, axes: Axes, head: Head) -> list[str]:
+def against_table(
+    found: Mapping[str, Any], hf_config: Any, world: World, axes: Axes, head: HeadKind
+) -> list[str]:
     """Names that no rule has, and shapes that are no shard of one."""
-    rules = {rule.megatron_name: rule for rule in table_for(hf_config, axes.tp, TE, head)}
-    problems = [f"parameter {name} has no rule" for name in found if name not in {*rules, OUTPUT_LAYER}]
+    rules = {rule.megatron_name: rule for rule in make_weight_table(hf_config, axes.tp, TE, head)}
+    problems = [
+        f"parameter {name} has no rule" for name in found if name not in {*rules, OUTPUT_LAYER}
+    ]
     if world.layout.world_size == 1:
         wanted = {name for name, rule in rules.items() if rule.dtype is None}
         problems += [f"no parameter {name}" for name in sorted(wanted - found.keys())]
     for name, (shape, *_) in found.items():
         ways = world.layout.etp if name in rules and rules[name].expert is not None else axes.tp
-        if name in rules and tuple(shape) != shard_shape(rules[name], ways):
-            problems.append(f"parameter {name} is {shape}, a shard of its rule {shard_shape(rules[name], ways)}")
+        if name in rules and tuple(shape) != compute_shard_shape(rules[name], ways):
+            problems.append(
+                f"parameter {name} is {shape}, a shard of its rule {compute_shard_shape(rules[name], ways)}"
+            )
     return problems
 
 

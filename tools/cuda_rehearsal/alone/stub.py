@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 PLACE = Path(sys.prefix) / "transformer_engine"  # where `make cuda-rehearsal` puts the wheel
-ABSENT = ("transformer_engine_torch", "transformer_engine.pytorch.onnx_extensions", "onnx", "einops", "pydantic")
+ABSENT = (
+    "transformer_engine_torch",
+    "transformer_engine.pytorch.onnx_extensions",
+    "onnx",
+    "einops",
+    "pydantic",
+)
 
 
 class Kind(type):

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from rlhf_megatron.models.families.base import HFConfig
-from rlhf_megatron.models.table import HFTensor, Rule
-from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.weights.families.model_family import HFConfig
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_table import HFTensor, WeightRule
 
 
 class AnswersAll(dist.Store):
@@ -70,10 +70,10 @@ class AnswersAll(dist.Store):
 class NoWeights:
     """A source of weights whose values mean nothing."""
 
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return tuple(self.tensor(hf) for hf in rule.hf)
+    def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        return tuple(self.tensor(hf) for hf in rule.hf_tensors)
 
-    def dtype_of(self, rule: Rule) -> str:
+    def get_dtype_name(self, rule: WeightRule) -> str:
         return "bfloat16"
 
     def tensor(self, hf: HFTensor) -> Tensor:
@@ -89,14 +89,18 @@ dist.Backend.register_backend("nobody", _with_nobody, extended_api=True, devices
 
 
 @contextlib.contextmanager
-def alone(layout: Layout, rank: int, hf_config: HFConfig, loads_weights: bool = True) -> Iterator[World]:
+def alone(
+    layout: ParallelLayout, rank: int, hf_config: HFConfig, loads_weights: bool = True
+) -> Iterator[World]:
     """The world of a rank of `layout`. Where `loads_weights` is not set, none are copied, which a large model needs."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     store = AnswersAll()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.distributed.distributed_c10d._store_based_barrier"))
-        dist.init_process_group("cpu:nobody,cuda:nccl", store=store, rank=rank, world_size=layout.world_size)
+        dist.init_process_group(
+            "cpu:nobody,cuda:nccl", store=store, rank=rank, world_size=layout.world_size
+        )
         try:
             world = create_world(layout, device)
             for patch in _stand_ins(hf_config, loads_weights):
@@ -108,18 +112,23 @@ def alone(layout: Layout, rank: int, hf_config: HFConfig, loads_weights: bool = 
 
 def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
     """Verdicts on values are good ones, and experts get as many tokens each."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEAllGatherTokenDispatcher,
+        MoEAlltoAllTokenDispatcher,
+    )
 
-    from rlhf_megatron.workers.optimizer import Optimizer
+    from rlhf_megatron.ranks.workers.megatron_optimizer import MegatronStepOptimizer
 
     judge, gathered, exchanged = (
-        Optimizer.judge,
+        MegatronStepOptimizer.check_finiteness,
         MoEAllGatherTokenDispatcher.dispatch_postprocess,
         MoEAlltoAllTokenDispatcher.preprocess,
     )
 
     def judged(self: Any, losses: Any) -> tuple[int, float]:
-        with contextlib.suppress(TypeError, KeyError):  # the root of a negative sum, a verdict that is none
+        with contextlib.suppress(
+            TypeError, KeyError
+        ):  # the root of a negative sum, a verdict that is none
             judge(self, losses)
         return 0, 1.0
 
@@ -129,7 +138,11 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
 
     def before_exchange(self: Any, routing_map: Tensor) -> Tensor:
         counts: Tensor = exchanged(self, routing_map)
-        sent, experts, ranks = even(self.num_out_tokens, self.num_experts), self.num_local_experts, self.ep_size
+        sent, experts, ranks = (
+            even(self.num_out_tokens, self.num_experts),
+            self.num_local_experts,
+            self.ep_size,
+        )
         if self.ep_size > 1 or self.tp_size > 1:
             write(self.input_splits, sent.view(ranks, experts).sum(1))
             write(self.output_splits, sent[:experts].sum().expand(ranks))
@@ -141,32 +154,36 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
         return counts
 
     patches = [
-        mock.patch.object(Optimizer, "judge", judged),
+        mock.patch.object(MegatronStepOptimizer, "check_finiteness", judged),
         mock.patch.object(MoEAllGatherTokenDispatcher, "dispatch_postprocess", after_gather),
         mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", before_exchange),
-        mock.patch("rlhf_megatron.workers.trained_model.check_finite"),
-        mock.patch("rlhf_megatron.workers.head_backend.try_triton", return_value=""),
-        mock.patch("rlhf_megatron.kernels.policy_loss.try_triton", return_value=""),
-        mock.patch("rlhf_megatron.kernels.policy_loss._kernel_problem", return_value=""),
+        mock.patch("rlhf_megatron.ranks.workers.trained_model.check_finite"),
+        mock.patch("rlhf_megatron.ranks.workers.head_backend.try_triton", return_value=""),
+        mock.patch("rlhf_megatron.ranks.kernels.policy_row_loss.try_triton", return_value=""),
+        mock.patch(
+            "rlhf_megatron.ranks.kernels.policy_row_loss._describe_kernel_problem", return_value=""
+        ),
     ]
     if not loads_weights:
-        patches.append(mock.patch("rlhf_megatron.workers.megatron.load_on_rank"))
+        patches.append(mock.patch("rlhf_megatron.ranks.workers.megatron_backend.load_on_rank"))
     return [*patches, _evenly_selected(hf_config)]
 
 
 @contextlib.contextmanager
 def _evenly_selected(hf_config: HFConfig) -> Iterator[None]:
     """A mask of experts by tokens selects what an even routing would: how many is read from the device."""
-    from rlhf_megatron.models.families.base import family_for
+    from rlhf_megatron.weights.families.model_family import find_model_family
 
-    arguments = family_for(hf_config).transformer_arguments(hf_config)
+    arguments = find_model_family(hf_config).make_transformer_arguments(hf_config)
     if not (num_experts := arguments.get("num_moe_experts")):
         yield
         return
     choices = int(arguments["moe_router_topk"])
 
     def masked_select(values: Tensor, mask: Tensor) -> Tensor:
-        torch.nonzero_static(mask, size=mask.numel() * choices // num_experts)  # its indices, as CUDA's kernel has them
+        torch.nonzero_static(
+            mask, size=mask.numel() * choices // num_experts
+        )  # its indices, as CUDA's kernel has them
         return values.new_empty(mask.numel() * choices // num_experts)
 
     library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -184,6 +201,8 @@ def even(total: int, parts: int) -> Tensor:
 
 def write(there: Tensor, values: Tensor) -> None:
     """Device memory is host memory: what the host will read of it is written before it waits."""
-    assert there.is_contiguous() and there.shape == values.shape, f"{values.shape} into {there.shape}"
+    assert there.is_contiguous() and there.shape == values.shape, (
+        f"{values.shape} into {there.shape}"
+    )
     values = values.to(there.dtype).contiguous()
     ctypes.memmove(there.data_ptr(), values.data_ptr(), values.nbytes)

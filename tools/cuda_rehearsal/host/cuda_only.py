@@ -36,13 +36,22 @@ def mm_dtype_out(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Te
     return out
 
 
-def addmm_dtype(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def addmm_dtype(
+    c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     z, x, y = (t.to(dtype) for t in on_host(c, a, b))
     return back(torch.addmm(z, x, y, beta=beta, alpha=alpha), a)
 
 
 def addmm_dtype_out(
-    c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+    c: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor,
 ) -> Tensor:
     z, x, y, o = on_host(c, a, b, out)
     o.copy_(torch.addmm(z.to(dtype), x.to(dtype), y.to(dtype), beta=beta, alpha=alpha))
@@ -61,9 +70,13 @@ def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
 
 
 # ---- RMSNorm ----
-def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     v, w = on_host(x, weight)
-    root = torch.rsqrt(v.float().pow(2).mean(-1, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    root = torch.rsqrt(
+        v.float().pow(2).mean(-1, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    )
     y = v.float() * root
     return back((y if w is None else y * w.float()).to(x.dtype), x), back(root, x)
 
@@ -92,22 +105,49 @@ def sdpa(
     *,
     scale: Any = None,
 ) -> tuple[Any, ...]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*on_host(q, k, v), dropout, causal, scale=scale)
-    seeds = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0))
-    return back(out, q), back(lse, q), None, None, q.shape[2], k.shape[2], *(back(t, q) for t in seeds)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *on_host(q, k, v), dropout, causal, scale=scale
+    )
+    seeds = (
+        torch.zeros(2, dtype=torch.uint64),
+        torch.zeros((), dtype=torch.uint64),
+        torch.empty(0),
+    )
+    return (
+        back(out, q),
+        back(lse, q),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        *(back(t, q) for t in seeds),
+    )
 
 
 def sdpa_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: Any = None
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *more: Any,
+    scale: Any = None,
 ) -> tuple[Tensor, ...]:
     dropout, causal = more[4], more[5]  # after two offsets and two lengths
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return tuple(back(t, q) for t in backward(*on_host(g, q, k, v, out, lse), dropout, causal, scale=scale))
+    return tuple(
+        back(t, q) for t in backward(*on_host(g, q, k, v, out, lse), dropout, causal, scale=scale)
+    )
 
 
-def weights_of(q: Tensor, k: Tensor, causal: bool, scale: float, left: int | None, right: int | None) -> Any:
+def weights_of(
+    q: Tensor, k: Tensor, causal: bool, scale: float, left: int | None, right: int | None
+) -> Any:
     """[heads, T, S] attention weights of one document and [heads, T] their logarithm's base; q, k: [T, heads, d]."""
-    scores = torch.einsum("tnd,snd->nts", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    scores = (
+        torch.einsum("tnd,snd->nts", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    )
     row = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
     column = torch.arange(k.shape[0])[None]
     seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
@@ -130,15 +170,25 @@ def flash(
     causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    assert starts_q is not None and dropout == 0, "the trainer calls it for packed documents, without dropout"
+    assert starts_q is not None and dropout == 0, (
+        "the trainer calls it for packed documents, without dropout"
+    )
     Q, K, V, SQ, SK = on_host(q, k, v, starts_q, starts_k)
     group = Q.shape[1] // V.shape[1]
     out, lse = torch.zeros_like(Q), torch.zeros(Q.shape[1], Q.shape[0])
     for a, b in documents(SQ, SK):
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        weights, lse[:, a] = weights_of(Q[a].float(), K[b].float(), causal, factor, window_size_left, window_size_right)
-        out[a] = torch.einsum("nts,snd->tnd", weights, V[b].float().repeat_interleave(group, 1)).to(Q.dtype)
-    seeds = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0, dtype=q.dtype))
+        weights, lse[:, a] = weights_of(
+            Q[a].float(), K[b].float(), causal, factor, window_size_left, window_size_right
+        )
+        out[a] = torch.einsum("nts,snd->tnd", weights, V[b].float().repeat_interleave(group, 1)).to(
+            Q.dtype
+        )
+    seeds = (
+        torch.zeros(2, dtype=torch.uint64),
+        torch.zeros((), dtype=torch.uint64),
+        torch.empty(0, dtype=q.dtype),
+    )
     return back(out, q), back(lse, q), *(back(t, q) for t in seeds)
 
 
@@ -158,7 +208,9 @@ def flash_backward(
     for a, b in documents(SQ, SK):
         g_, q_, o_, k_, v_ = (t.float() for t in (G[a], Q[a], OUT[a], K[b], V[b]))
         weights, own = weights_of(q_, k_, causal, factor, window_size_left, window_size_right)
-        weights = weights * torch.exp(own - LSE[:, a])[..., None]  # as the kernel: by the base that it is given
+        weights = (
+            weights * torch.exp(own - LSE[:, a])[..., None]
+        )  # as the kernel: by the base that it is given
         d_weights = torch.einsum("tnd,snd->nts", g_, v_.repeat_interleave(group, 1))
         d_scores = weights * (d_weights - (g_ * o_).sum(-1).T[..., None]) * factor
         dq[a] = torch.einsum("nts,snd->tnd", d_scores, k_.repeat_interleave(group, 1)).to(Q.dtype)

@@ -13,7 +13,12 @@ _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 
 
 def assign_req_to_token_pool_cpu(
-    req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, out_loc: Tensor, _: Any
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_loc: Tensor,
+    _: Any,
 ) -> None:
     """Rows of the request-to-token table get the cache locations of their new tokens, in order."""
     position = 0
@@ -49,7 +54,9 @@ _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_ind
 _library.impl("murmur_hash32_cpu", _murmur_hash32, "CPU")
 
 
-def _picked(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _picked(
+    scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(weights, numbers of the experts) of each token; `bias` picks and does not weigh."""
     experts = torch.topk(scores if bias is None else scores + bias, topk, dim=-1).indices
     weights = scores.gather(1, experts)
@@ -59,13 +66,21 @@ def _picked(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -
 
 
 def _topk_softmax(
-    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, correction_bias: Tensor | None = None
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _picked(gating_output.float().softmax(-1), topk, renormalize, correction_bias)
 
 
 def _topk_sigmoid(
-    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, correction_bias: Tensor | None = None
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _picked(gating_output.float().sigmoid(), topk, renormalize, correction_bias)
 

@@ -33,32 +33,43 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.table import Span
-from rlhf_megatron.parallel.device import device_ids, synchronize
-from rlhf_megatron.parallel.links import Invitation
-from rlhf_megatron.resharding.buffers import Segment, map_bucket, open_segments, views
-from rlhf_megatron.resharding.digest import as_hex, digest_part
-from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
-from rlhf_megatron.resharding.messages import BUCKET_TIMEOUT_S, Exchange, OpenLinks, take, within
-from rlhf_megatron.resharding.shards import overlap
-from rlhf_megatron.rollout.sglang.server import facts
-from rlhf_megatron.rollout.sglang.server.standing import (
-    MisfitError,
-    Place,
-    UnlikeError,
-    is_entry,
-    is_quantised,
-    missing,
-    must_be_zero,
-    places_of,
-    tied_head,
+from rlhf_megatron.device import list_device_ids, synchronize_device
+from rlhf_megatron.rollout.sglang.server import sglang_runtime
+from rlhf_megatron.rollout.sglang.server.tensor_placement import (
+    HeldTensorPart,
+    IncomparableFormError,
+    SizeMismatchError,
+    find_held_parts,
+    find_tied_head,
+    is_expert_entry,
+    is_quantised_layer,
+    list_missing_parameters,
+    list_values_to_zero,
 )
+from rlhf_megatron.weights.bucket_buffers import (
+    LentSegment,
+    map_bucket_file,
+    open_lent_segments,
+    view_bucket_tensors,
+)
+from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.weights.bucket_messages import (
+    BUCKET_TIMEOUT_S,
+    BucketExchange,
+    EngineRankLinks,
+    narrow_to_span,
+    receive_bucket,
+)
+from rlhf_megatron.weights.engine_links import LinkInvitation
+from rlhf_megatron.weights.shard_plan import intersect_spans
+from rlhf_megatron.weights.tensor_digest import digest_tensor_part, format_digest
+from rlhf_megatron.weights.weight_table import TensorSpan
 
 logger = logging.getLogger(__name__)
 
-TRANSFER_DIR = "RLHF_MEGATRON_TRANSFER_DIR"  # environment variable of the server
+TRANSFER_DIR_VARIABLE = "RLHF_MEGATRON_TRANSFER_DIR"  # environment variable of the server
 LOAD_FORMAT = "rlhf_megatron.rollout.sglang.server.loader.load"
-DESCRIBED = (
+DESCRIBED_CONFIG_KEYS = (
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -72,7 +83,7 @@ DESCRIBED = (
     "moe_intermediate_size",
 )
 _NAMES_SHOWN = 3
-_links = OpenLinks()
+_links = EngineRankLinks()
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -81,15 +92,15 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     tensors = dict(named_tensors)
     order = json.loads(bytes(tensors["order"].cpu().tolist()).decode())
     try:
-        directory = transfer_dir(order.get("directory"))
+        directory = resolve_transfer_dir(order.get("directory"))
     except (KeyError, ValueError) as error:
-        logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR, error)
+        logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR_VARIABLE, error)
         return
-    rank, size = facts.tensor_parallel()
+    rank, size = sglang_runtime.get_tp_rank_and_size()
     head = {"rank": rank, "size": size}
     try:
-        draw_apart()
-        text = json.dumps({**head, **_carry_out(order, model, directory, rank)})
+        offset_random_seed()
+        text = json.dumps({**head, **_carry_out_order(order, model, directory, rank)})
     except Exception as error:  # told by the client
         text = json.dumps({**head, "error": f"{type(error).__name__}: {error}"})
     path = directory / f"{order['receipt']}.{rank}"
@@ -102,134 +113,183 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 @cache
-def draw_apart() -> None:
+def offset_random_seed() -> None:
     """Give each group of ranks under DP attention random numbers of its own, once. SGLang gives all the same: without
     seeds, samples of one prompt that fall to different groups would be the same sample."""
-    if group := facts.attention_group():
+    if group := sglang_runtime.get_attention_dp_rank():
         torch.manual_seed(torch.initial_seed() + group)
 
 
-def _carry_out(order: Mapping[str, Any], model: Any, directory: Path, rank: int) -> dict[str, Any]:
+def _carry_out_order(
+    order: Mapping[str, Any], model: Any, directory: Path, rank: int
+) -> dict[str, Any]:
     if "describe" in order:
-        return {"error": None, "model": describe(model), "devices": device_ids()}
+        return {"error": None, "model": describe_model(model), "devices": list_device_ids()}
     if "receipts" in order:
-        return {"error": incomplete(model, _received(directory, order["receipts"], rank))}
+        return {
+            "error": describe_missing_parameters(
+                model, _read_received_names(directory, order["receipts"], rank)
+            )
+        }
     if "digest" in order:
-        manifest = BucketManifest.from_json(order["digest"])
+        manifest = BucketManifest.parse_json(order["digest"])
         with torch.no_grad():
-            tie_head(model, dict(model.named_parameters()), [entry.name for entry in manifest.tensors])
-        return standing(model, manifest, num_bytes_read=manifest.tensor_bytes)
+            copy_tied_head(
+                model, dict(model.named_parameters()), [entry.name for entry in manifest.tensors]
+            )
+        return make_bucket_receipt(model, manifest, num_bytes_read=manifest.tensor_bytes)
     if "join" in order:
-        invitation = msgspec.convert(order["join"], Invitation)
-        _links.join(invitation, order["sender"], order["num_senders"], rank, _device(model))
+        invitation = msgspec.convert(order["join"], LinkInvitation)
+        _links.join_link(
+            invitation, order["sender"], order["num_senders"], rank, _get_model_device(model)
+        )
         return {"error": None}
     if "holds" in order:
-        return {"error": None, "holds": holds(model, order["holds"])}
+        return {"error": None, "holds": list_held_spans(model, order["holds"])}
     if "leave" in order:
-        _links.leave(order["leave"])
+        _links.close_link(order["leave"])
         return {"error": None}
     if "exchange" in order:
-        return _take(model, BucketManifest.from_json(order["manifest"]), order["exchange"], rank)
-    manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
+        return _receive_exchanged_bucket(
+            model, BucketManifest.parse_json(order["manifest"]), order["exchange"], rank
+        )
+    manifest = BucketManifest.parse_json(
+        order["manifest" if "manifest" in order else "compare_with_bucket"]
+    )
     if "memory" in order:
-        pieces = open_segments(msgspec.convert(order["memory"][rank], list[Segment]))
+        pieces = open_lent_segments(msgspec.convert(order["memory"][rank], list[LentSegment]))
     else:
-        pieces = [(0, map_bucket(directory / manifest.file, manifest))]
-    given = views(manifest, *pieces)
+        pieces = [(0, map_bucket_file(directory / manifest.file, manifest))]
+    given = view_bucket_tensors(manifest, *pieces)
     if "compare" in order:
-        return {"error": None, "compared": compare(model, manifest, given)}
-    load_bucket(model, manifest, given)
+        return {"error": None, "compared": compare_with_bucket(model, manifest, given)}
+    load_bucket_into_model(model, manifest, given)
     for _, piece in pieces:
-        synchronize(piece.device)  # its copies are under way
-    return standing(model, manifest)
+        synchronize_device(piece.device)  # its copies are under way
+    return make_bucket_receipt(model, manifest)
 
 
-def _take(model: Any, manifest: BucketManifest, order: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    exchange = msgspec.convert(order, Exchange)
-    device = _device(model)
-    found = take(exchange, manifest, _links.find(exchange.link), rank, device, BUCKET_TIMEOUT_S)
+def _receive_exchanged_bucket(
+    model: Any, manifest: BucketManifest, order: Mapping[str, Any], rank: int
+) -> dict[str, Any]:
+    exchange = msgspec.convert(order, BucketExchange)
+    device = _get_model_device(model)
+    found = receive_bucket(
+        exchange, manifest, _links.find_link(exchange.link), rank, device, BUCKET_TIMEOUT_S
+    )
     given = {key: values for key, (_, values) in found.items()}
-    load_bucket(model, manifest, given, {key: span for key, (span, _) in found.items()})
-    synchronize(device)
-    return standing(model, manifest, sum(message.num_bytes for message in exchange.messages[rank]))
+    load_bucket_into_model(model, manifest, given, {key: span for key, (span, _) in found.items()})
+    synchronize_device(device)
+    return make_bucket_receipt(
+        model, manifest, sum(message.num_bytes for message in exchange.messages[rank])
+    )
 
 
-def _device(model: Any) -> torch.device:
+def _get_model_device(model: Any) -> torch.device:
     device: torch.device = next(model.parameters()).device
     return device
 
 
-def load_bucket(
-    model: Any, manifest: BucketManifest, given: Mapping[str, Tensor], held: Mapping[str, Span] | None = None
+def load_bucket_into_model(
+    model: Any,
+    manifest: BucketManifest,
+    tensor_by_key: Mapping[str, Tensor],
+    held_spans: Mapping[str, TensorSpan] | None = None,
 ) -> None:
     """SGLang loads whole tensors, and GPT-OSS's experts a layer at a time. Of parts of tensors, and of one expert,
     those that stand in this rank are copied to where they belong.
-    `held`: the parts that `given` has; None: all that was sent."""
-    spans = {entry.key: entry.span for entry in manifest.tensors} if held is None else held
-    came = [entry for entry in manifest.tensors if entry.key in given]
-    is_part = {e.key: given[e.key].shape != e.shape or is_entry(e.name) for e in came}
-    model.load_weights([(e.name, given[e.key]) for e in came if not is_part[e.key]])
+    `held_spans`: the parts that `tensor_by_key` has; None: all that was sent."""
+    spans = (
+        {entry.key: entry.span for entry in manifest.tensors} if held_spans is None else held_spans
+    )
+    came = [entry for entry in manifest.tensors if entry.key in tensor_by_key]
+    is_part = {
+        e.key: tensor_by_key[e.key].shape != e.shape or is_expert_entry(e.name) for e in came
+    }
+    model.load_weights([(e.name, tensor_by_key[e.key]) for e in came if not is_part[e.key]])
     parts = [entry for entry in came if is_part[entry.key]]
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in parts:
             span = spans[entry.key]
-            for place in places_of(model, parameters, entry.name, entry.shape):
-                common = overlap(span, place.span, entry.shape)
+            for place in find_held_parts(model, parameters, entry.name, entry.shape):
+                common = intersect_spans(span, place.span, entry.shape)
                 if common is not None and not place.is_derived:
-                    in_model(place, common).copy_(within(given[entry.key], span, common))
-            for values in must_be_zero(model, parameters, entry.name):
+                    narrow_held_part(place, common).copy_(
+                        narrow_to_span(tensor_by_key[entry.key], span, common)
+                    )
+            for values in list_values_to_zero(model, parameters, entry.name):
                 values.zero_()
-        tie_head(model, parameters, [entry.name for entry in manifest.tensors])
+        copy_tied_head(model, parameters, [entry.name for entry in manifest.tensors])
         if derived_from := [entry.name for entry in parts if ".kv_b_proj." in entry.name]:
             model.post_load_weights(weight_names=derived_from)  # as `load_weights` does
 
 
-def tie_head(model: Any, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+def copy_tied_head(
+    model: Any, parameters: Mapping[str, Tensor], tensor_names: Iterable[str]
+) -> None:
     """The embedding came: a head that the engine has of its own, where the two are one, becomes a copy of it."""
-    for name in names:
-        if (head := tied_head(model, parameters, name)) is not None:
+    for name in tensor_names:
+        if (head := find_tied_head(model, parameters, name)) is not None:
             head.copy_(parameters[name])
 
 
-def in_model(place: Place, span: Span) -> Tensor:
-    """Return the values of a part of the tensor of which `place` holds a part."""
-    return within(place.values, place.span, span)
+def narrow_held_part(held_part: HeldTensorPart, span: TensorSpan) -> Tensor:
+    """Return the values of a part of the tensor of which `held_part` holds a part."""
+    return narrow_to_span(held_part.values, held_part.span, span)
 
 
-def holds(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, int, int]]]:
+def list_held_spans(
+    model: Any, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[tuple[int, int, int]]]:
     """Return, by name, the parts of tensors that stand in this rank. Raises ValueError where the engine keeps a
     tensor in another form.
     """
     parameters = dict(model.named_parameters())
     found: dict[str, list[tuple[int, int, int]]] = {}
     for name, shape in shapes.items():
-        spans = [place.span for place in places_of(model, parameters, name, tuple(shape)) if place.count]
+        spans = [
+            place.span
+            for place in find_held_parts(model, parameters, name, tuple(shape))
+            if place.num_entries
+        ]
         if spans:
-            found[name] = [(span.axis, span.start, span.count) for span in dict.fromkeys(spans)]
+            found[name] = [
+                (span.dim, span.start, span.num_entries) for span in dict.fromkeys(spans)
+            ]
     return found
 
 
-def transfer_dir(name: str | None) -> Path:
+def resolve_transfer_dir(directory_name: str | None) -> Path:
     """The run's directory: the one that this server was started with, or one in it where the server is older than the
     run. Raises ValueError for what is no plain name."""
-    base = Path(os.environ[TRANSFER_DIR])
-    if name is None:
+    base = Path(os.environ[TRANSFER_DIR_VARIABLE])
+    if directory_name is None:
         return base
-    if name in ("", ".", "..") or "/" in name:
-        raise ValueError(f"{name!r} is not the plain name of a directory.")
-    return base if base.name == name else base / name
+    if directory_name in ("", ".", "..") or "/" in directory_name:
+        raise ValueError(f"{directory_name!r} is not the plain name of a directory.")
+    return base if base.name == directory_name else base / directory_name
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe_model(model: Any) -> dict[str, Any]:
     """Describes the model by the names of config.json, and the type of its weights."""
     config = getattr(model, "config", None)
-    found = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
-    quantised = any(is_quantised(layer) for layer in model.modules())
-    return {**found, "is_quantised": quantised, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    found = {
+        name: value
+        for name in DESCRIBED_CONFIG_KEYS
+        if (value := getattr(config, name, None)) is not None
+    }
+    quantised = any(is_quantised_layer(layer) for layer in model.modules())
+    return {
+        **found,
+        "is_quantised": quantised,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
 
 
-def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = None) -> dict[str, Any]:
+def make_bucket_receipt(
+    model: Any, manifest: BucketManifest, num_bytes_read: int | None = None
+) -> dict[str, Any]:
     """The receipt of what stands in this rank for the tensors of a bucket. `num_bytes_read`: that this rank took from
     the medium; None: the parts that it holds, each once."""
     parameters = dict(model.named_parameters())
@@ -240,30 +300,32 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
     num_standing = 0
     for entry in manifest.tensors:
         try:
-            places = places_of(model, parameters, entry.name, entry.shape)
-        except UnlikeError as error:
+            places = find_held_parts(model, parameters, entry.name, entry.shape)
+        except IncomparableFormError as error:
             unlike[entry.key] = str(error)
             continue
-        except MisfitError as error:
+        except SizeMismatchError as error:
             misfits[entry.key] = str(error)
             continue
-        if any(values.any() for values in must_be_zero(model, parameters, entry.name)):
+        if any(values.any() for values in list_values_to_zero(model, parameters, entry.name)):
             misfits[entry.key] = "a rank adds it beside the one that has it"
         for place in places:
-            common = overlap(entry.span, place.span, entry.shape)
+            common = intersect_spans(entry.span, place.span, entry.shape)
             if common is None:
                 continue
-            values = _as_sent(in_model(place, common), entry)
-            found = as_hex(digest_part(values, entry.shape, common.axis, common.start))
+            values = _cast_as_sent(narrow_held_part(place, common), entry)
+            found = format_digest(digest_tensor_part(values, entry.shape, common.dim, common.start))
             parts.setdefault(entry.key, []).append((*astuple(common), found))
             num_standing += 0 if place.is_derived else values.numel() * DTYPE_BYTES[entry.dtype]
             if (dtype := str(place.values.dtype).removeprefix("torch.")) != entry.dtype:
                 stands_as[entry.key] = dtype
     return {
         "error": None,
-        "bucket": manifest.place,
+        "bucket": manifest.label,
         "names": [entry.name for entry in manifest.tensors],
-        "tensors": {entry.key: (entry.shape, astuple(entry.span), entry.dtype) for entry in manifest.tensors},
+        "tensors": {
+            entry.key: (entry.shape, astuple(entry.span), entry.dtype) for entry in manifest.tensors
+        },
         "parts": parts,
         "unlike": unlike,
         "misfits": misfits,
@@ -273,50 +335,56 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
     }
 
 
-def compare(model: Any, manifest: BucketManifest, given: Mapping[str, Tensor]) -> dict[str, bool]:
+def compare_with_bucket(
+    model: Any, manifest: BucketManifest, tensor_by_key: Mapping[str, Tensor]
+) -> dict[str, bool]:
     """Tells by key whether all that stands here of an entry equals the bytes of the bucket."""
     parameters = dict(model.named_parameters())
     equal: dict[str, bool] = {}
     for entry in manifest.tensors:
         try:
-            places = places_of(model, parameters, entry.name, entry.shape)
-        except (UnlikeError, MisfitError):
+            places = find_held_parts(model, parameters, entry.name, entry.shape)
+        except (IncomparableFormError, SizeMismatchError):
             continue
         for place in places:
-            common = overlap(entry.span, place.span, entry.shape)
+            common = intersect_spans(entry.span, place.span, entry.shape)
             if common is None:
                 continue
-            standing = in_model(place, common)
-            sent = within(given[entry.key], entry.span, common).to(standing.device)
-            is_equal = torch.equal(_bits(sent), _bits(_as_sent(standing, entry)))
+            standing = narrow_held_part(place, common)
+            sent = narrow_to_span(tensor_by_key[entry.key], entry.span, common).to(standing.device)
+            is_equal = torch.equal(
+                _view_as_bytes(sent), _view_as_bytes(_cast_as_sent(standing, entry))
+            )
             equal[entry.key] = is_equal and equal.get(entry.key, True)
     return equal
 
 
-def _as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
+def _cast_as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
     """Returns values in the type that was sent, where that is the same numbers: engines keep some weights wider."""
     sent = values.detach().to(getattr(torch, entry.dtype))
-    is_exact = sent.dtype == values.dtype or torch.equal(_bits(sent.to(values.dtype)), _bits(values))
+    is_exact = sent.dtype == values.dtype or torch.equal(
+        _view_as_bytes(sent.to(values.dtype)), _view_as_bytes(values)
+    )
     return sent if is_exact else torch.full_like(sent, torch.nan)
 
 
-def _bits(values: Tensor) -> Tensor:
+def _view_as_bytes(values: Tensor) -> Tensor:
     return values.detach().contiguous().view(torch.uint8)
 
 
-def incomplete(model: Any, received: set[str]) -> str | None:
-    """Names what the model holds and did not get; None: it got everything. `received`: Hugging Face names."""
+def describe_missing_parameters(model: Any, received_names: set[str]) -> str | None:
+    """Names what the model holds and did not get; None: it got everything. `received_names`: Hugging Face names."""
     parameters = dict(model.named_parameters())
-    absent = missing(model, parameters, received)
+    absent = list_missing_parameters(model, parameters, received_names)
     if not absent:
         return None
     names = ", ".join(absent[:_NAMES_SHOWN]) + (" and others" if len(absent) > _NAMES_SHOWN else "")
     return f"{len(absent)} of {len(parameters)} parameters never came whole: {names}."
 
 
-def _received(directory: Path, prefix: str, rank: int) -> set[str]:
+def _read_received_names(directory: Path, receipt_prefix: str, rank: int) -> set[str]:
     names: set[str] = set()
-    for path in directory.glob(f"{prefix}*.{rank}"):
+    for path in directory.glob(f"{receipt_prefix}*.{rank}"):
         receipt = json.loads(path.read_text())
         if receipt["error"]:
             raise ValueError(receipt["error"])

@@ -1,0 +1,143 @@
+"""What an advantage estimator is: a pure function of a step's rewards. A new estimator is one new file here.
+
+    @ADV_ESTIMATORS.register("grpo", GRPOParams, needs=("rewards", "group_ids"))
+    def grpo(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs: ...
+
+`needs` names batch columns. All estimators treat a sample of masked status alike (advantage 0, left out of every
+statistic) and so a group with one sample left (no baseline, advantage 0).
+"""
+
+# B samples, T packed tokens
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rlhf_megatron.algorithms.loss_aggregation import sum_by_sequence
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
+from rlhf_megatron.lazy import Tensor, np, torch
+from rlhf_megatron.registry import Registry
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Columns of a whole step; sample i owns tokens offsets[i] : offsets[i + 1]."""
+
+    rewards_B: Tensor  # float32, scores; undefined where not valid. An estimator of whole samples reads sample_rewards
+    group_ids_B: Tensor  # int64; the samples of one prompt share it
+    is_valid_B: Tensor  # bool; False: masked status
+    response_mask_T: Tensor  # bool
+    offsets: Tensor  # [B + 1] int64
+    token_rewards_T: Tensor | None = None  # float32, per-token stream (after KL-in-reward)
+    values_T: Tensor | None = None  # float32, critic
+    reward_parts: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # name -> [B] float32, terms before their weights
+    greedy_rewards_B: Tensor | None = (
+        None  # float32, of the greedy sample of each sample's prompt; nan: masked status
+    )
+    log_probs_T: Tensor | None = None  # float32, trainer's policy at the start of the update
+    rollout_log_probs_T: Tensor | None = None  # float32, as the engine reported
+    sum_squares_T: Tensor | None = (
+        None  # float32, sum of the squared probabilities of the trainer's policy
+    )
+
+
+@dataclass(frozen=True)
+class AdvantageOutputs:
+    advantages_T: Tensor  # float32, 0 outside of response_mask_T
+    returns_T: Tensor | None = (
+        None  # float32, what a critic learns; None where the estimator has none
+    )
+    metrics: dict[str, float] = field(default_factory=dict)  # keys of algorithms/metric_names.py
+
+
+@dataclass(frozen=True)
+class RewardKeys:
+    """The property `reward_keys` of the parameters of an estimator that needs "reward_parts" in place of rewards."""
+
+    setting: str  # the parameter with the names
+    names: tuple[str, ...]  # parts of the reward that it reads
+    weights: str  # the parameter that would weigh them; "" where it is given
+
+
+AdvantageEstimator = Callable[[AdvantageInputs, Any], AdvantageOutputs]
+ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def compute_sample_rewards(inputs: AdvantageInputs) -> Tensor:
+    """[B] float64: what a whole sample earned; 0 where not valid. The one way by which KL in the reward reaches
+    estimators of whole samples.
+
+    The sum of a sample's token rewards where there are any, else its score. A response without tokens had nowhere to
+    put its score, and no KL to pay: it has its score.
+    """
+    rewards_B = inputs.rewards_B.to(torch.float64)
+    if inputs.token_rewards_T is not None:
+        paid_T = inputs.token_rewards_T.masked_fill(~inputs.response_mask_T, 0.0)
+        has_tokens_B = count_response_tokens(inputs.response_mask_T, inputs.offsets) > 0
+        rewards_B = torch.where(has_tokens_B, sum_by_sequence(paid_T, inputs.offsets), rewards_B)
+    return rewards_B.masked_fill(~inputs.is_valid_B, 0.0)
+
+
+GroupEstimator = Callable[[Tensor, PromptGroups, AdvantageInputs, Any], Tensor]
+
+
+def register_group_estimator(
+    name: str, params: type | None = None
+) -> Callable[[GroupEstimator], AdvantageEstimator]:
+    """Decorator of an estimator of whole samples: (`compute_sample_rewards`, groups, inputs, parameters) -> [B] advantages. All
+    response tokens of a sample get its own."""
+
+    def register_estimator(estimate: GroupEstimator) -> AdvantageEstimator:
+        @functools.wraps(estimate)
+        def estimate_step(inputs: AdvantageInputs, params: Any) -> AdvantageOutputs:
+            groups = PromptGroups.from_ids(inputs.group_ids_B, inputs.is_valid_B)
+            advantages_B = estimate(compute_sample_rewards(inputs), groups, inputs, params)
+            return AdvantageOutputs(
+                spread_over_response_tokens(advantages_B, inputs.response_mask_T, inputs.offsets)
+            )
+
+        return ADV_ESTIMATORS.register(name, params, needs=("rewards", "group_ids"), scope="group")(
+            estimate_step
+        )
+
+    return register_estimator
+
+
+def spread_over_response_tokens(
+    advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor
+) -> Tensor:
+    """[B] -> [T] float32: each sample's advantage on its response tokens, 0 elsewhere."""
+    return repeat_per_sample_length(advantages_B.float(), offsets.diff()).masked_fill_(
+        ~response_mask_T, 0.0
+    )
+
+
+def count_response_tokens(response_mask_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] int64: True entries of each sample. No column a token is made of the mask."""
+    if response_mask_T.device.type != "cpu":
+        return torch.searchsorted(find_true_positions(response_mask_T), offsets).diff()
+    mask, borders = response_mask_T.numpy(), pairwise(offsets.tolist())
+    return torch.tensor(
+        [int(np.count_nonzero(mask[start:stop])) for start, stop in borders], dtype=torch.int64
+    )
+
+
+def find_true_positions(mask_T: Tensor) -> Tensor:
+    """int64 indices of the True entries. numpy's search is several times as fast as torch's."""
+    if mask_T.device.type != "cpu":
+        return mask_T.nonzero().view(-1)
+    return torch.from_numpy(np.flatnonzero(mask_T.numpy()))
+
+
+def repeat_per_sample_length(column_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B] -> [sum of lengths]: each sample's entry as often as its length says."""
+    if column_B.device.type != "cpu":
+        return column_B.repeat_interleave(lengths_B)
+    # numpy copies runs, where torch gathers by an index of every token: 50 times as fast at 2000 tokens a sample.
+    return torch.from_numpy(np.repeat(column_B.numpy(), lengths_B.numpy()))

@@ -1,0 +1,252 @@
+"""`rlhf-megatron export`, `run_convert_command` and `run_fetch_command`: weights on disk, out of checkpoints and between layouts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from rlhf_megatron.config import hub_data
+from rlhf_megatron.config.hub import download_from_hub, is_hub_name
+from rlhf_megatron.config.hub_data import DatasetSplit
+from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
+from rlhf_megatron.jobs import smollm2
+from rlhf_megatron.weights.conversion import conversion_dry_run, conversion_writer
+from rlhf_megatron.weights.conversion.conversion_targets import (
+    ConversionTarget,
+    HFTarget,
+    RankFilesTarget,
+    TorchDistTarget,
+)
+from rlhf_megatron.weights.conversion.logit_comparison import verify_layer_outputs
+from rlhf_megatron.weights.conversion.stored_model import (
+    ConversionItem,
+    StoredModel,
+    open_stored_model,
+)
+from rlhf_megatron.weights.conversion.weight_comparison import verify_weight_bits
+from rlhf_megatron.weights.hf_writer import MAX_SHARD_BYTES
+from rlhf_megatron.weights.megatron_dir import make_disk_layout
+from rlhf_megatron.weights.safe_pickle import METADATA
+
+
+def run_export_command(args: argparse.Namespace) -> None:
+    """Write the weights of a run's checkpoint, and say what was written and how it is used."""
+    role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
+    found = find_exportable_weights(args.run_dir, args.step, args.best, args.model, role)
+    if args.adapter:
+        if args.dtype is not None:
+            raise ValueError(
+                f"--dtype {args.dtype} is not for --adapter, which is float32; leave it out."
+            )
+        num_tensors = found.write_adapter_directory(args.out)
+        print(
+            f"{args.out}: adapter of {num_tensors} tensors of step {found.step}, from {found.checkpoint_path}."
+        )
+        print(
+            f'next: peft.PeftModel.from_pretrained(model, "{args.out}"), or actor.lora.path of a run'
+        )
+        return
+    with _ByteProgressBar(found.model.make_conversion_items(args.dtype)) as bar:
+        num_tensors = found.write_hf_directory(args.out, args.dtype, bar.add_progress_task("write"))
+    print(f"{args.out}: {num_tensors} tensors of step {found.step}, from {found.checkpoint_path}.")
+    if found.model.companions_directory is None:
+        print(
+            "note: without a tokenizer, since the run's model directory is not here; --model DIR names another."
+        )
+    if found.model.head == "vocabulary":
+        print(
+            f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.out}"), or model.path of a run'
+        )
+
+
+def run_convert_command(args: argparse.Namespace) -> int:
+    """Convert, or say what would be done, and compare the result with the source. Returns an exit code."""
+    _refuse_ignored_options(args)
+    problems: list[str] = []
+    if args.dry_run and conversion_dry_run.has_only_weight_index(args.source):
+        model, problems = conversion_dry_run.open_model_from_index(args.source)
+    else:
+        model = _open_source_model(args.source, _choose_config_dir(args.source, args.model))
+    items = model.make_conversion_items(args.dtype, args.tp or 1)
+    if args.only_verify:
+        digests = None
+    else:
+        target = _make_target(args, model, items)
+        if args.dry_run:
+            lines = conversion_dry_run.describe_conversion(model, items, target, args.out, problems)
+            print("\n".join(lines))
+            return int(any(line.startswith("problem") for line in lines))
+        with _ByteProgressBar(items) as bar:
+            done = bar.add_progress_task("convert")
+            digests = conversion_writer.convert_model(
+                model, items, target, args.out, args.processes, done
+            )
+        print(f"{args.out}: {len(digests)} tensors written.")
+    if args.verify is not None or args.only_verify:
+        _verify_written_model(args, model, items, digests)
+    return 0
+
+
+def _verify_written_model(
+    args: argparse.Namespace,
+    model: StoredModel,
+    items: Sequence[ConversionItem],
+    digests: Mapping[str, str] | None,
+) -> None:
+    written = open_stored_model(
+        args.out, is_strict=True, config_directory=_choose_config_dir(args.out, args.model)
+    )
+    if args.verify == "logits":
+        print("\n".join(verify_layer_outputs(model, written, is_cast=args.dtype is not None)))
+        print(
+            f"{args.out}: every layer and every expert computes what those of {model.directory} do."
+        )
+        return
+    with _ByteProgressBar(items) as bar:
+        verify_weight_bits(
+            model, items, written, digests, args.processes, bar.add_progress_task("verify")
+        )
+    print(
+        f"{args.out}: {sum(len(item.rule.hf_tensors) for item in items)} tensors read back and compared."
+    )
+
+
+def _choose_config_dir(directory: Path, model_dir: Path | None) -> Path | None:
+    """`--model`, for a directory without a configuration: its own one and what it keeps are else the right ones."""
+    return None if (directory / "config.json").is_file() else model_dir
+
+
+def _open_source_model(source: Path, config_dir: Path | None) -> StoredModel:
+    """Weights of a directory, or of a run or its checkpoint. Raises ValueError for a model that scores."""
+    if (source / "checkpoints").is_dir() or (source / "actor" / METADATA).is_file():
+        found = find_exportable_weights(source, model_directory=config_dir)
+        if found.model.head != "vocabulary":
+            raise ValueError(
+                f"{source} trained a model that scores, which only Hugging Face layout holds; use export."
+            )
+        return replace(found.model, hf_config=dict(found.hf_config))
+    return open_stored_model(source, config_directory=config_dir)
+
+
+def _make_target(
+    args: argparse.Namespace, model: StoredModel, items: Sequence[ConversionItem]
+) -> ConversionTarget:
+    if model.is_written_by_fsdp and args.to != "hf":
+        raise ValueError(
+            f"{args.source} was trained by the backend fsdp; convert it --to hf first."
+        )
+    max_bytes = args.max_shard_mib << 20 if args.max_shard_mib else MAX_SHARD_BYTES
+    if args.to == "ranks":
+        axes = {
+            name: getattr(args, name) for name in _LAYOUT_OPTIONS if getattr(args, name) is not None
+        }
+        return RankFilesTarget(model, items, make_disk_layout(**axes))
+    if args.to == "torch_dist":
+        is_stacked = {"yes": True, "no": False}.get(args.stacked or "auto")
+        return TorchDistTarget(
+            model, items, args.impl or "transformer_engine", is_stacked, max_bytes
+        )
+    return HFTarget(model, items, max_bytes)
+
+
+_LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "first_layers", "last_layers")
+_OPTIONS_BY_TARGET = {
+    "ranks": _LAYOUT_OPTIONS,
+    "torch_dist": ("impl", "stacked", "max_shard_mib"),
+    "hf": ("max_shard_mib",),
+}
+"""Options that only one target reads, by target; they are refused with any other one."""
+
+
+def _refuse_ignored_options(args: argparse.Namespace) -> None:
+    own = _OPTIONS_BY_TARGET[args.to]
+    options = dict.fromkeys(option for options in _OPTIONS_BY_TARGET.values() for option in options)
+    for name in options:
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and args.only_verify:
+            raise ValueError(
+                f"{option} would be ignored by --only-verify, which finds the layout of {args.out}; leave it out."
+            )
+        if value is not None and name not in own:
+            raise ValueError(f"{option} would be ignored by --to {args.to}; leave it out.")
+    if args.dtype == "fp8" and args.to != "hf":
+        raise ValueError(f"--dtype fp8 needs --to hf, not {args.to}; use that, or another type.")
+    if args.max_shard_mib is not None and args.max_shard_mib <= 0:
+        raise ValueError(f"--max-shard-mib is {args.max_shard_mib}; it must be positive.")
+    has_config = [(path / "config.json").is_file() for path in (args.source, args.out)]
+    if args.model is not None and has_config[0] and (has_config[1] or not args.only_verify):
+        raise ValueError(
+            f"--model {args.model}: {args.source} has its own config.json; leave the option out."
+        )
+    if args.dry_run and (args.only_verify or args.verify):
+        raise ValueError(
+            "--dry-run writes nothing that could be verified; leave it out, or --verify and --only-verify."
+        )
+
+
+class _ByteProgressBar:
+    """A progress bar on standard error: bytes, rate and the time that is left."""
+
+    def __init__(self, items: Sequence[ConversionItem]) -> None:
+        columns = (
+            *(TextColumn("{task.description:>8}"), BarColumn(), DownloadColumn()),
+            *(TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        )
+        # Processes are forked off this one: no thread may draw meanwhile.
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._total_bytes = sum(item.num_bytes for item in items)
+
+    def __enter__(self) -> _ByteProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def add_progress_task(self, task_name: str) -> conversion_writer.ReportBytes:
+        """Show a bar for `task_name`. Return the function to call with the number of bytes that are done."""
+        task = self._progress.add_task(task_name, total=self._total_bytes)
+
+        def advance_task(num_bytes: int) -> None:
+            self._progress.advance(task, num_bytes)
+            self._progress.refresh()
+
+        return advance_task
+
+
+def run_fetch_command(args: argparse.Namespace) -> None:
+    """Fetch the model, unless it is there already; SmolLM2 is converted, too."""
+    split = DatasetSplit.from_name(args.model)
+    if split is not None:
+        if args.dtype is not None or args.out is not None:
+            raise ValueError(
+                f"{split} goes to huggingface_hub's cache; leave --dtype and --out out."
+            )
+        hub_data.fetch_split(split)
+        print("\n".join(hub_data.find_local_split_files(split)))
+        return
+    if args.model != "smollm2":
+        if args.dtype is not None or not is_hub_name(args.model):
+            raise ValueError(
+                f"{args.model} must be smollm2, or owner/name of a model hub, whose weights stay as they are"
+                " (without --dtype), or owner/name:split of a data set."
+            )
+        print(download_from_hub(args.model, args.out))
+        return
+    out = args.out or Path(".cache/smollm2-135m-instruct")
+    is_new = smollm2.fetch_smollm2(out, args.dtype or "float32")
+    print(f"{out}: {'fetched and converted' if is_new else 'is there already'}.")

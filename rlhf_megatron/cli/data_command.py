@@ -1,0 +1,112 @@
+"""`rlhf-megatron data`: `run_data_show_command` prints samples of a run, with the tokens that train in colour; `prepare_dataset` writes files of
+published questions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.run_rules import learns_from_pairs
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.controller.scheduler.algorithm_setup import load_run_prompts
+from rlhf_megatron.controller.supervised.supervised_run import load_supervised_data
+from rlhf_megatron.data.assistant_turns import TokenDocument
+from rlhf_megatron.data.document_samples import InMemorySampleSet, SampleSource
+from rlhf_megatron.data.document_sets import DocumentSets, make_answer_samples
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.rewards.published_datasets import (
+    PUBLISHED_DATASETS,
+    fetch_dataset,
+    prepare_dataset,
+)
+
+COLOUR_MARKS, TEXT_MARKS = (
+    ("\x1b[32m", "\x1b[0m"),
+    ("⟦", "⟧"),
+)  # around what trains, with a terminal and without
+
+
+def run_data_show_command(args: argparse.Namespace) -> None:
+    """Print the first samples of each source. Of an RL run: prompts, with the label as a warm-up would train it."""
+    config = load_run_config(args.config, args.overrides).config
+    sets, tokenizer = _load_document_sets(config)
+    marks = COLOUR_MARKS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else TEXT_MARKS
+    for line in format_sample_lines(
+        sets.sources if args.split == "train" else sets.held_out_sources, tokenizer, args.n, marks
+    ):
+        print(line)
+    print(
+        "; ".join(
+            [
+                f"{sets.num_train} training and {sets.num_held_out} held-out samples",
+                *sets.counts.describe_counts(),
+            ]
+        )
+    )
+
+
+def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:
+    if config.job != "train":
+        return load_supervised_data(
+            config.model, config.data, config.sft, learns_from_pairs(config)
+        )
+    found, tokenizer = load_run_prompts(config.model, config.data, config.warmup.max_steps > 0)
+    train = [
+        SampleSource(s.name, s.weight, InMemorySampleSet(make_answer_samples(s.items, tokenizer)))
+        for s in found.sources
+    ]
+    held_out = [
+        SampleSource(s.name, 1.0, InMemorySampleSet(make_answer_samples(s.items, tokenizer)))
+        for s in found.held_out_sets
+    ]
+    return DocumentSets(tuple(train), tuple(held_out)), tokenizer
+
+
+def format_sample_lines(
+    sources: Sequence[SampleSource],
+    tokenizer: Tokenizer,
+    num_samples: int,
+    marks: tuple[str, str] = TEXT_MARKS,
+) -> Iterator[str]:
+    """Yield what `data show` prints of the first `num_samples` samples of each source."""
+    for source in sources:
+        for index in range(min(num_samples, len(source.items))):
+            sample = source.items[index]
+            weight = f", weight {sample.weight:g}" if sample.weight != 1 else ""
+            for name, document in zip(("chosen", "rejected"), sample.documents, strict=False):
+                of_pair = f" {name}," if len(sample.documents) > 1 else ""
+                trained = sum(end - begin for begin, end in document.trained_spans)
+                place = f"{sample.source} {index + 1} of {len(source.items)}"
+                yield f"--- {place}:{of_pair} {len(document.token_ids)} tokens, {trained} train{weight}"
+                yield mark_trained_text(document, tokenizer, marks)
+
+
+def mark_trained_text(document: TokenDocument, tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
+    """The text of a document, special tokens by name, with marks around each stretch that trains."""
+    pieces, at = [], 0
+    for begin, end in document.trained_spans:
+        pieces += [tokenizer.decode_with_special_tokens(document.token_ids[at:begin]), marks[0]]
+        pieces += [tokenizer.decode_with_special_tokens(document.token_ids[begin:end]), marks[1]]
+        at = end
+    return "".join([*pieces, tokenizer.decode_with_special_tokens(document.token_ids[at:])])
+
+
+def run_data_prepare_command(args: argparse.Namespace) -> None:
+    """Write the files of a published set, and say how a run names them."""
+    published, out = PUBLISHED_DATASETS[args.name], args.out or Path("data") / args.name
+    source = args.source or fetch_dataset(published)
+    counts = prepare_dataset(args.name, source, out)
+    for split, count in counts.items():
+        print(f"{out / split}.jsonl: {count} rows")
+    names = {"train": "data.train_files", "test": "data.val_files"}
+    for line in (
+        *(f"{names[split]}: [{out / split}.jsonl]" for split in counts),
+        *published.settings,
+    ):
+        print(f"  {line}")
+    if "test" in counts and args.out is None:
+        print(f"next: rlhf-megatron evaluate MODEL --task {args.name}")

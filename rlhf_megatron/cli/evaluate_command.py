@@ -1,0 +1,192 @@
+"""`rlhf-megatron evaluate SOURCE [PROMPTS ...]`: scores a file of answers, a model or a run, also along its steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rlhf_megatron.cli.generate_command import (
+    generate_answer_file,
+    generate_answers_of_each_step,
+    is_http_address,
+    split_files_and_settings,
+)
+from rlhf_megatron.cli.serve_rewards_command import start_model_servers
+from rlhf_megatron.config.rules.run_rules import has_reward_model
+from rlhf_megatron.controller.evaluation.held_out_evaluation import (
+    ScoredEvaluationSet,
+    summarize_evaluation,
+)
+from rlhf_megatron.jobs.evaluation_page import render_evaluation_page
+from rlhf_megatron.jobs.generation.answer_file import PARQUET_SUFFIX
+from rlhf_megatron.jobs.generation.answer_scoring import (
+    compare_answers,
+    convert_evaluation_to_json,
+    format_evaluation_table,
+    score_answer_file,
+)
+from rlhf_megatron.jobs.generation.loss_job import (
+    compute_source_losses,
+    convert_losses_to_json,
+    format_loss_table,
+)
+from rlhf_megatron.jobs.generation.model_source import load_job_config
+from rlhf_megatron.rewards.published_datasets import prepare_held_out_file
+from rlhf_megatron.rollout.fleet.server_process import make_throttled_progress
+
+SERVED_MODEL_HINT = (
+    "give reward_model.served.num_servers=1 and what else its servers need, and it scores too"
+)
+_print_progress = make_throttled_progress(lambda line: print(line, file=sys.stderr), lambda: None)
+
+
+def run_evaluate_command(args: argparse.Namespace) -> int:
+    """Exit code 0: the figures are printed; others as those of `generate`."""
+    if args.loss is not None:
+        return _evaluate_losses(args)
+    settings: list[str] = []
+    if args.task:
+        if split_files_and_settings(args)[0]:
+            raise ValueError(
+                f"--task {args.task} brings its questions; leave out the files of prompts."
+            )
+        questions_file, settings = prepare_held_out_file(args.task)
+        args.words = [str(questions_file), *args.words]
+    prompts, overrides = split_files_and_settings(args)
+    answers, source = Path(args.source), args.config
+    files: list[tuple[str, Path]] = []
+    if not _is_result_file(answers):
+        source = source or (None if is_http_address(args.source) else answers)
+        kind = args.task or "answers"
+        if args.every_step:
+            code, steps = generate_answers_of_each_step(args, settings, kind)
+            files = [(f"step {step}", path) for step, path in steps]
+        else:
+            code, answers = generate_answer_file(args, settings, kind)
+        if code:
+            return code
+        prompts = []
+    elif args.every_step or args.task:
+        name = "every-step" if args.every_step else "task"
+        raise ValueError(
+            f"--{name} is for a model or a run that is asked; {answers} is a file of answers."
+        )
+    files = files or [(str(answers), answers), *((name, Path(name)) for name in prompts)]
+    config = load_job_config(source, [], [*settings, *overrides])
+    with (
+        TemporaryDirectory() as scratch,
+        start_model_servers(config, Path(scratch), _print_progress) as servers,
+    ):
+        if has_reward_model(config):
+            print(
+                f"the model of reward_model.path is left out; {SERVED_MODEL_HINT}.", file=sys.stderr
+            )
+        term = servers.make_reward_term() if servers is not None else None
+        log = Path(scratch) / "rewards.log"
+        scored = [
+            (name, score_answer_file(path, config.reward, log, config.data, term))
+            for name, path in files
+        ]
+    notes = [] if args.every_step else _compare_with_first_file(scored)
+    for name, of_file in scored:
+        if len(scored) > 1:
+            print(f"\n{name}")
+        print("\n".join(format_evaluation_table(summarize_evaluation(of_file))))
+    print("\n".join(notes), end="\n" if notes else "")
+    if args.json:
+        _write_figures(
+            args,
+            _collect_figures(
+                [(name, convert_evaluation_to_json(answered)) for name, answered in scored],
+                args.every_step,
+            ),
+        )
+    if args.report:
+        args.report.write_text(
+            render_evaluation_page(
+                args.source, [(name, summarize_evaluation(a)) for name, a in scored], notes
+            )
+        )
+        print(f"page: {args.report}")
+    return 0
+
+
+def _evaluate_losses(args: argparse.Namespace) -> int:
+    """Exit code as of `run_evaluate_command`."""
+    names = ("task", "report", "config", "tokens", "n", "temperature", "top_p", "max_tokens")
+    ignored = [
+        name
+        for name in names
+        if getattr(args, name) is not None and getattr(args, name) is not False
+    ]
+    if is_http_address(args.source) or ignored or args.split != "val":
+        told = (
+            ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            or "--split, or the address"
+        )
+        raise ValueError(
+            f"--loss scores given documents with engines of this command, without {told}; leave that out."
+        )
+    args.words = [*args.words, *args.loss]
+    files = [(args.source, Path(args.source))]
+    if _is_result_file(files[0][1]) and args.words:
+        raise ValueError(
+            f"{args.source} is a file of losses, for which nothing is computed; leave out {' '.join(args.words)}."
+        )
+    if not _is_result_file(files[0][1]):
+        code, steps = (
+            generate_answers_of_each_step(args, (), "loss") if args.every_step else (0, [])
+        )
+        if not args.every_step:
+            code, out = generate_answer_file(args, (), "loss")
+            files = [(str(out), out)]
+        if code:
+            return code
+        files = [(f"step {step}", path) for step, path in steps] or files
+    found = [(name, compute_source_losses(path)) for name, path in files]
+    for name, sets in found:
+        print("\n".join([f"\n{name}"] * (len(found) > 1) + format_loss_table(sets)))
+    if args.json:
+        _write_figures(
+            args,
+            _collect_figures(
+                [(name, convert_losses_to_json(sets)) for name, sets in found], args.every_step
+            ),
+        )
+    return 0
+
+
+def _is_result_file(path: Path) -> bool:
+    """A file that `generate` or --loss wrote."""
+    return path.suffix in (".jsonl", PARQUET_SUFFIX) and path.is_file()
+
+
+def _write_figures(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"all figures: {args.json}")
+
+
+def _compare_with_first_file(
+    scored_files: list[tuple[str, list[ScoredEvaluationSet]]],
+) -> list[str]:
+    """A line for each file behind the first."""
+    first, lines = scored_files[0], []
+    for name, other in scored_files[1:]:
+        count, difference, interval = compare_answers(first[1], other)
+        low_high = f" [{interval[0]:+.4f}, {interval[1]:+.4f}]" if interval else ""
+        lines.append(
+            f"{name} minus {first[0]}: {difference:+.4f}{low_high} over {count} items, paired"
+        )
+    return lines
+
+
+def _collect_figures(
+    named_figures: list[tuple[str, dict[str, Any]]], is_every_step: bool
+) -> dict[str, Any]:
+    if not is_every_step:
+        return named_figures[0][1]
+    return {"steps": [{"step": int(name.split()[-1])} | figures for name, figures in named_figures]}

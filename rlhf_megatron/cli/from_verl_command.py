@@ -1,0 +1,95 @@
+"""`rlhf-megatron config from-verl`: a configuration of verl as one of ours, and what of it has no counterpart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rlhf_megatron.config.errors import ConfigError, ConfigProblem
+from rlhf_megatron.config.load import format_relative_path, read_config_text
+from rlhf_megatron.config.yaml_nodes import MAX_CHARACTERS
+from rlhf_megatron.jobs.from_verl.config_draft import UserFacts, format_untranslated_line
+from rlhf_megatron.jobs.from_verl.settings_reader import (
+    WrittenSettings,
+    add_command_line_overrides,
+    read_verl_settings,
+)
+from rlhf_megatron.jobs.from_verl.translate_config import ConfigTranslation, translate_verl_config
+
+INCOMPLETE_EXIT_CODE = 1
+
+
+def run_from_verl_command(args: argparse.Namespace) -> int:
+    """Exit code 1 where something that changes what is learnt has no counterpart, or the result cannot run as it is.
+
+    Raises ConfigError for what cannot be read, OSError for what cannot be written.
+    """
+    if args.out is not None and args.out.exists():
+        raise ValueError(
+            f"--out {args.out} exists and is not overwritten; name another file, or remove it."
+        )
+    environment = dict(os.environ)
+    written, source = _read_verl_config(args.file, environment)
+    add_command_line_overrides(written, args.overrides)
+    result = translate_verl_config(
+        written,
+        source,
+        UserFacts(args.train_rows, args.response_length, environment.get("HOME", "")),
+        environment,
+        args.set,
+        "result" if args.out is None else format_relative_path(args.out),
+    )
+    if args.out is None:
+        sys.stdout.write(result.yaml_text)
+    else:
+        with args.out.open("x", encoding="utf-8") as file:
+            file.write(result.yaml_text)
+    sys.stdout.flush()
+    sys.stderr.write(format_translation_report(result, source, args.lenient))
+    is_enough = result.is_complete or args.lenient
+    return 0 if is_enough and not result.problems else INCOMPLETE_EXIT_CODE
+
+
+def format_translation_report(
+    translation: ConfigTranslation, source_name: str, is_lenient: bool = False
+) -> str:
+    """Return what a user must know beside the YAML."""
+    learning = [
+        format_untranslated_line(one) for one in translation.untranslated if one.affects_learning
+    ]
+    other = [
+        format_untranslated_line(one)
+        for one in translation.untranslated
+        if not one.affects_learning
+    ]
+    lines = [f"{source_name}: {len(translation.values)} settings taken over"]
+    title = "without counterpart, and it changes what is learnt"
+    if learning and not is_lenient:
+        title += " (exit code 1; --lenient: 0)"
+    for heading, items in (
+        (title, learning),
+        ("without counterpart", other),
+        ("the result cannot run as it is", translation.problems),
+        ("notes", translation.notes),
+    ):
+        if items:
+            lines += [f"{heading}:", *(f"  {item}" for item in items)]
+    return "\n".join(lines) + "\n"
+
+
+def _read_verl_config(file_name: str, environment: dict[str, str]) -> tuple[WrittenSettings, str]:
+    if file_name == "-":
+        return read_verl_settings(
+            sys.stdin.read(MAX_CHARACTERS + 1), "standard input", environment
+        ), "standard input"
+    source = format_relative_path(Path(file_name))
+    try:
+        text = read_config_text(Path(file_name))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            [ConfigProblem(f"cannot read {source}: {reason}; correct the path.")]
+        ) from None
+    return read_verl_settings(text, source, environment), source

@@ -1,0 +1,192 @@
+"""`rlhf-megatron generate SOURCE [PROMPTS ...]`: answers of a model to prompts, into a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_megatron.config.rules.run_rules import learns_from_pairs
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore
+from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
+from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
+from rlhf_megatron.jobs.generation.answer_generation_job import (
+    AnswerGenerationJob,
+    answer_with_checkpoints,
+    make_standalone_engine_setup,
+)
+from rlhf_megatron.jobs.generation.endpoint_job import EndpointJob, fetch_model_name
+from rlhf_megatron.jobs.generation.loss_job import LossJob
+from rlhf_megatron.jobs.generation.model_source import (
+    ServedWeights,
+    find_served_weights,
+    load_job_config,
+)
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
+
+API_KEY_VARIABLE = "RLHF_MEGATRON_API_KEY"
+
+
+def run_generate_command(args: argparse.Namespace) -> int:
+    """Exit code 0: all prompts are answered; 1: engines failed for good; 75: stopped, the same command goes on."""
+    code, out = generate_answer_file(args)
+    if not code:
+        print(f"score them: rlhf-megatron evaluate {out} reward.name=exact_match")
+    return code
+
+
+def resolve_job_config(
+    args: argparse.Namespace, default_settings: Sequence[str] = ()
+) -> tuple[RunConfig, Path | None]:
+    """The configuration of a job, and its source; None: an address. `default_settings`: those of the command line count over
+    them."""
+    shortcuts = {"n": args.n, "temperature": args.temperature, "top_p": args.top_p}
+    words = [
+        f"rollout.val_kwargs.{key}={value}" for key, value in shortcuts.items() if value is not None
+    ]
+    words += [f"data.max_response_length={args.max_tokens}"] if args.max_tokens is not None else []
+    prompts, overrides = split_files_and_settings(args)
+    source = None if is_http_address(args.source) else Path(args.source)
+    return load_job_config(source, prompts, [*default_settings, *words, *overrides]), source
+
+
+def is_http_address(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def generate_answer_file(
+    args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
+) -> tuple[int, Path]:
+    """The exit code of `run_generate_command`, and the file of answers. `file_kind`: of the file; "loss": of losses."""
+    config, source = resolve_job_config(args, default_settings)
+    job: AnswerGenerationJob | EndpointJob
+    if source is None:
+        out = args.out or Path(f"{file_kind}.jsonl")
+        job = _make_endpoint_job(args, config, out)
+    else:
+        out = args.out or Path(f"{source.absolute().stem}-{file_kind}.jsonl")
+        served = find_served_weights(source, Path(config.model.path), args.step, args.best)
+        job = _make_generate_job(args, config, served, out, file_kind)
+    figures: dict[str, float] = {}
+    code = run_until_stopped(lambda stop: figures.update(job.run(stop, _print_to_stderr)), out)
+    if code:
+        return code, out
+    if figures["prompts"]:
+        rate = figures["tokens"] / max(figures["seconds"], 1e-9)
+        print(
+            f"{figures['samples']:.0f} answers of {figures['tokens']:.0f} tokens, {rate:.0f} tokens/s"
+        )
+    what, of = ("losses of", "documents") if file_kind == "loss" else ("answers to", "prompts")
+    print(f"{what} {sum(1 for _ in read_answer_rows(out))} {of}: {out}")
+    return 0, out
+
+
+def _make_generate_job(
+    args: argparse.Namespace,
+    config: RunConfig,
+    served: ServedWeights,
+    out_path: Path,
+    file_kind: str,
+) -> AnswerGenerationJob:
+    setup, is_pairs = (
+        make_standalone_engine_setup(EngineSetup.from_config(config)),
+        learns_from_pairs(config),
+    )
+    if file_kind == "loss":
+        return LossJob.from_files(
+            setup, config.data, config.sft, is_pairs, served, out_path, args.overwrite
+        )
+    sft = config.sft if config.job != "train" else None
+    return AnswerGenerationJob.from_config(
+        setup, config.data, sft, is_pairs, served, args.split, out_path, args.tokens, args.overwrite
+    )
+
+
+def generate_answers_of_each_step(
+    args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
+) -> tuple[int, list[tuple[int, Path]]]:
+    """The exit code, and a file for each checkpoint of a run, with its step; arguments as of `generate_answer_file`."""
+    config, source = resolve_job_config(args, default_settings)
+    steps = sorted(CheckpointStore(source / CHECKPOINTS).list_steps()) if source is not None else []
+    if source is None or not steps:
+        raise ValueError(
+            f"--every-step needs the directory of a run with checkpoints; {args.source} is none."
+        )
+    folder = args.out or Path(f"{source.absolute().stem}-{file_kind}")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [(step, folder / f"step_{step:06d}.jsonl") for step in steps]
+    first: AnswerGenerationJob | None = None
+    jobs = []
+    for step, out in files:
+        served = find_served_weights(source, Path(config.model.path), step)
+        first = first or _make_generate_job(args, config, served, out, file_kind)
+        jobs.append(replace(first, served_weights=served, output_path=out))
+    return run_until_stopped(
+        lambda stop: answer_with_checkpoints(jobs, stop, _print_to_stderr), folder
+    ), files
+
+
+def run_until_stopped(run_job: Callable[[StopRequest], None], answers_path: Path) -> int:
+    """Do it until a signal comes, and return the exit code. `answers_path`: what keeps the answers."""
+    stop = StopRequest()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))
+    try:
+        run_job(stop)
+    except RunStopped as stopped:
+        _print_to_stderr(
+            f"stopped ({stopped}): the same command goes on; {answers_path} keeps what is answered"
+        )
+        return STOPPED_EXIT_CODE
+    except EngineError as error:
+        _print_to_stderr(
+            f"error: {error} The same command goes on; {answers_path} keeps what is answered, with logs of engines beside it"
+        )
+        return 1
+    return 0
+
+
+def _make_endpoint_job(args: argparse.Namespace, config: RunConfig, out_path: Path) -> EndpointJob:
+    """Raises ValueError, also for options that an endpoint would ignore."""
+    if args.tokens or args.best or args.step is not None or args.split != "val":
+        raise ValueError(
+            "--tokens, --step, --best and --split are for models and runs; leave them out for an address."
+        )
+    url = args.source.rstrip("/")
+    url = url if url.endswith("/v1") else f"{url}/v1"
+    key = read_api_key(args.api_key_file)
+    model = args.model or asyncio.run(fetch_model_name(url, key, config.rollout.request_timeout_s))
+    how = (out_path, args.at_once, not args.completions, args.overwrite)
+    return EndpointJob.from_config(
+        config.data, config.rollout, config.trainer.seed, url, model, key, *how
+    )
+
+
+def read_api_key(key_path: Path | None) -> str | None:
+    """The key in the file, else that of the environment. Raises ValueError for an empty one."""
+    key = (
+        key_path.read_text().strip()
+        if key_path is not None
+        else os.environ.get(API_KEY_VARIABLE, "").strip()
+    )
+    if key_path is not None and not key:
+        raise ValueError(f"{key_path} holds no key; write one line of text to it.")
+    return key or None
+
+
+def split_files_and_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The files and the settings among the words behind SOURCE."""
+    files = [word for word in args.words if "=" not in word or Path(word).is_file()]
+    return files, [word for word in args.words if word not in files] + list(args.overrides)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

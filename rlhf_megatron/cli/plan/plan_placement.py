@@ -1,0 +1,172 @@
+"""`rlhf-megatron plan placement RUN.yaml`: which ranks and engines of a run stand on which machine, with which GPUs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rlhf_megatron.cli.plan.plan_sync import make_planned_engines
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.engine_machines import assign_part_machines, list_engine_part_names
+from rlhf_megatron.config.rules.part_rules import count_machines_per_engine
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.runtime.rank_pools import PoolSpec, build_pool_specs, find_pool_of_rank
+
+DRIVER_MACHINE = 0  # the machine where controller, reward workers and router are
+
+
+@dataclass
+class PlannedMachine:
+    """`num_taken_gpus` GPUs in their order: those of ranks, then engine after engine."""
+
+    ranks: range
+    num_taken_gpus: int
+    engine_texts: list[str] = field(default_factory=list)
+
+
+def run_plan_placement_command(args: argparse.Namespace) -> int:
+    """Print the machines of a run on GPUs; return 1 where one needs more than it has. Raises ConfigError."""
+    config = load_run_config(args.config, args.overrides, with_files=False).config
+    machines = plan_machines(config, args.gpus)
+    for line in (*format_machine_lines(config, machines), *format_weight_sync_lines(config)):
+        print(line)
+    short = [
+        f"machine {i} needs {m.num_taken_gpus} GPUs and has {args.gpus}"
+        for i, m in enumerate(machines)
+        if m.num_taken_gpus > args.gpus
+    ]
+    if short:
+        print(f"does not fit: {'; '.join(short)}. {_suggest_fix(config)}")
+    return 1 if short else 0
+
+
+def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachine]:
+    """Return the machines as the launcher fills them; `gpus_per_machine`: that each has.
+
+    Under Ray, engines that weights reach over a network go where GPUs are free, here in order; other machines follow
+    those of the ranks. Under torchrun they are dealt to machines by a rule; all other engines are on the driver's.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    each = trainer.n_gpus_per_node
+    machines = [
+        PlannedMachine(range(i * each, (i + 1) * each), each) for i in range(trainer.nnodes)
+    ]
+    size = make_planned_engines(config).layout.tp // count_machines_per_engine(rollout)
+    for index, name in enumerate(
+        () if rollout.endpoints or config.job != "train" else list_engine_part_names(rollout)
+    ):
+        if _is_placed_by_ray(config):
+            if not any(machine.num_taken_gpus + size <= gpus_per_machine for machine in machines):
+                machines.append(PlannedMachine(range(0), 0))
+            place = next(
+                (m for m in machines if m.num_taken_gpus + size <= gpus_per_machine), machines[-1]
+            )
+        else:
+            number = assign_part_machines(config)[index]
+            machines += [PlannedMachine(range(0), 0) for _ in range(len(machines), number + 1)]
+            place = machines[number]
+        first = size * len(place.engine_texts) % each if rollout.colocated else place.num_taken_gpus
+        place.engine_texts.append(
+            f"{name} on {_format_number_span('GPU', range(first, first + size))}"
+        )
+        place.num_taken_gpus += 0 if rollout.colocated else size
+    return machines
+
+
+def _is_placed_by_ray(config: RunConfig) -> bool:
+    """Whether Ray chooses the machines of engines."""
+    rollout, is_ray = config.rollout, config.trainer.runtime == "ray"
+    return (
+        is_ray
+        and not rollout.colocated
+        and rollout.engine == "sglang"
+        and rollout.weight_transport != "tensor"
+    )
+
+
+def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) -> Iterator[str]:
+    """Yield a line a machine, with what its ranks hold."""
+    trainer, pools = config.trainer, build_pool_specs(config)
+    start = f"rlhf-megatron {config.job}"
+    if trainer.runtime == "ray":
+        start += " on the driver's machine, Ray on all"
+    elif len(machines) > 1:
+        num_alone = len(machines) - trainer.nnodes
+        numbers = f"NNODES={trainer.nnodes} " + (f"ENGINE_NODES={num_alone} " if num_alone else "")
+        start = (
+            f"{numbers}NPROC_PER_NODE={trainer.n_gpus_per_node} launch/torchrun.sh on each machine"
+        )
+    yield f"launcher    {trainer.runtime}: {start}"
+    yield f"layout      {', '.join(map(str, pools))}"
+    for number, machine in enumerate(machines):
+        parts = ["controller"] if number == DRIVER_MACHINE else []
+        if machine.ranks:
+            ranks, devices = (
+                _format_number_span("rank", machine.ranks),
+                _format_number_span("GPU", range(len(machine.ranks))),
+            )
+            parts.append(f"{ranks} on {devices}: {_format_held_coordinates(machine.ranks, pools)}")
+        yield f"machine {number:<3} {'; '.join([*parts, *machine.engine_texts])}"
+    if config.rollout.endpoints:
+        yield f"attached    {', '.join(config.rollout.endpoints)}"
+
+
+def format_weight_sync_lines(config: RunConfig) -> Iterator[str]:
+    """Yield how weights reach the engines, and from which ranks at least."""
+    rollout, layout = config.rollout, build_pool_specs(config)[0].layout
+    if config.job != "train":
+        return
+    over = {
+        "tensor": "memory of the engines' machines",
+        "process_group": "a process group of each copy and engine",
+        "disk": f"files in {rollout.transfer_dir or 'the run directory'}, which all machines must see",
+    }
+    senders = [layout.compute_rank(0, stage, 0) for stage in range(layout.pp)]
+    if rollout.weight_transport == "tensor" and len(used := set(assign_part_machines(config))) > 1:
+        each, size = config.trainer.n_gpus_per_node, layout.copy_size
+        senders = [-(-machine * each // size) * size for machine in sorted(used)]
+    places = ", ".join(
+        f"{rank} (machine {rank // config.trainer.n_gpus_per_node})" for rank in senders
+    )
+    yield f"weights     {rollout.weight_transport}: {over.get(rollout.weight_transport, 'a transport of a plugin')}"
+    yield f"senders     {places}"
+
+
+def _format_held_coordinates(ranks: range, pools: Sequence[PoolSpec]) -> str:
+    """ "actor pp0 dp0-1 tp0-3" """
+    found = []
+    for pool in dict.fromkeys(find_pool_of_rank(pools, rank) for rank in ranks):
+        at = [
+            pool.layout.locate_rank(rank - pool.first_rank)
+            for rank in ranks
+            if pool.first_rank <= rank < pool.end_rank
+        ]
+        axes = [
+            (name, sorted({getattr(place, name) for place in at}))
+            for name in ("pp", "dp", "cp", "tp")
+        ]
+        texts = [
+            f"{name}{_format_range(v[0], v[-1])}"
+            for name, v in axes
+            if name != "cp" or pool.layout.cp > 1
+        ]
+        found.append(f"{pool.name} {' '.join(texts)}")
+    return ", ".join(found)
+
+
+def _format_number_span(noun: str, numbers: range) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {_format_range(numbers[0], numbers[-1])}"
+
+
+def _format_range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _suggest_fix(config: RunConfig) -> str:
+    if config.trainer.runtime == "ray":
+        return "Engines that take weights from memory stand there; use rollout.weight_transport: process_group or disk."
+    return (
+        "Name machines with free GPUs in rollout.engine_machines, let Ray place engines (trainer.runtime: ray), start"
+        " them elsewhere (rollout.endpoints), or lower trainer.n_gpus_per_node or rollout.num_engines."
+    )

@@ -1,0 +1,61 @@
+"""`rlhf-megatron report RUN_DIR ...`: one HTML page about a run, or a comparison. `run_status_command` says where runs are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import webbrowser
+from contextlib import suppress
+
+from rlhf_megatron import api
+from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
+
+
+def run_report_command(args: argparse.Namespace) -> None:
+    """Write the report, say where it is and open it; with --watch again and again while a run goes on.
+
+    Raises ValueError if there is nothing to report.
+    """
+    written = api.write_run_report(args.run_dirs, args.out, args.watch)
+    _print_written_report(args, written)
+    if args.watch is not None and not written.is_final:
+        print(
+            f"written again every {args.watch} s until the run ends; Ctrl-C leaves it as it is",
+            flush=True,
+        )
+        with suppress(KeyboardInterrupt):
+            while not written.is_final:
+                time.sleep(args.watch)
+                written = api.write_run_report(args.run_dirs, args.out, args.watch)
+            print(*written.run_states, sep="\n")
+
+
+def _print_written_report(args: argparse.Namespace, written_report: WrittenReport) -> None:
+    print(*written_report.run_states, *written_report.difference_lines, sep="\n")
+    for note in written_report.notes:
+        print(f"note: {note}")
+    if written_report.picture_names is None:
+        print("no pictures: install matplotlib (pip install '.[demo]')")
+    else:
+        print(f"pictures: {', '.join(written_report.picture_names)}")
+    print(f"report: {written_report.page_path}")
+    if args.open == "yes" or (args.open == "auto" and _has_screen()):
+        webbrowser.open(written_report.page_path.resolve().as_uri())
+
+
+def run_status_command(args: argparse.Namespace) -> None:
+    """Print a few lines a run: its end or where it is, and when it will be done. Reads its files only."""
+    from rlhf_megatron.controller.observe.report.run_files import read_run_files
+    from rlhf_megatron.controller.observe.report.run_overview import format_progress_lines
+
+    for run_dir in args.run_dirs:
+        print(f"{run_dir}: " + "\n  ".join(format_progress_lines(read_run_files(run_dir))))
+
+
+def _has_screen() -> bool:
+    has_display = sys.platform in ("darwin", "win32") or bool(
+        {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    )
+    return has_display and sys.stdout.isatty()

@@ -1,0 +1,234 @@
+"""Which machine each engine of a run is on, where torchrun's agents start them; and rules on `rollout.engine_machines`.
+
+Machines have numbers: NODE_RANK of launch/torchrun.sh. Engines are dealt to them in turns; one that spans machines
+(nnodes of SGLang) has a part on each, and the parts are dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlhf_megatron.config.errors import ConfigProblem
+from rlhf_megatron.config.rules import (
+    IdleSettings,
+    OptionalProblems,
+    make_problem_if,
+    register_idle_rule,
+    register_rl_rule,
+)
+from rlhf_megatron.config.rules.part_rules import (
+    count_machines_per_engine,
+    count_ranks_per_engine,
+    find_registered_part,
+    has_engine_setting,
+)
+from rlhf_megatron.config.rules.run_rules import GPUS, NODES, count_actor_ranks, has_served_model
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
+
+MACHINES, COLOCATED, TRANSPORT = (
+    "rollout.engine_machines",
+    "rollout.colocated",
+    "rollout.weight_transport",
+)
+
+
+def list_engine_part_names(rollout: RolloutConfig) -> list[str]:
+    """Name the parts of the engines that a run starts: engine0, engine0-part1, engine1, ..."""
+    parts = range(count_machines_per_engine(rollout))
+    return [
+        format_engine_part_name(index, part)
+        for index in range(rollout.num_engines)
+        for part in parts
+    ]
+
+
+def format_engine_part_name(engine_index: int, part_index: int = 0) -> str:
+    return f"engine{engine_index}-part{part_index}" if part_index else f"engine{engine_index}"
+
+
+def assign_part_machines(config: RunConfig) -> list[int]:
+    """Return the machine of each of `list_engine_part_names`; all are on 0 where nobody deals them out."""
+    count = len(list_engine_part_names(config.rollout))
+    if not _are_engines_dealt(config):
+        return [0] * count
+    machines = _list_usable_machines(config)
+    return [machines[index % len(machines)] for index in range(count)]
+
+
+def _are_engines_dealt(config: RunConfig) -> bool:
+    """Return whether engines are dealt to numbered machines. Under Ray only those that take turns with ranks are."""
+    is_dealt = config.trainer.runtime == "torchrun" or (
+        config.trainer.runtime == "ray" and config.rollout.colocated
+    )
+    return is_dealt and not config.rollout.endpoints
+
+
+def _list_usable_machines(config: RunConfig) -> Sequence[int]:
+    """Return the machines that engines are dealt to."""
+    is_rays = config.trainer.runtime == "ray"
+    is_limited = config.rollout.weight_transport == "tensor" and not is_rays
+    reached = (
+        find_machines_with_actor_copies(config) if is_limited else range(config.trainer.nnodes)
+    )
+    return config.rollout.engine_machines or reached or (0,)
+
+
+def assign_reward_server_machines(config: RunConfig) -> list[int]:
+    """Return the machine of each server of the reward model."""
+    machines = config.reward_model.served.machines or (0,)
+    count = config.reward_model.served.num_servers if has_served_model(config) else 0
+    return [machines[index % len(machines)] for index in range(count)]
+
+
+def find_machines_with_actor_copies(config: RunConfig) -> list[int]:
+    """Return the machines whose ranks hold the actor whole: only there can weights go through memory."""
+    megatron, each = config.actor.megatron, config.trainer.n_gpus_per_node
+    tp = megatron.tensor_model_parallel_size
+    of_experts = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
+    size = max(tp, of_experts)
+    if config.trainer.nnodes == 1:
+        return [0]
+    if (
+        megatron.pipeline_model_parallel_size > 1
+        or config.actor.backend != "megatron"
+        or size % tp
+        or size % of_experts
+    ):
+        return []
+    found = []
+    for machine in range(config.trainer.nnodes):
+        first = -(-machine * each // size) * size
+        if first + size <= min((machine + 1) * each, count_actor_ranks(config)):
+            found.append(machine)
+    return found
+
+
+def describe_engine_placement(config: RunConfig) -> str:
+    """Return a line for the log: the engines of each machine. Empty: all are on one."""
+    if config.rollout.endpoints:
+        return ""
+    if not _are_engines_dealt(config) and config.trainer.nnodes > 1:
+        return "where Ray finds room" if _can_engines_be_anywhere(config) else "all on the driver's"
+    by_machine: dict[int, list[str]] = {}
+    for name, machine in zip(
+        list_engine_part_names(config.rollout), assign_part_machines(config), strict=True
+    ):
+        by_machine.setdefault(machine, []).append(name)
+    for index, machine in enumerate(assign_reward_server_machines(config)):
+        by_machine.setdefault(machine, []).append(f"reward{index}")
+    if set(by_machine) == {0} and config.trainer.nnodes == 1:
+        return ""
+    return "; ".join(
+        f"machine {machine}: {', '.join(names)}" for machine, names in sorted(by_machine.items())
+    )
+
+
+def _can_engines_be_anywhere(config: RunConfig) -> bool:
+    """Return whether weights reach engines over a network."""
+    kind = find_registered_part("engine", config.rollout.engine)
+    return (
+        kind is not None
+        and kind.build.can_run_elsewhere
+        and config.rollout.weight_transport != "tensor"
+    )
+
+
+@register_idle_rule
+def list_idle_machine_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    yield (
+        bool(config.rollout.endpoints),
+        (MACHINES,),
+        "rollout.endpoints",
+        "let the run start the servers",
+    )
+    yield (
+        config.trainer.runtime != "torchrun",
+        (MACHINES,),
+        "trainer.runtime",
+        "set that to torchrun",
+    )
+
+
+@register_rl_rule
+def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
+    c, key = loaded.config, "rollout.sglang.args.nnodes"
+    parts, ranks, runtime = (
+        count_machines_per_engine(c.rollout),
+        count_ranks_per_engine(c.rollout),
+        c.trainer.runtime,
+    )
+    given = c.rollout.sglang.args.get("nnodes")
+    is_wrong = (
+        given is not None
+        and str(given) != str(parts)
+        and has_engine_setting(c.rollout, "rollout.sglang")
+    )
+    yield make_problem_if(
+        is_wrong, f"{key} ({given!r}) must be a number of machines, 1 or more; correct it.", (key,)
+    )
+    if parts == 1 or c.rollout.endpoints:
+        return
+    yield make_problem_if(
+        c.rollout.weight_transport == "tensor",
+        f"{TRANSPORT} (tensor) goes through memory of one machine, which an engine on {parts} ({key}) does not share;"
+        " use process_group or disk.",
+        (TRANSPORT, key),
+    )
+    yield make_problem_if(
+        ranks % parts,
+        f"{key} ({parts}) must divide the ranks of an engine (tp_size {ranks}): each machine has as many; correct"
+        " either.",
+        (key, "rollout.sglang.args"),
+    )
+    machines = (
+        len(_list_usable_machines(c)) if runtime == "torchrun" else parts if runtime == "ray" else 1
+    )
+    yield make_problem_if(
+        machines < parts,
+        f"{key} ({parts}) needs so many machines for one engine, but engines can be on {machines} ({NODES},"
+        f" {MACHINES}, trainer.runtime {runtime}); name more, or lower nnodes.",
+        (key, NODES, MACHINES, "trainer.runtime"),
+    )
+
+
+@register_rl_rule
+def check_engine_machines(loaded: LoadedConfig) -> OptionalProblems:
+    c = loaded.config
+    if not _are_engines_dealt(c):
+        return
+    given = c.rollout.engine_machines
+    yield make_problem_if(
+        any(machine < 0 for machine in given) or len(set(given)) < len(given),
+        f"{MACHINES} ({list(given)}) must name each machine once, by a number from 0 on; correct it.",
+        (MACHINES,),
+    )
+    used, with_copies, num_ranked = (
+        set(assign_part_machines(c)),
+        find_machines_with_actor_copies(c),
+        c.trainer.nnodes,
+    )
+    pp = c.actor.megatron.pipeline_model_parallel_size
+    is_split = c.rollout.weight_transport == "tensor" and num_ranked > 1
+    unreached = sorted(used - set(with_copies)) if c.rollout.weight_transport == "tensor" else []
+    if unreached and (unreached != [0] or (is_split and pp > 1)):
+        why = (
+            f"{pp} pipeline stages lie on several machines"
+            if pp > 1
+            else "no whole copy of the actor is there"
+        )
+        yield ConfigProblem(
+            f"{TRANSPORT} (tensor) does not reach engines on machines {unreached} of {num_ranked} with ranks ({NODES}):"
+            f" {why}; use process_group or disk, 1 stage with groups that a machine holds whole, or one machine.",
+            (TRANSPORT, MACHINES, NODES, "actor.megatron.pipeline_model_parallel_size"),
+        )
+    if c.rollout.colocated:
+        with_engine = used & set(range(num_ranked))
+        yield make_problem_if(
+            len(with_engine) < num_ranked or used != with_engine,
+            f"{COLOCATED} (true) needs an engine on each machine with ranks, 0 to {num_ranked - 1}, and no other, but"
+            f" rollout.num_engines ({c.rollout.num_engines}) are on {sorted(used)}: devices of a machine without one"
+            f" would have nobody to take turns with; raise rollout.num_engines, change {MACHINES}, or set colocated:"
+            " false.",
+            (COLOCATED, "rollout.num_engines", MACHINES, NODES, GPUS),
+        )

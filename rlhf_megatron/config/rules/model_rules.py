@@ -1,0 +1,432 @@
+"""Rules on the config.json of a model: sizes that the layout must divide, settings that no family implements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import ConfigProblem
+from rlhf_megatron.config.rules import OptionalProblems, drop_none, make_problem_if
+from rlhf_megatron.config.rules.batch_rules import describe_longest_sample, list_divisors
+from rlhf_megatron.config.rules.expert_rules import (
+    REPLAY,
+    find_expert_bias_problems,
+    find_expert_layout_problems,
+    find_ignored_expert_settings,
+    find_router_replay_problems,
+    find_shared_expert_problems,
+    read_num_experts,
+)
+from rlhf_megatron.config.rules.layout_rules import FIRST_LAST, check_recompute_layer_count
+from rlhf_megatron.config.rules.part_rules import has_engine_setting
+from rlhf_megatron.config.rules.pipeline_layout_text import MOST_LAYERS, parse_pipeline_layout
+from rlhf_megatron.config.rules.run_rules import (
+    count_reference_ranks,
+    list_learning_pool_layouts,
+    list_pool_layouts,
+)
+from rlhf_megatron.config.schema import MegatronConfig, RolloutConfig, RunConfig
+from rlhf_megatron.plugins import find_unloaded_plugins
+from rlhf_megatron.registry import load_registry
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+HAS_DP_ATTENTION = (
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "kimi_k2",
+    "gpt_oss",
+)  # in SGLang
+LARGEST_SIZE = 1 << 30  # of a model that some machine can hold
+
+
+def find_policy_model_problems(
+    config: RunConfig, hf_config: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
+    """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
+    pools = [
+        pool
+        for pool in list_learning_pool_layouts(config)
+        if pool[0] == "actor.megatron" or config.critic.path is None
+    ]
+    for problem in drop_none(_check_model_config(config, hf_config, pools)):
+        yield replace(problem, text=f"{Path(config.model.path) / 'config.json'}: {problem.text}")
+
+
+def find_critic_model_problems(
+    config: RunConfig, hf_config: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
+    """Every reason why the model of critic.path cannot be the critic, in the last pool of those that learn."""
+    assert config.critic.path is not None
+    pools = [*list_learning_pool_layouts(config)][-1:]
+    yield from _find_problems_of_model_at(
+        config, hf_config, "critic.path", config.critic.path, pools
+    )
+
+
+def find_reward_model_problems(
+    config: RunConfig, hf_config: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
+    """Every reason why the model of reward_model.path cannot score, in its own pool or the actor's."""
+    assert config.reward_model.path is not None
+    sections = [*list_pool_layouts(config)]
+    pools = [one for one in sections if one[0] == "reward_model.megatron"] or sections[:1]
+    yield from _find_problems_of_model_at(
+        config, hf_config, "reward_model.path", config.reward_model.path, pools
+    )
+
+
+def find_teacher_model_problems(
+    config: RunConfig, hf_config: Mapping[str, Any]
+) -> Iterator[ConfigProblem]:
+    """Every reason why the model of reference.path cannot teach, in its own pool or the actor's."""
+    assert config.reference.path is not None
+    sections = [*list_pool_layouts(config)]
+    pools = sections[-1:] if count_reference_ranks(config) else sections[:1]
+    yield from _find_problems_of_model_at(
+        config, hf_config, "reference.path", config.reference.path, pools
+    )
+
+
+def _find_problems_of_model_at(
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    key: str,
+    path: str,
+    pools: Sequence[tuple[str, MegatronConfig, int]],
+) -> Iterator[ConfigProblem]:
+    for problem in drop_none(_check_model_config(config, hf_config, pools)):
+        keys = tuple(key if name == "model.path" else name for name in problem.keys)
+        yield replace(problem, text=f"{Path(path) / 'config.json'}: {problem.text}", keys=keys)
+
+
+def _check_model_config(
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    pools: Sequence[tuple[str, MegatronConfig, int]],
+) -> OptionalProblems:
+    families, name = load_registry("model family"), str(hf_config.get("model_type"))
+    family = families.find(name)
+    if family is None and config.actor.backend == "fsdp":
+        yield from _check_transformers_model(config, hf_config)
+        return
+    if family is None:
+        if not find_unloaded_plugins(config.plugins):
+            names, kind = ", ".join(families), hf_config.get("model_type")
+            yield _make_model_problem(
+                f"model_type ({kind!r}) must be one of {names}; choose such a model, or actor.backend fsdp."
+            )
+        return
+    found = [
+        *drop_none(
+            _check_family_model(
+                config, hf_config, pools, family.build.find_unsupported_settings(hf_config)
+            )
+        )
+    ]
+    yield from found
+    try:
+        arguments = {} if found else family.build.make_transformer_arguments(hf_config)
+    except ValueError as error:
+        yield _make_model_problem(str(error))
+        return
+    if read_num_experts(hf_config) and arguments.get("add_bias_linear"):
+        for section, megatron, _ in pools:
+            for text, keys in find_expert_bias_problems(megatron):
+                yield _make_model_problem(
+                    f"{section}.{text}", *(f"{section}.{key}" for key in keys)
+                )
+    if arguments.get("softmax_type") == "learnable" and config.rollout.engine == "sglang":
+        yield from _check_attention_sinks(
+            config.rollout, config.rollout.dtype or config.model.dtype, hf_config
+        )
+
+
+def _check_attention_sinks(
+    rollout: RolloutConfig, dtype: str, hf_config: Mapping[str, Any]
+) -> OptionalProblems:
+    """Find what stock SGLang cannot do with GPT-OSS."""
+    is_on_cpu = (
+        rollout.sglang.args.get("device") == "cpu"
+        or rollout.sglang.env.get("SGLANG_USE_CPU_ENGINE") == "1"
+    )
+    yield make_problem_if(
+        is_on_cpu,
+        "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or GPUs for the servers.",
+        ("model.path", "rollout.engine"),
+    )
+    yield make_problem_if(
+        dtype != "bfloat16",
+        f"SGLang keeps sinks of attention in bfloat16, and rollout.dtype ({dtype}) would be rounded to it; set"
+        " rollout.dtype: bfloat16.",
+        ("rollout.dtype",),
+    )
+    yield make_problem_if(
+        rollout.quantization,
+        f"SGLang loads experts with biases as they are, and rollout.quantization ({rollout.quantization}) cannot be"
+        " sent; leave it out.",
+        ("rollout.quantization",),
+    )
+    yield make_problem_if(
+        rollout.endpoints,
+        "a weight sync sends experts with biases one by one, which servers that the run did not start may drop without"
+        " a word; leave rollout.endpoints out.",
+        ("rollout.endpoints",),
+    )
+    yield make_problem_if(
+        hf_config.get("swiglu_limit") is None,
+        "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
+        ("model.path",),
+    )
+
+
+def _check_transformers_model(config: RunConfig, hf_config: Mapping[str, Any]) -> OptionalProblems:
+    """A family that only transformers has; that it has it is seen when its tensors are looked for."""
+    sizes = _read_model_sizes(hf_config)
+    for key, value in sizes.items():
+        yield make_problem_if(
+            value is None,
+            f"{key} ({hf_config.get(key)!r}) must be a positive integer.",
+            ("model.path",),
+        )
+    yield make_problem_if(
+        read_num_experts(hf_config),
+        f"model_type ({hf_config.get('model_type')!r}) has experts, whose tensors have other names in files than in"
+        " transformers; choose a dense model, or one with experts that Megatron trains here.",
+        ("model.path",),
+    )
+    known = {key: value for key, value in sizes.items() if value is not None}
+    yield from _check_model_shape(config, known, is_latent=bool(hf_config.get("kv_lora_rank")))
+
+
+def _check_family_model(
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    pools: Sequence[tuple[str, MegatronConfig, int]],
+    unsupported_settings: Iterator[str],
+) -> OptionalProblems:
+    yield from map(_make_model_problem, unsupported_settings)
+    sizes = _read_model_sizes(hf_config)
+    for key, value in sizes.items():
+        yield make_problem_if(
+            value is None,
+            f"{key} ({hf_config.get(key)!r}) must be a positive integer that some machine can hold; mend the file.",
+            ("model.path",),
+        )
+    known = {key: value for key, value in sizes.items() if value is not None}
+    for section, megatron, num_ranks in pools:
+        if hf_config.get("mlp_bias"):
+            yield from _check_recompute_with_biases(section, megatron)
+        key = f"{section}.recompute_modules"
+        yield make_problem_if(
+            "mla_up_proj" in megatron.recompute_modules and not hf_config.get("kv_lora_rank"),
+            f"{key} ({list(megatron.recompute_modules)}) has mla_up_proj, which is of latent attention, and the model"
+            " has none; remove it.",
+            ("model.path", key),
+        )
+        yield from _check_layout_divides_model(section, megatron, known)
+        yield from _check_experts(config, section, megatron, num_ranks, hf_config)
+    for text in find_router_replay_problems(config, hf_config):
+        yield _make_model_problem(text, "model.path", REPLAY)
+    if has_engine_setting(config.rollout, "rollout.sglang"):
+        problem = describe_dp_attention_problem(hf_config, config.rollout.sglang.args)
+        yield make_problem_if(
+            problem, f"rollout.sglang.args: {problem}.", ("model.path", "rollout.sglang.args")
+        )
+    yield from _check_model_shape(config, known, bool(hf_config.get("kv_lora_rank")))
+
+
+def describe_dp_attention_problem(
+    hf_config: Mapping[str, Any], server_arguments: Mapping[str, object]
+) -> str | None:
+    """Says why SGLang's DP attention cannot be; None: it is not asked for, or it can. `server_arguments`: of the server, by
+    name, with dashes or underscores.
+    """
+    given = {name.replace("_", "-"): value for name, value in server_arguments.items()}
+    if not given.get("enable-dp-attention"):
+        return None
+    if (name := hf_config.get("model_type")) not in HAS_DP_ATTENTION:
+        return (
+            f"enable-dp-attention is for {', '.join(HAS_DP_ATTENTION)}; SGLang cuts the attention of {name} over all"
+            " ranks whatever they serve, and its log-probs would be wrong without an error; start it without"
+        )
+    if hf_config.get("tie_word_embeddings") and not given.get("enable-dp-lm-head"):
+        return (
+            "enable-dp-attention cuts the embedding over fewer ranks than the head, and in this model the two are one"
+            " tensor (tie_word_embeddings: true); add enable-dp-lm-head"
+        )
+    return None
+
+
+def _check_experts(
+    config: RunConfig,
+    section: str,
+    megatron: MegatronConfig,
+    num_ranks: int,
+    hf_config: Mapping[str, Any],
+) -> OptionalProblems:
+    num, pp = read_num_experts(hf_config), megatron.pipeline_model_parallel_size
+    if pp < 1:
+        return  # other rules say it
+    width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
+    found = (
+        find_expert_layout_problems(
+            num, width if isinstance(width, int) else 0, num_ranks // pp, megatron
+        )
+        if num
+        else find_ignored_expert_settings(megatron)
+    )
+    shared = find_shared_expert_problems(
+        megatron, "n_routed_experts" in hf_config and hf_config.get("n_shared_experts") != 0
+    )
+    for text, keys in (*found, *(shared if num else ())):
+        yield _make_model_problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
+    if num and megatron.moe_router_bias_update_rate > 0 and "n_routed_experts" not in hf_config:
+        yield _make_model_problem(
+            f"{section}.moe_router_bias_update_rate ({megatron.moe_router_bias_update_rate}) is of routers that pick by a"
+            " bias, and this model's have none; remove it.",
+            f"{section}.moe_router_bias_update_rate",
+        )
+    is_mixed = (
+        bool(hf_config.get("mlp_only_layers")) or hf_config.get("decoder_sparse_step", 1) != 1
+    )
+    if num and is_mixed and config.job == "train" and config.rollout.engine == "sglang":
+        yield _make_model_problem(
+            "mlp_only_layers and decoder_sparse_step, by which some layers have no experts, are unknown to SGLang: its"
+            " log-probs would be wrong without an error; use rollout.engine: local, or another model.",
+            "rollout.engine",
+        )
+
+
+def _check_recompute_with_biases(section: str, megatron: MegatronConfig) -> OptionalProblems:
+    if megatron.recompute_granularity == "selective" and "mlp" in megatron.recompute_modules:
+        prefix = f"{section}.recompute_"
+        yield _make_model_problem(
+            f"mlp_bias (True) and {prefix}modules ({list(megatron.recompute_modules)}) do not go together: megatron-core's"
+            f" backward pass through a recomputed MLP with biases does not end; remove mlp or use {prefix}granularity:"
+            " full.",
+            f"{prefix}modules",
+        )
+
+
+def _make_model_problem(text: str, *keys: str) -> ConfigProblem:
+    return ConfigProblem(text, ("model.path", *keys))
+
+
+def _read_model_sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Checked sizes; None where one is missing or is no positive integer. Optional ones may be absent."""
+    sizes: dict[str, int | None] = {}
+    for key in (*SIZES, *OPTIONAL_SIZES):
+        value = hf_config.get(key)
+        if value is None and key in OPTIONAL_SIZES:
+            continue
+        largest = MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
+        sizes[key] = value if type(value) is int and 0 < value <= largest else None
+    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    return sizes
+
+
+def _check_layout_divides_model(
+    section: str, megatron: MegatronConfig, sizes: Mapping[str, int]
+) -> OptionalProblems:
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    tp_key, pp_key = (
+        f"{section}.tensor_model_parallel_size",
+        f"{section}.pipeline_model_parallel_size",
+    )
+    told = {
+        f"{section}.{key}": getattr(megatron, key) for key in FIRST_LAST if getattr(megatron, key)
+    }
+    divisible = (
+        ("num_attention_heads", tp_key, tp),
+        ("num_key_value_heads", tp_key, tp),
+        ("intermediate_size", tp_key, tp),
+        *(
+            (("num_hidden_layers", pp_key, pp),)
+            if not told and megatron.pipeline_model_parallel_layout is None
+            else ()
+        ),
+    )
+    yield from _check_layout_layer_count(section, megatron, sizes)
+    left, inner = sizes.get("num_hidden_layers", 0) - sum(told.values()), pp - len(told)
+    if told and pp > 1 and left and (inner < 0 or left < 0 or (left % inner if inner else left)):
+        yield _make_model_problem(
+            f"num_hidden_layers ({sizes['num_hidden_layers']}) less those of {' and '.join(told)}"
+            f" ({' + '.join(map(str, told.values()))}) must be a multiple of the stages left ({inner}); change these.",
+            *told,
+            pp_key,
+        )
+    for name, key, ways in divisible:
+        if ways > 1 and name in sizes and sizes[name] % ways:
+            fit = [str(d) for d in list_divisors(sizes[name]) if d < ways]
+            yield _make_model_problem(
+                f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.",
+                key,
+            )
+    vpp, layers = megatron.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
+    is_even = megatron.pipeline_model_parallel_layout is None
+    if (
+        is_even
+        and vpp is not None
+        and vpp > 0
+        and pp > 0
+        and layers % pp == 0
+        and layers % (pp * vpp)
+    ):
+        fit = [str(d) for d in list_divisors(layers // pp)[1:]]
+        yield _make_model_problem(
+            f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x virtual_pipeline_model_parallel_size ({pp}"
+            f" x {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
+            pp_key,
+            f"{section}.virtual_pipeline_model_parallel_size",
+        )
+    yield from check_recompute_layer_count(section, megatron, sizes.get("num_hidden_layers", 0))
+
+
+def _check_layout_layer_count(
+    section: str, megatron: MegatronConfig, sizes: Mapping[str, int]
+) -> OptionalProblems:
+    if megatron.pipeline_model_parallel_layout is None or "num_hidden_layers" not in sizes:
+        return
+    try:
+        told = sum(parse_pipeline_layout(megatron.pipeline_model_parallel_layout))
+    except ValueError:
+        return  # another rule says it
+    key = f"{section}.pipeline_model_parallel_layout"
+    if told != sizes["num_hidden_layers"]:
+        yield _make_model_problem(
+            f"num_hidden_layers ({sizes['num_hidden_layers']}) must be the {told} layers t of {key}.",
+            key,
+        )
+
+
+def _check_model_shape(
+    config: RunConfig, sizes: Mapping[str, int], is_latent: bool
+) -> OptionalProblems:
+    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        yield _make_model_problem(
+            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})."
+        )
+    if heads and not is_latent and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
+        yield _make_model_problem(
+            f"hidden_size ({sizes['hidden_size']}) must be a multiple of num_attention_heads ({heads})."
+        )
+    positions = sizes.get("max_position_embeddings")
+    longest, text, settings = describe_longest_sample(config)
+    if positions and longest > positions:
+        shorter = "one" if len(settings) > 1 else "it"
+        yield _make_model_problem(
+            f"max_position_embeddings ({positions}) must cover {text}); shorten {shorter} by {longest - positions}.",
+            *settings,
+        )

@@ -1,0 +1,168 @@
+"""Rules of the section `check_reward_model`: a frozen model that scores the samples of a step as they are annotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.config.errors import ConfigProblem
+from rlhf_megatron.config.rules import (
+    IdleSettings,
+    OptionalProblems,
+    make_problem_if,
+    register_idle_rule,
+    register_rl_rule,
+)
+from rlhf_megatron.config.rules.batch_rules import check_holds_longest_sample
+from rlhf_megatron.config.rules.part_rules import MODEL_PART, find_registered_part
+from rlhf_megatron.config.rules.run_rules import (
+    count_reward_model_ranks,
+    has_reward_model,
+    has_served_model,
+)
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
+
+PATH, SERVERS = "reward_model.path", "reward_model.served.num_servers"
+OF_SERVERS, JUDGE = "reward_model.served.machines", "reward_model.served.judge"
+GRANULARITY, BUDGET = "reward_model.granularity", "reward_model.max_token_len_per_gpu"
+OF_RANKS = tuple(
+    f"reward_model.{name}"
+    for name in (
+        *(
+            "granularity",
+            "step_separator",
+            "step_reduction",
+            "num_ranks",
+            "megatron",
+            "param_offload",
+        ),
+        "max_token_len_per_gpu",
+    )
+)
+FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
+
+
+@register_idle_rule
+def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    chosen, is_served = config.reward_model, has_served_model(config)
+    yield (
+        not has_reward_model(config) and not is_served,
+        ("reward_model",),
+        PATH,
+        "name a model there",
+    )
+    names = ("judge", "dtype", "ending", "python", "args", "env", "machines")
+    of_served = tuple(f"reward_model.served.{name}" for name in names)
+    yield (
+        is_served and config.trainer.runtime != "torchrun",
+        (OF_SERVERS,),
+        "trainer.runtime",
+        "set that to torchrun",
+    )
+    yield not is_served, of_served, SERVERS, "give it a number of servers"
+    yield is_served, OF_RANKS, SERVERS, "set that to 0"
+    of_numbers = (
+        "reward_model.mean",
+        "reward_model.std",
+        "reward_model.activation",
+        "reward_model.served.ending",
+    )
+    yield (
+        is_served and chosen.served.judge is not None,
+        of_numbers,
+        JUDGE,
+        "set that to null: a verdict is from 0 to 1",
+    )
+    yield (
+        chosen.num_ranks == 0,
+        ("reward_model.megatron",),
+        "reward_model.num_ranks",
+        "give the model ranks of its own",
+    )
+    fix = "set that to step"
+    yield chosen.granularity != "step", ("reward_model.step_separator",), GRANULARITY, fix
+    yield chosen.granularity == "response", ("reward_model.step_reduction",), GRANULARITY, fix
+
+
+@register_rl_rule
+def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
+    """Check the reward model. It scores after the stage of rules, so parts that read rewards during that stage would
+    miss its score.
+    """
+    c = loaded.config
+    if has_served_model(c):
+        yield from _check_served_reward_model(c)
+    if not has_reward_model(c):
+        return
+    chosen = c.reward_model
+    yield make_problem_if(
+        chosen.granularity == "step" and not chosen.step_separator,
+        "reward_model.step_separator ('') must be the text that ends a step; write a line break, or what the model was"
+        " trained with.",
+        ("reward_model.step_separator",),
+    )
+    yield make_problem_if(
+        c.algorithm.filter_groups.enable
+        and c.algorithm.filter_groups.metric.partition("/")[0] in ("reward", MODEL_PART),
+        f"{METRIC} ({c.algorithm.filter_groups.metric}) is read before the model of {PATH} scores; name the reward of"
+        f" `reward` that decides, such as {c.reward.name}, or serve the model and name it in reward.terms.",
+        (METRIC, FILTER, PATH),
+    )
+    entry = find_registered_part("advantage estimator", c.algorithm.adv_estimator)
+    yield make_problem_if(
+        entry is not None and "greedy_rewards" in entry.needs,
+        f"algorithm.adv_estimator ({c.algorithm.adv_estimator}) compares with greedy samples, which the model of"
+        f" {PATH} does not score; use another estimator, or serve the model and name it in reward.terms.",
+        ("algorithm.adv_estimator", PATH),
+    )
+    yield _check_reward_name_clash(c)
+    has_pool = count_reward_model_ranks(c) > 0
+    section = "reward_model.megatron" if has_pool else "actor.megatron"
+    budget = chosen.max_token_len_per_gpu or c.actor.ppo_max_token_len_per_gpu
+    megatron = chosen.megatron if has_pool else c.actor.megatron
+    yield from check_holds_longest_sample(
+        c, BUDGET, budget, section, megatron, num_trailing_places=1
+    )
+    yield make_problem_if(
+        c.rollout.colocated and not chosen.param_offload,
+        "reward_model.param_offload (false) must be true with rollout.colocated: the model would keep memory that the"
+        " engines need; set it to true.",
+        ("reward_model.param_offload", "rollout.colocated"),
+    )
+
+
+def _check_reward_name_clash(config: RunConfig) -> ConfigProblem | None:
+    names = {
+        config.reward.name,
+        *(one.name for one in (*config.reward.by_source.values(), *config.reward.terms)),
+    }
+    return make_problem_if(
+        MODEL_PART in names,
+        f"a reward named {MODEL_PART} would share its metrics with the model of {PATH}; rename it.",
+        ("reward", PATH),
+    )
+
+
+def _check_served_reward_model(config: RunConfig) -> OptionalProblems:
+    """A term of the reward, so that all that reads rewards has it."""
+    yield _check_reward_name_clash(config)
+    yield make_problem_if(
+        config.trainer.deterministic,
+        f"{SERVERS} ({config.reward_model.served.num_servers}): what a server scores beside a text changes the last bits of"
+        " its score, so a run with trainer.deterministic would not repeat; set it to 0.",
+        (SERVERS, "trainer.deterministic"),
+    )
+    own = sorted(
+        {"server", "servers", "model"}.intersection(config.reward_model.served.judge or ())
+    )
+    yield make_problem_if(
+        bool(own),
+        f"{JUDGE} must not have {', '.join(own)}: the run starts its servers; remove that.",
+        (JUDGE,),
+    )
+    given = config.reward_model.served.machines
+    yield make_problem_if(
+        len(set(given)) < len(given),
+        f"{OF_SERVERS} ({list(given)}) must name each machine once, where servers are started in turns; correct it.",
+        (OF_SERVERS,),
+    )

@@ -1,0 +1,531 @@
+"""Rules on the run as a whole: ranks and pools, sampling, optimizer schedules, checkpoints, deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from rlhf_megatron.config.errors import ConfigProblem
+from rlhf_megatron.config.rules import (
+    NAME_RULE,
+    IdleSettings,
+    OptionalProblems,
+    is_valid_name,
+    make_problem_if,
+    register_idle_rule,
+    register_rl_rule,
+    register_rule,
+)
+from rlhf_megatron.config.rules.part_rules import find_registered_part, has_engine_setting
+from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig, TeacherTermConfig
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
+from rlhf_megatron.registry import load_registry
+
+TP = "actor.megatron.tensor_model_parallel_size"
+PP = "actor.megatron.pipeline_model_parallel_size"
+CP = "actor.megatron.context_parallel_size"
+NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+STAGES = (
+    "next",
+    "generate",
+    "score",
+    "take",
+    "annotate",
+    "advantages",
+    "update",
+    "sync",
+    "evaluate",
+)
+SAVE_FREQ, RESUME_MODE, RESUME_FROM = (
+    "trainer.save_freq",
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+)
+STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
+
+
+def compute_world_size(config: RunConfig) -> int:
+    """All ranks of the job."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def count_actor_ranks(config: RunConfig) -> int:
+    """Ranks of the actor's pool, the first of the job."""
+    return (
+        compute_world_size(config)
+        - count_critic_ranks(config)
+        - count_reward_model_ranks(config)
+        - count_reference_ranks(config)
+    )
+
+
+def count_critic_ranks(config: RunConfig) -> int:
+    """Ranks of the critic's pool, behind the actor's; 0 where there is no critic, or it is in the actor's pool."""
+    return config.critic.num_ranks if has_critic(config) else 0
+
+
+def count_reward_model_ranks(config: RunConfig) -> int:
+    """Ranks of the reward model's pool, behind the critic's; 0 where there is none."""
+    return config.reward_model.num_ranks if has_reward_model(config) else 0
+
+
+def count_reference_ranks(config: RunConfig) -> int:
+    """Ranks of the pool of the reference, or teacher, the last of the job; 0 where it is in the actor's."""
+    return config.reference.num_ranks if needs_reference(config) else 0
+
+
+def list_learning_pool_layouts(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
+    """(key, section, ranks) of the layout of each pool whose model learns."""
+    yield "actor.megatron", config.actor.megatron, count_actor_ranks(config)
+    if count_critic_ranks(config) > 0:
+        yield "critic.megatron", config.critic.megatron, count_critic_ranks(config)
+
+
+def list_pool_layouts(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
+    """(key, section, ranks) of each pool's layout."""
+    yield from list_learning_pool_layouts(config)
+    if count_reward_model_ranks(config) > 0:
+        yield (
+            "reward_model.megatron",
+            config.reward_model.megatron,
+            count_reward_model_ranks(config),
+        )
+    if count_reference_ranks(config) > 0:
+        yield "reference.megatron", config.reference.megatron, count_reference_ranks(config)
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether the estimator asks for values."""
+    entry = find_registered_part("advantage estimator", config.algorithm.adv_estimator)
+    return entry is not None and "values" in entry.needs
+
+
+def has_reward_model(config: RunConfig) -> bool:
+    """Whether a frozen model on ranks scores the samples of a step."""
+    return (
+        config.job == "train"
+        and config.reward_model.path is not None
+        and not has_served_model(config)
+    )
+
+
+def has_served_model(config: RunConfig) -> bool:
+    """Whether servers that the run starts score samples, as a term of the reward."""
+    chosen = config.reward_model
+    return config.job == "train" and chosen.path is not None and chosen.served.num_servers > 0
+
+
+def learns_from_pairs(config: RunConfig) -> bool:
+    """Whether the job learns from pairs of answers."""
+    return config.job != "train" and config.sft.loss_mode != "sft" and not has_teacher(config)
+
+
+def has_teacher(config: RunConfig) -> bool:
+    """Whether the job learns from the distributions of a teacher, which stands where a reference does."""
+    if config.job == "train":
+        return config.actor.distillation.loss_mode is not None
+    return config.sft.loss_mode in load_registry("distillation loss")
+
+
+def get_teacher_term(config: RunConfig) -> tuple[str, TeacherTermConfig]:
+    """(section that says how the job learns from its teacher, what it says)"""
+    if config.job == "train":
+        return "actor.distillation", config.actor.distillation
+    return "sft", TeacherTermConfig(config.sft.loss_mode, params=config.sft.params)
+
+
+def uses_reference_kl(config: RunConfig) -> bool:
+    """Whether a step of RL asks for the reference's log-probs of what was sampled."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a KL term, a preference loss or a student asks for a frozen policy."""
+    if config.job != "train":
+        entry = (
+            find_registered_part("preference loss", config.sft.loss_mode)
+            if learns_from_pairs(config)
+            else None
+        )
+        asks_teacher = has_teacher(config) and config.sft.teacher_key is None
+        return asks_teacher or (entry is not None and "ref_log_probs" in entry.needs)
+    return has_teacher(config) or uses_reference_kl(config)
+
+
+def compute_model_parallel_size(megatron: MegatronConfig) -> int:
+    """Ranks that hold one copy of a model and share its samples."""
+    return (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.context_parallel_size
+    )
+
+
+@register_idle_rule
+def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
+    yield not config.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
+    teacher = "actor.distillation.loss_mode"
+    of_teacher = tuple(f"actor.distillation.{name}" for name in ("coef", "others_coef", "params"))
+    yield (
+        config.job == "train" and not has_teacher(config),
+        of_teacher,
+        teacher,
+        "set that to reverse_kl",
+    )
+    switch, fix = "actor.use_kl_loss", "set it or algorithm.use_kl_in_reward to true"
+    if config.job != "train":
+        switch, fix = "sft.loss_mode", "set that to a preference loss, such as dpo"
+    if has_teacher(config) and config.job != "train":
+        switch, fix = "sft.teacher_key", "set that to null, and the teacher is asked"
+    yield not needs_reference(config), ("reference",), switch, fix
+    own = "reference.num_ranks"
+    yield (
+        config.reference.num_ranks == 0,
+        ("reference.megatron",),
+        own,
+        "give the reference ranks of its own",
+    )
+    yield (
+        config.reference.num_ranks > 0,
+        ("reference.param_offload",),
+        own,
+        "set that to 0: it has no other use for its ranks",
+    )
+    engines = load_registry("engine")
+    for setting in sorted(
+        {key for name in engines for key in engines.get(name).build.setting_keys}
+    ):
+        others = " or ".join(
+            name for name in engines if setting in engines.get(name).build.setting_keys
+        )
+        is_idle = config.rollout.engine in engines and not has_engine_setting(
+            config.rollout, setting
+        )
+        yield is_idle, (setting,), "rollout.engine", f"set that to {others}"
+    yield config.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
+    yield config.data.task is None, ("data.task_params",), "data.task", "name a task"
+    warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
+    keys = tuple(f"warmup.{name}" for name in warmup)
+    yield config.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
+    for section, optim in (
+        ("actor", config.actor.optim),
+        ("warmup", config.warmup.optim),
+        ("critic", config.critic.optim),
+    ):
+        keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
+        switch = f"{section}.optim.lr_decay_style"
+        yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
+    bounds = tuple(
+        f"checks.log_prob_{name}" for name in ("p50_abs_diff", "p99_abs_diff", "mean_kl")
+    )
+    yield (
+        config.is_float32_throughout,
+        bounds,
+        "model.dtype",
+        "bound checks.log_prob_max_abs_diff, which float32 is held to",
+    )
+    decides = "model.dtype" if config.model.dtype == "bfloat16" else "rollout.dtype"
+    decides = "rollout.quantization" if config.rollout.quantization else decides
+    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which it is held to"
+    yield not config.is_float32_throughout, ("checks.log_prob_max_abs_diff",), decides, fix
+    for section, m, _ in list_pool_layouts(config):
+        granularity = f"{section}.recompute_granularity"
+        of_full = (f"{section}.recompute_method", f"{section}.recompute_num_layers")
+        yield m.recompute_granularity != "full", of_full, granularity, "set that to full"
+        of_selective = (f"{section}.recompute_modules",)
+        yield (
+            m.recompute_granularity != "selective",
+            of_selective,
+            granularity,
+            "set that to selective",
+        )
+    is_never = config.trainer.test_freq > config.trainer.total_training_steps
+    yield (
+        is_never,
+        ("trainer.test_freq",),
+        "trainer.total_training_steps",
+        "make it smaller than that",
+    )
+    of_saving = ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.save_failure")
+    yield (
+        not config.trainer.save_freq and config.trainer.save_last != "state",
+        of_saving,
+        SAVE_FREQ,
+        "give that a number of steps",
+    )
+    yield (
+        not config.trainer.save_freq,
+        ("trainer.keep_best",),
+        SAVE_FREQ,
+        "give that a number of steps",
+    )
+    fix = "set it to resume_path"
+    yield config.trainer.resume_mode != "resume_path", (RESUME_FROM,), RESUME_MODE, fix
+
+
+@register_rule
+def check_actor_layout(loaded: LoadedConfig) -> OptionalProblems:
+    c, m = loaded.config, loaded.config.actor.megatron
+    world, ranks = count_actor_ranks(c), compute_model_parallel_size(c.actor.megatron)
+    if compute_world_size(c) < 1 or ranks < 1:
+        return  # `ranges` says it
+    yield make_problem_if(
+        c.trainer.runtime == "inline" and compute_world_size(c) != 1,
+        f"trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is {compute_world_size(c)}; set both"
+        " to 1 or use runtime: torchrun.",
+        ("trainer.runtime", GPUS, NODES),
+    )
+    if count_actor_ranks(c) < compute_world_size(c):
+        if c.trainer.runtime != "inline":  # else `own_pool` says it
+            yield from _check_actor_pool_size(c)
+        return
+    if world % ranks:
+        near = format_near_multiples(world, ranks)
+        sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
+        yield ConfigProblem(
+            f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} = {world}) must be a"
+            f" multiple of {TP} x pipeline_model_parallel_size x context_parallel_size ({sizes} = {ranks}); use {near}"
+            " ranks or another layout.",
+            (GPUS, NODES, TP, PP, CP),
+        )
+
+
+def _check_actor_pool_size(config: RunConfig) -> OptionalProblems:
+    """Check that the other pools leave enough ranks for the actor's."""
+    pools = {
+        "critic.num_ranks": count_critic_ranks(config),
+        "reward_model.num_ranks": count_reward_model_ranks(config),
+    }
+    pools["reference.num_ranks"] = count_reference_ranks(config)
+    pools = {key: count for key, count in pools.items() if count}
+    named = " + ".join(pools) + f" ({' + '.join(map(str, pools.values()))})"
+    left, ranks, taken = (
+        count_actor_ranks(config),
+        compute_model_parallel_size(config.actor.megatron),
+        sum(pools.values()),
+    )
+    yield make_problem_if(
+        left < ranks or left % ranks,
+        f"{named} leaves {left} of trainer.nnodes x n_gpus_per_node ({compute_world_size(config)}) ranks for"
+        f" the actor, which must be a multiple of {TP} x pipeline_model_parallel_size x context_parallel_size"
+        f" ({ranks}), at least one; use {taken + max(1, -(-left // ranks)) * ranks} ranks in all.",
+        (*pools, GPUS, NODES, TP, PP, CP),
+    )
+
+
+@register_rl_rule
+def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
+    r = loaded.config.rollout
+    coldest = 0.01
+    yield make_problem_if(
+        0 < r.val_kwargs.temperature < coldest,
+        f"rollout.val_kwargs.temperature ({r.val_kwargs.temperature}) must be at least {coldest}, or 0 for greedy:"
+        " float32 has no room for logits divided by less; use 0.",
+        ("rollout.val_kwargs.temperature",),
+    )
+    yield make_problem_if(
+        r.val_kwargs.temperature == 0 and r.val_kwargs.n > 1,
+        f"rollout.val_kwargs.n ({r.val_kwargs.n}) must be 1 at temperature 0, where all samples are equal; set n: 1"
+        " or a temperature.",
+        ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
+    )
+    of_evaluation = r.val_kwargs
+    for name, value, off in (
+        ("top_p", of_evaluation.top_p, 1.0),
+        ("top_k", of_evaluation.top_k, -1),
+        ("min_p", of_evaluation.min_p, 0.0),
+    ):
+        yield make_problem_if(
+            r.val_kwargs.temperature == 0 and value != off,
+            f"rollout.val_kwargs.{name} ({value}) would be ignored because rollout.val_kwargs.temperature is 0"
+            " (greedy); remove it or set a temperature.",
+            (f"rollout.val_kwargs.{name}", "rollout.val_kwargs.temperature"),
+        )
+    yield make_problem_if(
+        r.val_kwargs.top_k == 0,
+        "rollout.val_kwargs.top_k (0) must be at least 1, or -1 (off); use -1.",
+        ("rollout.val_kwargs.top_k",),
+    )
+    yield make_problem_if(
+        len(set(r.stop)) != len(r.stop) or "" in r.stop,
+        f"rollout.stop ({list(r.stop)}) must be distinct, non-empty strings.",
+        ("rollout.stop",),
+    )
+    estimator = loaded.config.algorithm.adv_estimator
+    entry = find_registered_part("advantage estimator", estimator)
+    yield make_problem_if(
+        entry is not None and entry.scope == "group" and r.n == 1,
+        f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in its group, a sample"
+        " has advantage 0; use 8.",
+        ("rollout.n", "algorithm.adv_estimator"),
+    )
+
+
+@register_rl_rule
+def check_term_weights(loaded: LoadedConfig) -> OptionalProblems:
+    actor = loaded.config.actor
+    yield make_problem_if(
+        actor.use_kl_loss and actor.kl_loss_coef == 0,
+        "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run for nothing; give"
+        " it a weight such as 0.001 or set use_kl_loss: false.",
+        ("actor.kl_loss_coef", "actor.use_kl_loss"),
+    )
+    teacher = actor.distillation
+    yield make_problem_if(
+        teacher.loss_mode is not None and teacher.coef == 0,
+        "actor.distillation.coef (0) must be above 0, or the teacher is run for nothing; use 1, or set"
+        " actor.distillation.loss_mode: null.",
+        ("actor.distillation.coef", "actor.distillation.loss_mode"),
+    )
+
+
+@register_rule
+def check_teacher(loaded: LoadedConfig) -> OptionalProblems:
+    c = loaded.config
+    section, term = get_teacher_term(c)
+    key = f"{section}.loss_mode"
+    yield make_problem_if(
+        has_teacher(c) and needs_reference(c) and c.reference.path is None,
+        f"{key} ({term.loss_mode}) learns from a teacher; name its directory as reference.path.",
+        (key, "reference.path"),
+    )
+    yield make_problem_if(
+        count_reference_ranks(c) > 0 and c.reference.path is None,
+        f"reference.num_ranks ({c.reference.num_ranks}) is for a model of reference.path: the policy as it was stands"
+        " beside the policy; name a directory, or set it to 0.",
+        ("reference.num_ranks", "reference.path"),
+    )
+
+
+@register_rule
+def check_data_is_named(loaded: LoadedConfig) -> OptionalProblems:
+    d = loaded.config.data
+    for name, files in (("train_files", d.train_files), ("val_files", d.val_files)):
+        key = f"data.{name}"
+        yield make_problem_if(
+            d.task is not None and files,
+            f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null or {name}: [].",
+            (key, "data.task"),
+        )
+        is_needed = name == "train_files" or loaded.config.job == "train"
+        if is_needed and d.task is None and not d.sources and not files:
+            other = (
+                "name a data.task"
+                if name == "train_files"
+                else "keep some of the training rows for it"
+            )
+            yield ConfigProblem(
+                f"{key} ([]) must name a JSONL file; give one, or {other}.", (key, "data.task")
+            )
+
+
+@register_rl_rule
+def check_optimizer_schedules(loaded: LoadedConfig) -> OptionalProblems:
+    c = loaded.config
+    steps = 0
+    if c.actor.mini_batch_size > 0:
+        a_step = (
+            c.data.train_batch_size * c.rollout.n // c.actor.mini_batch_size * c.actor.ppo_epochs
+        )
+        steps = (
+            c.trainer.total_training_steps - (c.trainer.critic_warmup if has_critic(c) else 0)
+        ) * a_step
+    yield from check_lr_schedule(
+        "actor.optim", c.actor.optim, steps, "trainer.total_training_steps"
+    )
+    if c.warmup.max_steps > 0:
+        yield from check_lr_schedule(
+            "warmup.optim", c.warmup.optim, c.warmup.max_steps, "warmup.max_steps"
+        )
+        yield make_problem_if(
+            c.warmup.stop_accuracy < 1 and c.warmup.test_freq > c.warmup.max_steps,
+            f"warmup.test_freq ({c.warmup.test_freq}) must be at most warmup.max_steps ({c.warmup.max_steps}), or"
+            f" stop_accuracy is never looked at; use {c.warmup.max_steps} or less.",
+            ("warmup.test_freq", "warmup.max_steps", "warmup.stop_accuracy"),
+        )
+
+
+def check_lr_schedule(
+    section: str, optim: OptimConfig, num_steps: int, length_key: str
+) -> OptionalProblems:
+    """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that the phase makes."""
+    yield make_problem_if(
+        optim.min_lr > optim.lr,
+        f"{section}.min_lr ({optim.min_lr}) must not be above {section}.lr ({optim.lr}); lower it.",
+        (f"{section}.min_lr", f"{section}.lr"),
+    )
+    decay, warmup = optim.lr_decay_steps, optim.lr_warmup_steps
+    end, key = (num_steps, length_key) if decay is None else (decay, f"{section}.lr_decay_steps")
+    if optim.lr_decay_style != "constant" and end > 0 and warmup >= end:
+        name = f"the run's optimizer steps ({end})" if decay is None else f"{key} ({end})"
+        yield ConfigProblem(
+            f"{section}.lr_warmup_steps ({warmup}) must be below {name} for lr_decay_style {optim.lr_decay_style}; warm"
+            f" up for {max(end // 10, 0)} steps or run longer.",
+            (f"{section}.lr_warmup_steps", key),
+        )
+    yield make_problem_if(
+        optim.weight_decay_end is not None and optim.weight_decay_end < optim.weight_decay,
+        f"{section}.weight_decay_end ({optim.weight_decay_end}) must be at least {section}.weight_decay"
+        f" ({optim.weight_decay}): the schedule only rises; swap them or remove it.",
+        (f"{section}.weight_decay_end", f"{section}.weight_decay"),
+    )
+
+
+@register_rule
+def check_output_names(loaded: LoadedConfig) -> OptionalProblems:
+    trainer = loaded.config.trainer
+    name = PurePath(trainer.experiment_name)
+    yield make_problem_if(
+        len(name.parts) != 1 or name.name in ("", ".", ".."),
+        f"trainer.experiment_name ({trainer.experiment_name!r}) must be one plain directory name; set the parent in"
+        " trainer.default_local_dir.",
+        ("trainer.experiment_name",),
+    )
+    for key, text in (
+        ("experiment_name", trainer.experiment_name),
+        ("project_name", trainer.project_name),
+    ):
+        yield make_problem_if(
+            not is_valid_name(text),
+            f"trainer.{key} ({text[:40]!r}) {NAME_RULE}.",
+            (f"trainer.{key}",),
+        )
+    yield make_problem_if(
+        len(set(trainer.logger)) != len(trainer.logger),
+        f"trainer.logger ({list(trainer.logger)}) must differ; name each once.",
+        ("trainer.logger",),
+    )
+    yield make_problem_if(
+        not loaded.config.model.path,
+        "model.path ('') must name a model directory; set it.",
+        ("model.path",),
+    )
+
+
+def format_near_multiples(value: int, factor: int) -> str:
+    """ "4 or 6": the multiples of `factor` around a value that is none."""
+    below = value // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+@register_rule
+def check_resume_settings(loaded: LoadedConfig) -> OptionalProblems:
+    trainer = loaded.config.trainer
+    yield make_problem_if(
+        trainer.resume_mode == "resume_path" and trainer.resume_from_path is None,
+        f"{RESUME_MODE} (resume_path) needs {RESUME_FROM}; name a directory like"
+        " runs/x/checkpoints/step_000010, or use auto.",
+        (RESUME_MODE, RESUME_FROM),
+    )
+
+
+@register_rule
+def check_stage_deadlines(loaded: LoadedConfig) -> OptionalProblems:
+    for stage in sorted(loaded.config.trainer.stage_timeouts_s.keys() - set(STAGES)):
+        yield ConfigProblem(
+            f"{STAGE_TIMEOUTS}: there is no stage {stage!r}; the stages are {', '.join(STAGES)}.",
+            (),
+        )

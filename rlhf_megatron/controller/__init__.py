@@ -1,0 +1,1 @@
+"""What the controller runs: the loop, weight sync, recovery, metrics, evaluation and supervised learning."""

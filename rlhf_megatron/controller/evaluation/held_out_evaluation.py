@@ -1,0 +1,295 @@
+"""Held-out sets: what is asked of the engines, and accuracy, mean@N and best@N with their intervals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from math import comb, inf, sqrt
+
+from rlhf_megatron.controller.evaluation.confidence_intervals import (
+    compute_item_interval,
+    compute_wilson_interval,
+)
+from rlhf_megatron.controller.evaluation.sample_figures import (
+    SampleFigure,
+    compute_sample_figures,
+    extract_final_answer,
+)
+from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
+from rlhf_megatron.rollout.engine_interface import GeneratedSample
+
+MAX_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out prompts that one row of figures tells of."""
+
+    name: str
+    prompts: PromptBatch  # group ids are unique over all sets
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """Figures of one evaluation set. N = `num_samples`; only `mean_response_length` counts masked samples."""
+
+    name: str
+    num_items: int  # with at least one sample that counts
+    num_samples: int  # asked of each item
+    num_masked: int  # samples left out
+    mean: float  # mean@N: mean over items of the mean score of an item's samples
+    std: float  # std@N: mean over items of the standard deviation of an item's scores (divisor N)
+    best: tuple[
+        tuple[int, float], ...
+    ]  # (k, best@k) for k = 1, 2, 4 .. N: expected best of k samples of an item
+    low: float | None  # 95 % interval of `mean`, see `intervals.interval_over_items`
+    high: float | None
+    mean_response_length: float  # tokens
+    majority_accuracy: float  # of always giving the most common label
+    figures: tuple[
+        SampleFigure, ...
+    ] = ()  # best, worst and maj of k = 2, 4 .. N samples, with intervals
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Figures of one evaluation, all sets together. An item's score is the mean over its samples."""
+
+    accuracy: float  # mean score
+    low: float  # 95 % interval of the mean over items: Wilson's, or Student's where scores leave [0, 1]
+    high: float
+    num_items: int
+    mean_response_length: float  # tokens
+    examples: tuple[
+        tuple[str, str, str, float], ...
+    ]  # prompt, response, label, score of a few items
+    sets: tuple[SetResult, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScoredEvaluationSet:
+    """A set after generation and scoring, a tuple an item in each column."""
+
+    name: str
+    prompts: PromptBatch
+    responses: tuple[tuple[str, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]  # tokens
+    results: tuple[tuple[RewardResult, ...], ...]
+
+    def collect_valid_scores(self) -> list[tuple[float, ...]]:
+        """Return the scores of the samples that count, an entry an item; empty where all its samples are masked."""
+        return [
+            tuple(r.score for r in results if not is_masked(r.status)) for results in self.results
+        ]
+
+    def collect_valid_answers(self) -> list[tuple[str, ...]]:
+        """Return the answers that majorities count; entries as in `collect_valid_scores`."""
+        return [
+            tuple(
+                extract_final_answer(text)
+                for text, r in zip(texts, results, strict=True)
+                if not is_masked(r.status)
+            )
+            for texts, results in zip(self.responses, self.results, strict=True)
+        ]
+
+
+def evaluate_sets(
+    sets: Sequence[EvaluationSet],
+    generate: Callable[[PromptBatch], Sequence[Sequence[GeneratedSample]]],
+    decode: Callable[[Sequence[int]], str],
+    score: Callable[[list[RewardSample]], Sequence[RewardResult]],
+) -> EvaluationResult:
+    """All prompts are generated in one call, and all samples are scored in one.
+
+    Raises ValueError when no sample of a set could be scored.
+    """
+    prompts = _concat_prompt_batches([evaluation_set.prompts for evaluation_set in sets])
+    groups = generate(prompts)
+    rows = [(i, sample) for i, group in enumerate(groups) for sample in group]
+    texts = [decode(sample.token_ids) for _, sample in rows]
+    results = score(
+        [_make_reward_sample(prompts, i, s, text) for (i, s), text in zip(rows, texts, strict=True)]
+    )
+    answered, first_item, first_row = [], 0, 0
+    for evaluation_set in sets:
+        of_set = groups[first_item : first_item + len(evaluation_set.prompts)]
+        counts = [len(group) for group in of_set]
+        last_row = first_row + sum(counts)
+        answered.append(
+            ScoredEvaluationSet(
+                evaluation_set.name,
+                evaluation_set.prompts,
+                _split_by_counts(texts[first_row:last_row], counts),
+                tuple(tuple(len(sample.token_ids) for sample in group) for group in of_set),
+                _split_by_counts(results[first_row:last_row], counts),
+            )
+        )
+        first_item, first_row = first_item + len(of_set), last_row
+    return summarize_evaluation(answered)
+
+
+def summarize_evaluation(scored_sets: Sequence[ScoredEvaluationSet]) -> EvaluationResult:
+    """The figures of each set, and of all together."""
+    sets = tuple(summarize_set(a) for a in scored_sets)
+    item_scores = [
+        sum(scores) / len(scores)
+        for a in scored_sets
+        for scores in a.collect_valid_scores()
+        if scores
+    ]
+    lengths = list(chain.from_iterable(length for a in scored_sets for length in a.lengths))
+    examples = tuple(
+        chain.from_iterable(
+            _collect_examples(a, max(1, MAX_EXAMPLES // len(scored_sets))) for a in scored_sets
+        )
+    )
+    result = compute_accuracy(item_scores, lengths)
+    return replace(result, examples=examples, sets=sets)
+
+
+def compute_accuracy(
+    item_scores: Sequence[float], response_lengths: Sequence[int]
+) -> EvaluationResult:
+    """`item_scores`: one mean score an item; `response_lengths`: tokens, one a sample.
+
+    Scores that leave [0, 1] (rewards with terms) are no shares: their interval is Student's.
+    """
+    count = len(item_scores)
+    accuracy = sum(item_scores) / count
+    if all(0.0 <= score <= 1.0 for score in item_scores):
+        low, high = compute_wilson_interval(accuracy, count)
+    else:
+        low, high = compute_item_interval([(score,) for score in item_scores]) or (-inf, inf)
+    return EvaluationResult(
+        accuracy, low, high, count, sum(response_lengths) / max(1, len(response_lengths)), ()
+    )
+
+
+def summarize_set(scored_set: ScoredEvaluationSet) -> SetResult:
+    """Raises ValueError when all of its samples were masked."""
+    items = [scores for scores in scored_set.collect_valid_scores() if scores]
+    statuses = Counter(
+        r.status for results in scored_set.results for r in results if is_masked(r.status)
+    )
+    if not items:
+        raise ValueError(
+            f"no sample of the evaluation set {scored_set.name!r} could be scored ({_format_status_counts(statuses)}); fix what the"
+            " reward or the engines reported, or take the set out of the run."
+        )
+    num_samples = max(map(len, scored_set.results))
+    interval = compute_item_interval(items)
+    lengths = list(chain.from_iterable(scored_set.lengths))
+    return SetResult(
+        name=scored_set.name,
+        num_items=len(items),
+        num_samples=num_samples,
+        num_masked=statuses.total(),
+        mean=_compute_mean([_compute_mean(scores) for scores in items]),
+        std=_compute_mean(
+            [
+                sqrt(_compute_mean([(score - _compute_mean(scores)) ** 2 for score in scores]))
+                for scores in items
+            ]
+        ),
+        best=tuple(_compute_best_of_k(items, num_samples)),
+        low=interval[0] if interval else None,
+        high=interval[1] if interval else None,
+        mean_response_length=_compute_mean(lengths),
+        majority_accuracy=compute_majority_accuracy(scored_set.prompts.labels),
+        figures=compute_sample_figures(
+            scored_set.collect_valid_scores(), scored_set.collect_valid_answers()
+        )
+        if num_samples > 1
+        else (),
+    )
+
+
+def estimate_best_of_k(scores: Sequence[float], k: int) -> float:
+    """Expected best of k of these scores, drawn without replacement: the unbiased estimate of best@k.
+
+    For 0/1 scores it is pass@k of Chen et al. 2021, 1 - C(n - c, k) / C(n, k) with c right answers of n.
+    """
+    n = len(scores)
+    assert 1 <= k <= n, f"best of {k} out of {n}"
+    return sum(comb(i, k - 1) * score for i, score in enumerate(sorted(scores))) / comb(n, k)
+
+
+def compute_majority_accuracy(labels: Sequence[str]) -> float:
+    """Accuracy of always giving the most common label: what is reached without reading the question."""
+    assert labels, "no labels"
+    return Counter(labels).most_common(1)[0][1] / len(labels)
+
+
+def limit_prompts(
+    sets: Sequence[EvaluationSet], num_prompts: int | None
+) -> tuple[EvaluationSet, ...]:
+    """The first `num_prompts` prompts of each set (None: all)."""
+    return tuple(replace(s, prompts=_slice_prompt_batch(s.prompts, num_prompts)) for s in sets)
+
+
+def _compute_best_of_k(
+    item_scores: Sequence[Sequence[float]], num_samples: int
+) -> list[tuple[int, float]]:
+    """An item counts for k when it has k samples that do."""
+    sizes = sorted({2**e for e in range(num_samples.bit_length())} | {num_samples})
+    pairs = [
+        (k, [estimate_best_of_k(scores, k) for scores in item_scores if len(scores) >= k])
+        for k in sizes
+    ]
+    return [(k, _compute_mean(values)) for k, values in pairs if values]
+
+
+def _make_reward_sample(
+    prompts: PromptBatch, prompt_index: int, sample: GeneratedSample, text: str
+) -> RewardSample:
+    return RewardSample(
+        prompts.prompts[prompt_index],
+        text,
+        prompts.labels[prompt_index],
+        prompts.sources[prompt_index],
+        sample.finish_reason,
+        len(sample.token_ids),
+        prompts.extras[prompt_index],
+    )
+
+
+def _collect_examples(
+    scored_set: ScoredEvaluationSet, num_examples: int
+) -> list[tuple[str, str, str, float]]:
+    p = scored_set.prompts
+    return [
+        (prompt, response, label, result.score)
+        for prompt, label, responses, results in zip(
+            p.prompts, p.labels, scored_set.responses, scored_set.results, strict=True
+        )
+        for response, result in zip(responses, results, strict=True)
+    ][:num_examples]
+
+
+def _split_by_counts(values: Sequence, counts: Sequence[int]) -> tuple:
+    """`values` in pieces of `counts`."""
+    rest = iter(values)
+    return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
+
+
+def _concat_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
+    columns = [[getattr(batch, field.name) for batch in batches] for field in fields(PromptBatch)]
+    return PromptBatch(*(tuple(chain.from_iterable(column)) for column in columns))
+
+
+def _slice_prompt_batch(prompts: PromptBatch, num_prompts: int | None) -> PromptBatch:
+    return PromptBatch(
+        *(getattr(prompts, field.name)[:num_prompts] for field in fields(PromptBatch))
+    )
+
+
+def _compute_mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _format_status_counts(statuses: Counter[str]) -> str:
+    return ", ".join(f"{status} {count}" for status, count in statuses.most_common())

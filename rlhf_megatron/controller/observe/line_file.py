@@ -1,0 +1,316 @@
+"""The files of JSON lines of a run: written so that all lines but the last are always whole, and over restarts.
+
+Rows that a resumed run will write again are moved to superseded/, so that each step has one row. attempts.jsonl
+says when the processes of a run began and ended, and from which step each went on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import EDQUOT, EFBIG, ENOSPC
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data import direct_file_io
+from rlhf_megatron.stop import RunStopped
+
+logger = logging.getLogger(__name__)
+DISK_FULL_ERRNOS = (ENOSPC, EDQUOT, EFBIG)
+MAX_WAITING_BYTES = 64 << 20  # of lines that wait in memory for room in one file
+MAX_DISK_WAIT_S, DISK_POLL_S = 600.0, 2.0
+
+
+def explain_write_error(path: Path, error: OSError) -> OSError:
+    """The same error with the name of the file and, of a full disk, with what helps."""
+    text = f"{path} cannot be written: {error.strerror or error}."
+    if error.errno in DISK_FULL_ERRNOS:
+        free = shutil.disk_usage(next(place for place in path.parents if place.exists())).free / 1e6
+        text += (
+            f" {free:.0f} MB are free there. Make room: `du -sh {path.parent}/*` shows what is large (record/,"
+            " superseded/, checkpoints, of which trainer.max_ckpt_to_keep keeps fewer), or raise the quota."
+        )
+    return OSError(error.errno, text)
+
+
+def write_file_atomically(path: Path, data: bytes) -> None:
+    """The file appears by rename when it is complete and on disk. Raises OSError (see `explain_write_error`)."""
+    try:
+        direct_file_io.write_large_file_atomically(path, [data])
+    except OSError as error:
+        raise explain_write_error(path, error) from error
+
+
+def retry_while_disk_is_full(write: Callable[[], None], check_stop: Callable[[], None]) -> None:
+    """Call `write`. While it finds the disk full the run pauses, for PAUSE_S at most; then its OSError is raised."""
+    end = None
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in DISK_FULL_ERRNOS or (end is not None and time.monotonic() > end):
+                raise
+            if end is None:
+                end = time.monotonic() + MAX_DISK_WAIT_S
+                logger.warning(
+                    "%s The run waits for room, %.0f minutes at most.",
+                    error.strerror,
+                    MAX_DISK_WAIT_S / 60,
+                )
+        check_stop()
+        time.sleep(DISK_POLL_S)
+
+
+class LineFile:
+    """Appends whole lines. A line that a former process left unfinished is cut off first.
+
+    Writing raises nothing: lines for which the disk has no room wait in memory, and go first when there is room.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.exists():
+            truncate_file(path, path.read_bytes().rfind(b"\n") + 1)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._pending_lines: deque[bytes] = deque()
+        self._num_pending_bytes, self._num_lost_lines = 0, 0
+        self._has_warned = False
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """The line is with the operating system when this returns, or waits."""
+        self.append_line(json.dumps(row).encode() + b"\n")
+
+    def append_line(self, line: bytes) -> None:
+        if self._num_pending_bytes + len(line) > MAX_WAITING_BYTES:
+            self._num_lost_lines += 1
+            return
+        self._pending_lines.append(line)
+        self._num_pending_bytes += len(line)
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("%s Its lines wait in memory; the run goes on.", error.strerror)
+            self._has_warned = True
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raises OSError (see `explain_write_error`); the file then ends with a whole line."""
+        while self._pending_lines:
+            line, end = self._pending_lines[0], os.fstat(self._file.fileno()).st_size
+            try:
+                written = 0
+                while written < len(line):  # a disk that becomes full takes a part
+                    written += self._file.write(line[written:])
+            except OSError as error:
+                self._file.truncate(end)
+                raise explain_write_error(self._path, error) from error
+            self._pending_lines.popleft()
+            self._num_pending_bytes -= len(line)
+        self._has_warned = False
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        except OSError as error:
+            self._num_lost_lines += len(self._pending_lines)
+            logger.warning("%s", error.strerror)
+        if self._num_lost_lines:
+            logger.warning(
+                "%s lacks %d lines for which the disk had no room.",
+                self._path,
+                self._num_lost_lines,
+            )
+        self._file.close()
+
+
+def truncate_file(path: Path, num_bytes: int) -> None:
+    """Keeps the first `num_bytes` of a file."""
+    with path.open("r+b") as file:
+        file.truncate(num_bytes)
+
+
+def replace_non_finite(value: Any) -> Any:
+    """`value` with None for each number that JSON has no word for (NaN, infinities)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: replace_non_finite(item) for key, item in value.items()}
+    return (
+        [replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    )
+
+
+SUPERSEDED_DIR = "superseded"
+STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
+FINAL_OUTPUTS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
+
+
+def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> int:
+    """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of metrics.jsonl they were.
+
+    A last line that was cut off goes with them, and so do ENDINGS. The steps of a warm-up are others than those of the
+    run.
+    """
+    to = run_dir / SUPERSEDED_DIR / f"attempt_{attempt_number:03d}"
+    for name in FINAL_OUTPUTS:
+        if (run_dir / name).exists():
+            to.mkdir(parents=True, exist_ok=True)
+            os.rename(run_dir / name, to / name)
+    counts = [
+        _move_rows_after_step(run_dir / name, to / name, last_step) for name in STEP_ROW_FILES
+    ]
+    return counts[0]
+
+
+def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[dict[str, Any]]:
+    """Return the whole rows of a file of JSON lines; [] where it is not written."""
+    path = run_dir / file_name
+    return (
+        [row for line in path.read_bytes().splitlines() if (row := _parse_step_row(line))]
+        if path.exists()
+        else []
+    )
+
+
+def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:
+    """Return the seconds of the evaluation after `step` that stands: the state of that step was saved before it."""
+    return sum(
+        row.get("timing_s/evaluate", 0.0)
+        for row in rows
+        if (row["kind"], row["step"]) == ("evaluation", step)
+    )
+
+
+def _move_rows_after_step(path: Path, target_path: Path, step: int) -> int:
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        row = _parse_step_row(line) if line.endswith(b"\n") else {}
+        is_kept = row and (row.get("kind") == "warmup" or row["step"] <= step)
+        (kept if is_kept else moved).append(line)
+    if moved:
+        target_path.parent.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(target_path, b"".join(moved))
+        write_file_atomically(path, b"".join(kept))
+    return len(moved)
+
+
+def _parse_step_row(line: bytes) -> dict[str, Any]:
+    """{} for one that is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+ATTEMPTS_FILE = "attempts.jsonl"
+COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
+
+
+@dataclass
+class RunClock:
+    """How much of the time since a run was launched first went into what stands, over restarts.
+
+    `productive_s`: time in steps, evaluations and warm-up whose results count. What a kill undid does not, nor do
+    starting, loading and waiting for a checkpoint. The wall clock is read once; from then on the monotonic one counts.
+    """
+
+    first_start_time: float  # unix seconds
+    productive_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        before_s = time.time() - self.first_start_time
+        if before_s < 0:
+            logger.warning(
+                "The clock is %.0f s before the first launch: ETTR counts from now.", -before_s
+            )
+        self._start_monotonic_s = time.monotonic() - max(0.0, before_s)
+
+    def compute_ettr(self) -> float:
+        """Effective training time ratio: productive time / wall time since the first launch; 1 at most."""
+        return self.productive_s / max(
+            1e-9, self.productive_s, time.monotonic() - self._start_monotonic_s
+        )
+
+    def add_productive_time(self, seconds: float) -> None:
+        self.productive_s += seconds
+
+
+class RunAttempts:
+    """The attempts of a run directory. One that was killed has a start and no end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / ATTEMPTS_FILE
+        self._start_lines = [
+            line for line in read_attempt_lines(run_dir) if line.get("kind") == "start"
+        ]
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._start_lines)
+
+    @property
+    def first_start_time(self) -> float:
+        """Unix seconds at which the run was launched first; now where it never was."""
+        return float(self._start_lines[0]["time"]) if self._start_lines else time.time()
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """The step that the current attempt resumed from; None: it started anew."""
+        return self._start_lines[-1]["resumed_from_step"] if self._start_lines else None
+
+    @contextmanager
+    def record_attempt(
+        self, start_time: float, resumed_from_step: int | None, **start_fields: Any
+    ) -> Iterator[None]:
+        """A line at the start and one at the end, with what it ended by. `facts`: of the start; None is left out."""
+        began = time.monotonic() - max(0.0, time.time() - start_time)
+        start = {"kind": "start", "time": start_time, "resumed_from_step": resumed_from_step}
+        start |= {name: value for name, value in start_fields.items() if value is not None}
+        self._write_line(start)
+        self._start_lines.append(start)
+        try:
+            yield
+        except BaseException as error:
+            kind = STOPPED if isinstance(error, RunStopped | KeyboardInterrupt) else FAILED
+            self._write_end(began, f"{kind}: {error or type(error).__name__}")
+            raise
+        self._write_end(began, COMPLETE)
+
+    def _write_end(self, start_monotonic_s: float, reason: str) -> None:
+        seconds = round(time.monotonic() - start_monotonic_s, 1)
+        with suppress(OSError):  # what the run ends by is what is told
+            self._write_line(
+                {"kind": "end", "time": time.time(), "seconds": seconds, "reason": reason[:1000]}
+            )
+
+    def _write_line(self, line: Mapping[str, Any]) -> None:
+        file = LineFile(self._path)
+        file.write_row(line)
+        file.close()
+
+
+def read_attempt_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines that can be read; a last one that was cut off is not there."""
+    path = run_dir / ATTEMPTS_FILE
+    found = []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        found += (
+            [line] if isinstance(line, dict) and isinstance(line.get("time"), int | float) else []
+        )
+    return found

@@ -1,0 +1,170 @@
+"""What a logger is, and those of a run: each is told what the run does, and writes or shows what it likes of it.
+
+A new one is a new file here with a class that is registered in LOGGERS; every module of this package is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.controller.observe.line_file import DISK_FULL_ERRNOS, explain_write_error
+from rlhf_megatron.lazy import Tensor
+from rlhf_megatron.registry import Registry, import_package_modules
+
+if TYPE_CHECKING:
+    from rlhf_megatron.controller.observe.report.run_files import LoggedSample, MismatchStep
+    from rlhf_megatron.controller.observe.run_facts import RunFacts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """A step's batch as loggers see it, made once for all of them."""
+
+    samples: tuple[LoggedSample, ...]
+    mismatch_step: MismatchStep | None
+    iter_distributions: Callable[
+        [], Iterator[tuple[str, Tensor]]
+    ]  # see `metrics.batch.distributions`; whole columns
+
+
+class RunLogger:
+    """Does nothing. All calls come from one thread. Optional packages are imported inside of methods.
+
+    What a method raises switches the logger off and never ends the run (see `LoggerSet`).
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Makes its files in `run_dir`, or goes on with those that are there."""
+
+    @classmethod
+    def check_setup(cls) -> None:
+        """Check the logger before anything is started. Raises ValueError, with the fix, where it cannot work here."""
+
+    def log_metrics(
+        self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Metrics of a step. `row_kind`: warmup, step or evaluation; `run_seconds`: since the run began."""
+
+    def log_batch(self, step: int, batch_view: BatchView) -> None:
+        """Show what a step trained on. Called before its row."""
+
+    def show_stage(self, text: str) -> None:
+        """Show what the run does or waits for now. The next text replaces it."""
+
+    def show_note(self, text: str) -> None:
+        """A line for the person who watches."""
+
+    def flush(self) -> None:
+        """Writes what waits for room. Raises OSError where the disk still has none."""
+
+    def close(self, is_failed: bool) -> None:
+        """`is_failed`: the run ends by an exception."""
+
+
+LOGGERS: Registry[type[RunLogger]] = Registry("logger")
+MIN_FREE_BYTES = 1 << 20  # that must be free before a logger is made again
+MAX_BATCH_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
+
+
+def is_batch_view_step(step: int, total_steps: int) -> bool:
+    """Steps at which large things are logged: the first, the last, and every ceil(total_steps / MAX_VIEWS)."""
+    return step in (1, total_steps) or step % max(1, -(-total_steps // MAX_BATCH_VIEWS)) == 0
+
+
+def load_or_draw_run_id(id_path: Path) -> str:
+    """Return the name of a run at a service. It is drawn once and kept in a file: a resumed run goes on as the same."""
+    if not id_path.is_file():
+        id_path.write_text(f"{secrets.token_hex(4)}\n")
+    return id_path.read_text().strip()
+
+
+class LoggerSet:
+    """The loggers of a run. One that fails is switched off with one message; the run and the others go on.
+
+    One that found the disk full is made again at later steps, until it works.
+    """
+
+    def __init__(
+        self, logger_names: Sequence[str], run_dir: Path, total_steps: int, facts: RunFacts
+    ) -> None:
+        self._run_dir, self._total_steps, self._facts = run_dir, total_steps, facts
+        self._active_loggers: dict[str, RunLogger] = {}
+        self._loggers_without_space: set[str] = set()
+        errors = {name: self._start_logger(name, facts) for name in dict.fromkeys(logger_names)}
+        for name, error in errors.items():
+            self._warn_of_failure(name, error)
+
+    def call_each(self, call: Callable[[RunLogger], None]) -> None:
+        """Call `call` with each logger."""
+        for name, one in list(self._active_loggers.items()):
+            try:
+                call(one)
+            except Exception as error:
+                del self._active_loggers[name]
+                self._warn_of_failure(name, error)
+                with suppress(Exception):
+                    one.close(is_failed=True)
+
+    def restart_stopped_by_full_disk(self, step: int) -> None:
+        """Start loggers again that found the disk full. Viewers drop the rows of this step and later ones from the
+        former files.
+        """
+        has_room = (
+            self._loggers_without_space and shutil.disk_usage(self._run_dir).free > MIN_FREE_BYTES
+        )
+        for name in sorted(self._loggers_without_space) if has_room else ():
+            if self._start_logger(name, replace(self._facts, resumed_from_step=step - 1)) is None:
+                self._loggers_without_space.discard(name)
+                logger.warning("logger %s: there is room again, and it goes on.", name)
+
+    def flush(self) -> None:
+        """Raises OSError where lines wait for room and the disk has none."""
+        for one in self._active_loggers.values():
+            one.flush()
+
+    def _start_logger(self, name: str, facts: RunFacts) -> Exception | None:
+        build = LOGGERS.get(name).build
+        try:
+            self._active_loggers[name] = build(self._run_dir, self._total_steps, facts)
+        except Exception as error:
+            return error
+        return None
+
+    def _warn_of_failure(self, name: str, error: Exception | None) -> None:
+        if error is None:
+            return
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+            self._loggers_without_space.add(name)
+            text = f"{explain_write_error(self._run_dir / name, error).strerror} It is tried again at each step"
+        others = (
+            ", ".join(other for other in self._active_loggers if other != name) or "no other logger"
+        )
+        logger.warning(
+            "logger %s is switched off: %s. The run goes on with %s.", name, text, others
+        )
+
+
+def check_logger_setups(logger_names: Sequence[str]) -> None:
+    """Starts nothing. Raises ConfigError with what the loggers of a run lack."""
+    problems = []
+    for name in logger_names:
+        try:
+            LOGGERS.get(name).build.check_setup()
+        except ValueError as error:
+            problems.append(f"trainer.logger: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+import_package_modules(__name__, __path__)

@@ -1,0 +1,64 @@
+"""SwanLab: metrics and settings, where its own environment says (SWANLAB_MODE, SWANLAB_API_KEY)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_megatron.controller.observe.loggers import LOGGERS, RunLogger, load_or_draw_run_id
+
+if TYPE_CHECKING:
+    from rlhf_megatron.controller.observe.run_facts import RunFacts
+
+FILES_DIR, RUN_ID_FILE = "swanlab", "swanlab_run_id"  # in the run directory
+
+
+@LOGGERS.register("swanlab")
+class SwanlabLogger(RunLogger):
+    """An experiment of the project `trainer.project_name`, whose name has "-" for what SwanLab does not take.
+
+    A run that is resumed goes on as the same experiment. Files lie under `swanlab/` of the run directory.
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        import swanlab
+
+        (run_dir / FILES_DIR).mkdir(exist_ok=True)
+        terminal = swanlab.Settings.Terminal(proxy_type="none")  # the terminal is another logger's
+        self._swanlab_run = swanlab.init(
+            project=re.sub(r"[^0-9a-zA-Z_.+-]", "-", facts.project_name),
+            name=facts.run_name,
+            id=load_or_draw_run_id(run_dir / RUN_ID_FILE),
+            resume="allow",
+            log_dir=str(run_dir / FILES_DIR),
+            config=dict(facts.config),
+            settings=swanlab.Settings(interactive=False, terminal=terminal),
+        )
+
+    @classmethod
+    def check_setup(cls) -> None:
+        if importlib.util.find_spec("swanlab") is None:
+            raise ValueError(
+                "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab out of trainer.logger."
+            )
+        import swanlab
+
+        settings = swanlab.Settings()
+        if settings.mode == "online" and not settings.api_key:
+            raise ValueError(
+                "swanlab has no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the run directory only"
+                " with SWANLAB_MODE=offline."
+            )
+
+    def log_metrics(
+        self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        self._swanlab_run.log(metrics, step=step)
+
+    def close(self, is_failed: bool) -> None:
+        self._swanlab_run.finish(
+            "crashed", "the run failed"
+        ) if is_failed else self._swanlab_run.finish()

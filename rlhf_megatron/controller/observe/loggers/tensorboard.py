@@ -1,0 +1,138 @@
+"""TensorBoard event files: scalars, histograms, text samples, and the settings of the run as hyper-parameters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_megatron.controller.observe.loggers import (
+    LOGGERS,
+    BatchView,
+    RunLogger,
+    is_batch_view_step,
+)
+
+if TYPE_CHECKING:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    from rlhf_megatron.controller.observe.report.run_files import LoggedSample
+    from rlhf_megatron.controller.observe.run_facts import RunFacts
+
+MAX_TEXT_CHARACTERS = 2000  # characters of a prompt or a response
+FLUSH_S = 5
+
+
+def _silence_writer_thread_error(
+    hook_args: threading.ExceptHookArgs,
+    default_hook: Callable[[Any], object] = threading.excepthook,
+) -> None:
+    """Keep tracebacks of TensorBoard's thread off the terminal: its next call raises the same error."""
+    if type(hook_args.thread).__name__ != "_AsyncWriterThread":
+        default_hook(hook_args)
+
+
+@LOGGERS.register("tensorboard")
+class TensorboardLogger(RunLogger):
+    """Files under `tensorboard/<run>/`, so that viewers name the run. TensorBoard's own thread writes them."""
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        resumed = facts.resumed_from_step
+        purged = (
+            None if resumed is None else resumed + 1
+        )  # the viewer drops what a former process wrote from there on
+        threading.excepthook = _silence_writer_thread_error
+        self._writer = SummaryWriter(
+            str(run_dir / "tensorboard" / facts.run_name), flush_secs=FLUSH_S, purge_step=purged
+        )
+        self._total_steps = total_steps
+        self._has_settings = bool(facts.settings)
+        if facts.settings:
+            self._write_session_start(facts)
+        self._writer.flush()  # raises where the disk is full
+
+    def log_metrics(
+        self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def log_batch(self, step: int, batch_view: BatchView) -> None:
+        if not is_batch_view_step(step, self._total_steps):
+            return
+        for name, values in batch_view.iter_distributions():
+            self._writer.add_histogram(f"histogram/{name}", values, step)
+        if batch_view.samples:
+            self._writer.add_text(
+                "samples",
+                "\n\n---\n\n".join(map(format_sample_as_markdown, batch_view.samples)),
+                step,
+            )
+
+    def close(self, is_failed: bool) -> None:
+        if self._has_settings:
+            self._write_session_end(is_failed)
+        self._writer.close()
+
+    def _write_session_start(self, facts: RunFacts) -> None:
+        """Write the settings for the HPARAMS tab, which takes the last value of each scalar as the metrics of this run.
+
+        Only the start of the session is written and no list of hyper-parameters for all runs: the viewer takes such a
+        list from the first run that it finds, and would not show what other runs set.
+        """
+        from tensorboard.plugins.hparams import metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+        start = SessionStartInfo(start_time_secs=time.time())
+        for key, value in facts.settings.items():
+            field = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
+            setattr(start.hparams[key], field, value)
+        self._write_session_summary(
+            metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start)
+        )
+        lines = "".join(f"| `{key}` | `{value}` |\n" for key, value in facts.settings.items())
+        self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{lines}", 0)
+
+    def _write_session_end(self, is_failed: bool) -> None:
+        from tensorboard.plugins.hparams import metadata
+        from tensorboard.plugins.hparams.api_pb2 import Status
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+        status = Status.Value("STATUS_FAILURE" if is_failed else "STATUS_SUCCESS")
+        end = SessionEndInfo(status=status, end_time_secs=time.time())
+        self._write_session_summary(
+            metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end)
+        )
+
+    def _write_session_summary(self, tag: str, plugin_data: HParamsPluginData) -> None:
+        """Write a session as tensorboard.plugins.hparams.summary does, which cannot be imported without tensorflow."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import metadata
+
+        summary_metadata = metadata.create_summary_metadata(plugin_data)
+        value = Summary.Value(tag=tag, metadata=summary_metadata, tensor=metadata.NULL_TENSOR)
+        assert self._writer.file_writer is not None
+        self._writer.file_writer.add_summary(Summary(value=[value]))
+
+
+def format_sample_as_markdown(sample: LoggedSample) -> str:
+    """Texts as code blocks, so that nothing in them is taken for markup."""
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+    heading = f"**{sample.kind}**: {reward} ({sample.status}), {sample.num_tokens} tokens, {sample.finish_reason}"
+    texts = (("prompt", sample.prompt), ("response", sample.response), ("label", sample.label))
+    return "\n\n".join(
+        [heading, *(f"{name}\n\n{_format_code_block(text)}" for name, text in texts)]
+    )
+
+
+def _format_code_block(text: str) -> str:
+    shown = (
+        text
+        if len(text) <= MAX_TEXT_CHARACTERS
+        else f"{text[:MAX_TEXT_CHARACTERS]} … ({len(text)} characters)"
+    )
+    return "\n".join(f"    {line}" for line in shown.splitlines()) or "    "

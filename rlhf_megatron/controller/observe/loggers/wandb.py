@@ -1,0 +1,109 @@
+"""Weights & Biases: metrics, histograms, settings, samples as a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_megatron.controller.observe.loggers import (
+    LOGGERS,
+    BatchView,
+    RunLogger,
+    is_batch_view_step,
+    load_or_draw_run_id,
+)
+
+if TYPE_CHECKING:
+    from rlhf_megatron.controller.observe.run_facts import RunFacts
+
+OFFLINE_MODES = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
+RUN_ID_FILE = "wandb_run_id"  # file in the run directory
+FINISH_TIMEOUT_S = 120.0  # for what is not yet sent when the run ends
+
+
+@LOGGERS.register("wandb")
+class WandbLogger(RunLogger):
+    """Files under `wandb/`. Its environment variables (WANDB_MODE, WANDB_API_KEY) hold as they always do."""
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        import wandb
+
+        self._total_steps = total_steps
+        self._defined_metrics: set[str] = set()  # metrics whose axis was told
+        settings = wandb.Settings(silent=True, console="off")  # the terminal is another logger's
+        if hasattr(settings, "finish_timeout"):
+            settings.finish_timeout = FINISH_TIMEOUT_S
+        self._wandb_run: Any = wandb.init(
+            project=facts.project_name,
+            name=facts.run_name,
+            id=load_or_draw_run_id(run_dir / RUN_ID_FILE),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(facts.config),
+            settings=settings,
+        )
+
+    @classmethod
+    def check_setup(cls) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out of trainer.logger."
+            )
+        import wandb
+
+        can_ask = (
+            "prompt" in inspect.signature(wandb.login).parameters
+        )  # older ones would wait for an answer
+        if (
+            wandb.setup().settings.mode not in OFFLINE_MODES
+            and can_ask
+            and not wandb.login(prompt=False)
+        ):
+            raise ValueError(
+                "wandb has no API key; run `wandb login`, set WANDB_API_KEY, or write to the run directory only with"
+                " WANDB_MODE=offline."
+            )
+
+    def log_metrics(
+        self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
+    ) -> None:
+        self._log_values("warmup/step" if row_kind == "warmup" else "step", step, metrics)
+
+    def log_batch(self, step: int, batch_view: BatchView) -> None:
+        if not is_batch_view_step(step, self._total_steps):
+            return
+        import wandb
+
+        values: dict[str, Any] = {
+            f"histogram/{name}": wandb.Histogram(column.double().numpy())
+            for name, column in batch_view.iter_distributions()
+        }
+        if batch_view.samples:
+            columns = list(vars(batch_view.samples[0]))
+            table = [
+                [
+                    str(value) if isinstance(value, dict | tuple) else value
+                    for value in vars(s).values()
+                ]
+                for s in batch_view.samples
+            ]
+            values["samples"] = wandb.Table(columns=columns, data=table)
+        self._log_values("step", step, values)
+
+    def close(self, is_failed: bool) -> None:
+        if self._wandb_run is not None:
+            self._wandb_run.finish(exit_code=int(is_failed))
+
+    def _log_values(self, step_axis: str, step: int, values: Mapping[str, Any]) -> None:
+        run, self._wandb_run = (
+            self._wandb_run,
+            None,
+        )  # a service that fails is not waited for at the end
+        for key in values.keys() - self._defined_metrics:
+            run.define_metric(key, step_metric=step_axis)
+        self._defined_metrics |= values.keys()
+        run.log({**values, step_axis: step})
+        self._wandb_run = run

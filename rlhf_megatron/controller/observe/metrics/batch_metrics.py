@@ -1,0 +1,495 @@
+"""What is read off a finished batch: metrics, distributions, columns that are not finite, samples that people see.
+
+Proxies tell how much of a step's gradient is signal, without a second backward pass; lags tell how old the policy was
+that sampled the tokens. All functions are pure.
+"""
+# T packed tokens, B samples
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.advantages.advantage_estimator import (
+    count_response_tokens as sample_counts,
+)
+from rlhf_megatron.algorithms.log_prob_mismatch import compute_response_differences
+from rlhf_megatron.algorithms.loss_aggregation import sum_by_sequence
+from rlhf_megatron.algorithms.prompt_groups import PromptGroups
+from rlhf_megatron.controller.observe.report.run_files import LoggedSample
+from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.rollout.engine_interface import FinishReason
+
+
+def make_valid_sample_mask(batch: ScoredBatch) -> Tensor:
+    """[B] bool: samples whose reward counts."""
+    return torch.tensor(
+        [not status.startswith("masked:") for status in batch.reward_statuses], dtype=torch.bool
+    )
+
+
+def make_valid_token_mask(batch: ScoredBatch) -> Tensor:
+    """[T] bool: response tokens of samples whose reward counts."""
+    is_valid = make_valid_sample_mask(batch)
+    if bool(is_valid.all()):
+        return batch.response_mask
+    return batch.response_mask & is_valid.repeat_interleave(batch.lengths)
+
+
+def count_sampled_tokens(batch: TokenBatch) -> Tensor:
+    """[B] int64, tokens that the policy sampled."""
+    return sample_counts(batch.response_mask, batch.offsets)
+
+
+def count_prompt_tokens(batch: TokenBatch) -> Tensor:
+    """[B] int64, tokens before the first that the policy sampled: what lies between its turns is none of them."""
+    mask, borders = batch.response_mask.numpy(), batch.offsets.tolist()
+    own = [mask[start:end] for start, end in pairwise(borders)]
+    return torch.tensor(
+        [int(of.argmax()) if of.any() else len(of) for of in own], dtype=torch.int64
+    )
+
+
+def select_masked_values(column: Tensor, mask: Tensor) -> Tensor:
+    """`column[mask]`. numpy's way of it takes a fifth of torch's time on a CPU, where all columns of a step are."""
+    return torch.from_numpy(column.numpy()[mask.numpy()])
+
+
+def assign_token_versions(batch: RolloutBatch) -> Tensor:
+    """[T] int64, policy version that each response token was sampled from; prompt tokens have that of the first."""
+    versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
+    if batch.version_spans is not None and any(batch.version_spans):
+        firsts = (batch.offsets[:-1] + count_prompt_tokens(batch)).tolist()
+        for first, spans in zip(firsts, batch.version_spans, strict=True):
+            for version, start, end in spans:
+                versions_T[first + start : first + end] = version
+    return versions_T
+
+
+def compute_group_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """Shares of groups that teach something, and of those of several samples that count that do not."""
+    groups = PromptGroups.from_ids(batch.group_ids, make_valid_sample_mask(batch))
+    is_mixed, counts = groups.have_differing_entries(batch.rewards), groups.count_valid_samples()
+    is_uniform = (counts > 1) & ~is_mixed
+    rewards = groups.sum_by_group(batch.rewards) / counts.clamp(
+        min=1
+    )  # of a uniform group: of each of its samples
+    shares = {
+        "mixed_groups": is_mixed,
+        "uniform_groups": is_uniform,
+        "solve_all": is_uniform & (rewards >= 1.0),
+        "solve_none": is_uniform & (rewards <= 0.0),
+    }
+    return {
+        f"reward/{name}": int(of_groups.sum()) / max(1, groups.num_groups)
+        for name, of_groups in shares.items()
+    }
+
+
+def summarise_mean_max_min(metric_name: str, values: Tensor) -> dict[str, float]:
+    """`metric_name`/{mean,max,min}; zeros where there are no values."""
+    values = values.float() if values.numel() else torch.zeros(1)
+    return {
+        f"{metric_name}/mean": values.mean().item(),
+        f"{metric_name}/max": values.max().item(),
+        f"{metric_name}/min": values.min().item(),
+    }
+
+
+def compute_batch_metrics(
+    batch: TrainBatch, max_prompt_length: int | None = None
+) -> dict[str, float]:
+    """See metric_names for units and meanings. `max_prompt_length`: that prompts are cut to, None where not known."""
+    metrics = {
+        "perf/total_num_tokens": float(batch.num_tokens),
+        **summarise_mean_max_min(
+            "critic/advantages", select_masked_values(batch.advantages, batch.response_mask)
+        ),
+        **compute_length_metrics(batch, max_prompt_length),
+        **compute_group_metrics(batch),
+        **compute_reward_metrics(batch),
+        **compute_engine_metrics(batch),
+        **compute_value_metrics(batch),
+    }
+    if batch.entropies is not None:
+        metrics["actor/entropy"] = _mean_or_zero(
+            select_masked_values(batch.entropies, batch.response_mask)
+        )
+    return metrics
+
+
+def compute_length_metrics(
+    batch: RolloutBatch, max_prompt_length: int | None = None
+) -> dict[str, float]:
+    """Return lengths of all responses, of those that were not aborted and of prompts, and turns where a sample has
+    several.
+    """
+    responses = count_sampled_tokens(batch)
+    prompts = count_prompt_tokens(batch)
+    is_whole = torch.tensor(
+        [reason != "abort" for reason in batch.finish_reasons], dtype=torch.bool
+    )
+    num_cut = sum(reason == "length" for reason in batch.finish_reasons)
+    num_whole = int(is_whole.sum())
+    metrics = {
+        **summarise_mean_max_min("response_length", responses),
+        "response_length/clip_ratio": num_cut / len(batch),
+        **summarise_mean_max_min("response_length_non_aborted", responses[is_whole]),
+        "response_length_non_aborted/clip_ratio": num_cut / max(1, num_whole),
+        "response/aborted_ratio": 1.0 - num_whole / len(batch),
+        **summarise_mean_max_min("prompt_length", prompts),
+    }
+    if max_prompt_length is not None:
+        metrics["prompt_length/clip_ratio"] = int((prompts >= max_prompt_length).sum()) / len(batch)
+    mask = batch.response_mask.numpy()
+    begins = mask[1:] & ~mask[:-1]  # no sample begins with a response token
+    if np.count_nonzero(begins) > int((responses > 0).sum()):
+        turns = sample_counts(torch.from_numpy(np.concatenate([[False], begins])), batch.offsets)
+        metrics |= summarise_mean_max_min("num_turns", turns)
+    return metrics
+
+
+def compute_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """Rewards over all samples that count, by source and by part, and the share of each status."""
+    is_valid = make_valid_sample_mask(batch)
+    rewards = batch.rewards[is_valid]
+    metrics = {
+        "reward/masked": 1.0 - is_valid.float().mean().item(),
+        **summarise_mean_max_min("critic/rewards", rewards),
+        "critic/rewards/std": rewards.std().item() if rewards.numel() > 1 else 0.0,
+    }
+    numbers = {source: number for number, source in enumerate(sorted(set(batch.sources)))}
+    sources = torch.tensor([numbers[source] for source in batch.sources])
+    for source, number in numbers.items():
+        is_of = (sources == number) & is_valid
+        metrics[f"reward/source/{source}/mean"] = _mean_or_zero(batch.rewards[is_of])
+        metrics[f"reward/source/{source}/count"] = float(is_of.sum())
+        metrics[f"reward/source/{source}/masked"] = (
+            1.0 - is_valid[sources == number].float().mean().item()
+        )
+    for status, count in sorted(Counter(batch.reward_statuses).items()):
+        metrics[f"reward/status/{status}"] = count / len(batch)
+    for (source, status), count in sorted(
+        Counter(zip(batch.sources, batch.reward_statuses, strict=True)).items()
+    ):
+        if status != "ok" and len(numbers) > 1:
+            metrics[f"reward/source/{source}/status/{status}"] = count / batch.sources.count(source)
+    for name, part in batch.reward_parts.items():
+        known = part[is_valid & ~part.isnan()]
+        metrics[f"reward/part/{name}"] = _mean_or_zero(known)
+        if name.endswith("latency_s") and known.numel():
+            quantiles = torch.quantile(known, torch.tensor([0.5, 0.95, 1.0])).tolist()
+            metrics |= {
+                f"reward/part/{name}_{end}": q
+                for end, q in zip(("p50", "p95", "max"), quantiles, strict=True)
+            }
+    return metrics
+
+
+def compute_engine_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return what the engines told of their samples, as far as it was recorded."""
+    counts = Counter(batch.finish_reasons)
+    metrics = {
+        f"rollout/finish_reason/{reason}": counts[reason] / len(batch)
+        for reason in sorted({*get_args(FinishReason), *counts})
+    }
+    if batch.version_spans is not None:
+        several = sum(
+            len({version for version, _, _ in spans}) > 1 for spans in batch.version_spans
+        )
+        metrics["rollout/samples_of_several_versions"] = several / len(batch)
+    if batch.num_cached_tokens is not None:
+        num_prompt_tokens = int(count_prompt_tokens(batch).sum())
+        metrics["rollout/cached_token_share"] = int(batch.num_cached_tokens.sum()) / max(
+            1, num_prompt_tokens
+        )
+    if batch.num_retractions is not None:
+        metrics["rollout/num_retractions"] = float(batch.num_retractions.sum())
+    return metrics
+
+
+def compute_value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return figures of the critic's values before the update and of the estimator's returns, where the batch has
+    them.
+    """
+    columns = {"critic/values": batch.values, "critic/returns": batch.returns}
+    found = {name: column for name, column in columns.items() if column is not None}
+    is_valid = make_valid_token_mask(batch) if found else batch.response_mask
+    return {
+        key: value
+        for name, column in found.items()
+        for key, value in summarise_mean_max_min(
+            name, select_masked_values(column, is_valid)
+        ).items()
+    }
+
+
+def _mean_or_zero(values: Tensor) -> float:
+    return values.mean().item() if values.numel() else 0.0
+
+
+def compute_variance_metrics(
+    batch: TrainBatch, update_metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Empty where no estimator or loss asked for the sums of squared probabilities. `update_metrics`: of the update."""
+    if batch.sum_squares is None or batch.old_log_probs is None:
+        return {}
+    found = estimate_variance_proxies(batch, batch.sum_squares)
+    if found and (grad_norm := update_metrics.get("actor/grad_norm")) is not None:
+        num_samples = int(make_valid_sample_mask(batch).sum())
+        found |= split_signal_and_noise(
+            found["variance_proxy/proxy2_total_power"], grad_norm, num_samples
+        )
+    return found
+
+
+def estimate_variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, float]:
+    """Estimate the gradient's variance from the samples whose reward counts. `sum_squares_T`: sum of the squared
+    probabilities.
+    """
+    assert batch.old_log_probs is not None
+    is_valid_B = make_valid_sample_mask(batch)
+    if not bool(is_valid_B.any()):
+        return {}
+    weights_T = (
+        batch.old_log_probs.exp().mul_(-2.0).add_(sum_squares_T).add_(1.0).mul_(batch.response_mask)
+    )
+    w_B = _sum_per_sample(weights_T, batch.offsets)[is_valid_B]
+    sums_B = _sum_per_sample(
+        batch.advantages, batch.offsets
+    )  # advantages are 0 outside of the response
+    squares_B = (sums_B / count_sampled_tokens(batch).clamp(min=1)).square()[is_valid_B]
+    return {
+        "variance_proxy/proxy2_total_power": (squares_B * w_B).mean().item(),
+        "variance_proxy/expected_a_squared": squares_B.mean().item(),
+        "variance_proxy/expected_w": w_B.mean().item(),
+    }
+
+
+def split_signal_and_noise(
+    total_power: float, grad_norm: float, num_samples: float
+) -> dict[str, float]:
+    """Split the gradient's power into signal and noise. `total_power` is proxy 2, `grad_norm` that of the update. A
+    single sample tells no noise.
+    """
+    signal = grad_norm**2
+    metrics = {"variance_proxy/proxy1_signal_strength": signal}
+    if num_samples > 1:
+        metrics["variance_proxy/proxy3_pure_noise"] = max(0.0, total_power - signal) / (
+            num_samples - 1
+        )
+    return metrics
+
+
+def _sum_per_sample(column_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] float64. numpy takes a tenth of the time of `sum_by_sequence`, for samples that have tokens."""
+    if not bool((offsets.diff() > 0).all()):
+        return sum_by_sequence(column_T, offsets)
+    return torch.from_numpy(
+        np.add.reduceat(column_T.numpy(), offsets[:-1].numpy(), dtype=np.float64)
+    )
+
+
+def compute_version_metrics(policy_version: int, batch: RolloutBatch) -> dict[str, float]:
+    """`policy_version`: of the weights that are about to be trained. Lag is told from a sample's first token, staleness from
+    its oldest."""
+    prefix = "training/off_policy/trajectory"
+    spans = torch.tensor([len(of_sample) for of_sample in collect_sample_versions(batch)])
+    return {
+        "policy/lag": (policy_version - batch.policy_versions.float()).mean().item(),
+        **summarise_mean_max_min(f"{prefix}_staleness", compute_sample_lags(policy_version, batch)),
+        **summarise_mean_max_min(f"{prefix}_spans", spans),
+    }
+
+
+def compute_sample_lags(policy_version: int, batch: RolloutBatch) -> Tensor:
+    """[B] int64: `policy_version` less that of each sample's oldest token."""
+    return policy_version - torch.tensor(
+        [min(of_sample) for of_sample in collect_sample_versions(batch)], dtype=torch.int64
+    )
+
+
+def collect_sample_versions(batch: RolloutBatch) -> list[set[int]]:
+    """Return the policy versions of each sample's tokens."""
+    spans = batch.version_spans or ((),) * len(batch)
+    pairs = zip(spans, batch.policy_versions.tolist(), strict=True)
+    return [{of for of, _, _ in of_sample} or {first} for of_sample, first in pairs]
+
+
+def iter_distributions(
+    batch: TrainBatch, policy_version: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, [n] finite values): of samples whose reward counts, of all responses, or of response tokens. One column
+    stands at a time.
+
+    `policy_version`: of the policy that trained on them; with it there are their lags, where any is not 0.
+    """
+    for name, values in _iter_distribution_columns(batch, policy_version):
+        is_finite = np.isfinite(values.numpy())
+        if is_finite.any():
+            yield name, values if is_finite.all() else torch.from_numpy(values.numpy()[is_finite])
+
+
+def _iter_distribution_columns(
+    batch: TrainBatch, policy_version: int | None
+) -> Iterator[tuple[str, Tensor]]:
+    mask_T, engine_T, trainer_T = batch.response_mask, batch.rollout_log_probs, batch.old_log_probs
+    yield "rewards", batch.rewards[make_valid_sample_mask(batch)]
+    yield "response_length", count_sampled_tokens(batch)
+    if policy_version is not None and bool(
+        (of_samples := compute_sample_lags(policy_version, batch)).any()
+    ):
+        yield "lag", of_samples
+    yield "advantages", select_masked_values(batch.advantages, mask_T)
+    if trainer_T is not None:
+        yield (
+            "mismatch_ratio",
+            select_masked_values(trainer_T, mask_T)
+            .sub_(select_masked_values(engine_T, mask_T))
+            .exp_(),
+        )
+        yield "log_prob_difference", compute_response_differences(engine_T, trainer_T, mask_T)
+    for name, column_T in (
+        ("values", batch.values),
+        ("returns", batch.returns),
+        ("entropy", batch.entropies),
+    ):
+        if column_T is not None:
+            yield name, select_masked_values(column_T, mask_T)
+
+
+CHECKED_COLUMNS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "returns",
+)
+NUM_SAMPLES_NAMED = 8  # samples of a column that a message names
+MAX_PROMPT_CHARACTERS = 80  # characters of a prompt in a message
+
+
+@dataclass(frozen=True)
+class NonFiniteColumn:
+    """One column that would poison an update."""
+
+    name: str
+    sample_indices: tuple[int, ...]  # indices into the batch, in order
+    num_tokens: int
+
+
+def find_non_finite_columns(batch: TrainBatch) -> tuple[NonFiniteColumn, ...]:
+    """Over the response tokens, also of samples that are masked: a weight of 0 does not stop a NaN."""
+    found = []
+    for name in CHECKED_COLUMNS:
+        column = getattr(batch, name)
+        if column is None or _is_column_finite(column):  # reads it once, where all is well
+            continue
+        is_bad = ~column.isfinite() & batch.response_mask
+        if is_bad.any():
+            owners = torch.searchsorted(batch.offsets, is_bad.nonzero().view(-1), right=True) - 1
+            samples = owners.unique().tolist()
+            found.append(NonFiniteColumn(name, tuple(samples), int(is_bad.sum())))
+    return tuple(found)
+
+
+def _is_column_finite(column: Tensor) -> bool:
+    return column.numel() == 0 or bool(torch.stack(torch.aminmax(column)).isfinite().all())
+
+
+def describe_non_finite_columns(columns: Sequence[NonFiniteColumn], batch: TrainBatch) -> str:
+    """Columns, sample ids and prompts, for a person."""
+    parts = []
+    for column in columns:
+        named = ", ".join(
+            describe_sample(batch, sample) for sample in column.sample_indices[:NUM_SAMPLES_NAMED]
+        )
+        more = (
+            f" and {len(column.sample_indices) - NUM_SAMPLES_NAMED} more"
+            if len(column.sample_indices) > NUM_SAMPLES_NAMED
+            else ""
+        )
+        parts.append(f"{column.name} ({column.num_tokens} tokens of {named}{more})")
+    return "; ".join(parts)
+
+
+def describe_sample(batch: TrainBatch, sample_index: int) -> str:
+    """Name a sample by its id and the beginning of its prompt."""
+    prompt = batch.prompts[sample_index]
+    shown = (
+        prompt if len(prompt) <= MAX_PROMPT_CHARACTERS else prompt[:MAX_PROMPT_CHARACTERS] + "..."
+    )
+    return f"sample {int(batch.sample_ids[sample_index])} {shown!r}"
+
+
+SAMPLE_CHOICE_SEED_PURPOSE = 5  # of the seed
+
+
+def choose_logged_samples(
+    step: int, batch: ScoredBatch, max_samples: int, seed: int
+) -> list[tuple[int, str]]:
+    """(index, kind) of at most `max_samples` different samples: a third best, a third worst, the rest random.
+
+    Equal rewards are told apart by lot, and a masked sample is neither best nor worst. The lot depends on `seed` and
+    `step` only, so that a replay shows the same.
+    """
+    order = list(range(len(batch)))
+    random.Random(derive_seed(seed, step, SAMPLE_CHOICE_SEED_PURPOSE)).shuffle(order)
+    is_valid = make_valid_sample_mask(batch).tolist()
+    rewards = batch.rewards.tolist()
+    ranked = sorted((i for i in order if is_valid[i]), key=lambda i: -rewards[i])
+    num_best, num_worst = (max_samples + 2) // 3, (max_samples + 1) // 3
+    best = ranked[:num_best]
+    worst = ranked[len(best) :][::-1][:num_worst]
+    taken = {*best, *worst}
+    others = [i for i in order if i not in taken][: max(0, max_samples - len(taken))]
+    return (
+        [(i, "best") for i in best]
+        + [(i, "worst") for i in worst]
+        + [(i, "random") for i in others]
+    )
+
+
+def make_logged_samples(
+    step: int, batch: ScoredBatch, max_samples: int, seed: int
+) -> list[LoggedSample]:
+    """The chosen samples of a step in full."""
+    lengths, is_valid = count_sampled_tokens(batch), make_valid_sample_mask(batch)
+    return [
+        LoggedSample(
+            step=step,
+            kind=kind,
+            prompt=batch.prompts[i],
+            response=batch.responses[i],
+            label=batch.labels[i],
+            source=batch.sources[i],
+            reward=batch.rewards[i].item() if is_valid[i] else None,
+            status=batch.reward_statuses[i],
+            parts={
+                name: part[i].item()
+                for name, part in batch.reward_parts.items()
+                if not part[i].isnan()
+            },
+            finish_reason=batch.finish_reasons[i],
+            num_tokens=int(lengths[i]),
+            policy_version=int(batch.policy_versions[i]),
+            version_spans=batch.version_spans[i] if batch.version_spans is not None else (),
+            num_cached_tokens=_read_optional_count(batch.num_cached_tokens, i),
+            num_retractions=_read_optional_count(batch.num_retractions, i),
+        )
+        for i, kind in choose_logged_samples(step, batch, max_samples, seed)
+    ]
+
+
+def _read_optional_count(column: Tensor | None, sample_index: int) -> int | None:
+    return None if column is None else int(column[sample_index])

@@ -1,0 +1,127 @@
+"""Pieces of HTML. Every text goes through `escape`; nothing else in report/ writes a tag around a run's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from rlhf_megatron.controller.observe.report.charts import ReportChart
+from rlhf_megatron.controller.observe.report.run_overview import IntervalEstimate, OverviewFact
+
+# Characters that do not print, or that turn the direction of what follows; base.js has the same list.
+_HIDDEN_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
+)
+
+
+def escape_text(value: object) -> str:
+    """Escape a value for use between tags and in attributes with double quotes. Hidden characters are shown by their
+    code.
+    """
+    return escape(
+        _HIDDEN_CHARACTERS.sub(lambda match: f"\\u{{{ord(match[0]):x}}}", str(value)), quote=True
+    )
+
+
+def render_tile(label: str, value: str, hint: str) -> str:
+    """An interval at the end of the value, in brackets, is set smaller."""
+    number, bracket, interval = value.partition(" [")
+    small = f" <small>{escape_text(bracket.strip() + interval)}</small>" if bracket else ""
+    return (
+        f'<div class="tile"><dt>{escape_text(label)}</dt><dd><div class="value">{escape_text(number)}{small}</div>'
+        f'<div class="hint">{escape_text(hint)}</div></dd></div>'
+    )
+
+
+def render_fact_list(facts: Sequence[OverviewFact]) -> str:
+    rows = (
+        f'<dt title="{escape_text(f.hint)}">{escape_text(f.label)}</dt><dd>{escape_text(f.value)}</dd>'
+        for f in facts
+    )
+    return f'<dl class="facts">{"".join(rows)}</dl>'
+
+
+def render_table(
+    caption: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    number_columns: Sequence[int] = (),
+) -> str:
+    """A card. `number_columns`: the columns that are set flush right. The first column names the row."""
+
+    def format_class_attribute(column: int, class_name: str = "") -> str:
+        name = "number" if column in number_columns else class_name
+        return f' class="{name}"' if name else ""
+
+    head = "".join(
+        f'<th scope="col"{format_class_attribute(i)}>{escape_text(h)}</th>'
+        for i, h in enumerate(headings)
+    )
+    body = []
+    for row in rows:
+        cells = [f'<th scope="row"{format_class_attribute(0)}>{escape_text(row[0])}</th>']
+        cells += [
+            f"<td{format_class_attribute(i, 'break')}>{escape_text(cell)}</td>"
+            for i, cell in enumerate(row[1:], 1)
+        ]
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        f'<div class="card"><div class="scroll" tabindex="0"><table><caption>{escape_text(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div></div>"
+    )
+
+
+def render_chart_figure(chart: ReportChart) -> str:
+    """The frame that the page's script draws in."""
+    is_one = len({series.metric_key for series in chart.series}) == 1
+    meaning, key = (chart.series[0].meaning, chart.series[0].metric_key) if is_one else ("", "")
+    shown = " · ".join(part for part in (meaning, key if key != chart.title else "") if part)
+    note = f'<p class="note">{escape_text(chart.note)}</p>' if chart.note else ""
+    return (
+        f'<figure class="chart{" wide" if chart.is_wide else ""}" id="chart-{escape_text(chart.name)}"'
+        f' data-chart="{escape_text(chart.name)}"><figcaption><h3>{escape_text(chart.title)}</h3>'
+        f'<p class="meaning">{escape_text(shown)}</p></figcaption><div class="plot"></div>{note}'
+        '<details class="values"><summary>Values</summary></details></figure>'
+    )
+
+
+def render_chart_grid(charts: Sequence[ReportChart]) -> str:
+    return (
+        f'<div class="grid">{"".join(render_chart_figure(chart) for chart in charts)}</div>'
+        if charts
+        else ""
+    )
+
+
+def render_missing_note(reason: str) -> str:
+    return f'<p class="missing">{escape_text(reason)}</p>'
+
+
+def render_section(name: str, title: str, body: str) -> str:
+    own, heading = escape_text(name), escape_text(f"h-{name}")
+    return f'<section id="{own}" aria-labelledby="{heading}"><h2 id="{heading}">{escape_text(title)}</h2>{body}</section>'
+
+
+def render_details_block(summary: str, body: str) -> str:
+    return f'<details class="block"><summary>{escape_text(summary)}</summary>{body}</details>'
+
+
+def format_estimate(
+    estimate: IntervalEstimate | None, num_digits: int = 3, is_signed: bool = False
+) -> str:
+    """ "0.915 [0.902, 0.926]" """
+    if estimate is None:
+        return "–"
+    form = f"{'+' if is_signed else ''}.{num_digits}f"
+    interval = (
+        f" [{estimate.low:{form}}, {estimate.high:{form}}]"
+        if estimate.low is not None and estimate.high is not None
+        else ""
+    )
+    return f"{estimate.value:{form}}{interval}"
+
+
+def format_count(number: int, noun: str) -> str:
+    """ "1 step", "2 steps" """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

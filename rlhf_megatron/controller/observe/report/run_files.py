@@ -1,0 +1,404 @@
+"""What a run directory says, typed, and how it is read. The writers of samples.jsonl and mismatch.jsonl use the types.
+
+Broken and cut-off lines are left out with a note; only metrics.jsonl must be there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import LOCK, LOCK_FILE
+from rlhf_megatron.config.yaml_nodes import convert_to_plain, parse_yaml
+from rlhf_megatron.controller.observe.line_file import read_attempt_lines
+
+Record = TypeVar("Record")
+METRICS_FILE, SUMMARY_FILE, CONFIG_FILE = "metrics.jsonl", "summary.json", "config.yaml"
+TRACE_FILE, SAMPLES_FILE, MISMATCH_FILE = "trace.json", "samples.jsonl", "mismatch.jsonl"
+ROW_KINDS = ("step", "evaluation", "warmup")
+STEP_THREAD = 0  # of trace.json: whole steps
+CALL_CATEGORY = "call"  # category of its events that are calls to hosts
+MAX_LOGS, MAX_LOG_LINES = 4, 24
+_LOG_ERROR_PATTERN = re.compile(r"^\S+ \S+ (?:\[[^\]]*\] )?(?:ERROR|CRITICAL) ")
+_LOG_LINE_PATTERN = re.compile(r"^\d{4}-\d\d-\d\d \d\d:")
+_AFTERMATH_TEXT = " ended in "  # what a host logs when its controller is gone: no cause
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A line of metrics.jsonl."""
+
+    kind: str  # one of KINDS
+    step: int
+    run_seconds: float  # since the run began
+    metrics: Mapping[str, float]  # may hold values that are not finite
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """A complete event of trace.json."""
+
+    name: str
+    start_s: float  # since the first event
+    seconds: float
+    step: int | None
+    is_whole_step: bool  # a whole step, not a part of one
+    is_host_call: bool  # of hosts by the controller, inside of a stage
+
+
+@dataclass(frozen=True)
+class LoggedSample:
+    """A line of samples.jsonl. Prompt, response and label are text that a model or a stranger wrote."""
+
+    step: int
+    kind: str  # best, worst or random
+    prompt: str
+    response: str
+    label: str
+    source: str
+    reward: float | None  # None where the status is masked: there is none
+    status: str  # "masked:<why>": left out of training
+    parts: Mapping[str, float | None]  # named components of the reward
+    finish_reason: str
+    num_tokens: int  # of the response
+    policy_version: int
+    version_spans: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (version, start, end) each; (): all of `policy_version`
+    num_cached_tokens: int | None = (
+        None  # of the prompt; None, here and below: an older run did not tell
+    )
+    num_retractions: int | None = None
+
+
+@dataclass(frozen=True)
+class MismatchGroup:
+    """Tokens of one step, policy version and finish reason. Differences are |trainer - engine| log-probs, nats.
+
+    They are infinite where one of the two is not a number.
+    """
+
+    policy_version: int
+    finish_reason: str
+    counts: tuple[int, ...]  # a bin each; the last one has no upper end
+    num_tokens: int
+    mean: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One of the tokens that differ most."""
+
+    token: str
+    token_id: int
+    position: int  # among the response tokens of its sample, from 0
+    trainer: float  # log-prob, nats
+    engine: float
+    difference: float  # infinite where one of them is not a number
+    context: str  # the text before it
+    sample_id: int
+    policy_version: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class MismatchStep:
+    """A line of mismatch.jsonl."""
+
+    step: int
+    edges: tuple[float, ...]  # nats; the first is 0
+    groups: tuple[MismatchGroup, ...]
+    worst: tuple[WorstToken, ...]  # the worst first
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Everything that was found in one run directory."""
+
+    run_dir: Path
+    steps: tuple[MetricRow, ...]  # in the order of steps, each once
+    evaluations: tuple[MetricRow, ...]
+    warmups: tuple[MetricRow, ...]
+    summary: Mapping[str, Any] | None  # None: the run did not finish
+    config: Mapping[str, Any] | None
+    config_text: str
+    spans: tuple[TraceSpan, ...] = ()
+    samples: tuple[LoggedSample, ...] = ()
+    mismatch_steps: tuple[MismatchStep, ...] = ()
+    log_errors: tuple[
+        str, ...
+    ] = ()  # what ranks and engines logged as errors, the first of each log
+    age_s: float = 0.0  # since the last write to metrics.jsonl
+    attempts: tuple[Mapping[str, Any], ...] = ()  # lines of attempts.jsonl
+    notes: tuple[str, ...] = ()  # what was left out of which file
+    absence_reasons: Mapping[str, str] = field(
+        default_factory=dict
+    )  # file name -> why there is nothing from it
+    lock_section: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the section `lock_section` of its lock file
+
+
+def read_run_files(run_dir: Path) -> RunFiles:
+    """Raises ValueError where there is no run to report."""
+    _check_run_dir(run_dir)
+    reader = _RunDirReader(run_dir)
+    rows = reader.read_json_lines(METRICS_FILE, _parse_metric_row)
+    if not rows:
+        raise ValueError(
+            f"{run_dir / METRICS_FILE} has no complete line; a report needs the first step, evaluation or warm-up step:"
+            " wait for it, or read the messages of the run that did not get so far."
+        )
+    config_text = reader.read_text(CONFIG_FILE) or ""
+    return RunFiles(
+        run_dir=run_dir,
+        steps=reader.select_last_row_of_each_step("step", rows),
+        evaluations=reader.select_last_row_of_each_step("evaluation", rows),
+        warmups=reader.select_last_row_of_each_step("warmup", rows),
+        summary=reader.read_json_object(SUMMARY_FILE),
+        config=reader.parse_config(config_text),
+        config_text=config_text,
+        spans=reader.read_trace_spans(),
+        samples=tuple(
+            reader.read_json_lines(SAMPLES_FILE, lambda line: msgspec.convert(line, LoggedSample))
+        ),
+        mismatch_steps=tuple(reader.read_json_lines(MISMATCH_FILE, _parse_mismatch_step)),
+        log_errors=_collect_log_errors(run_dir),
+        attempts=tuple(read_attempt_lines(run_dir)),
+        age_s=max(0.0, time.time() - (run_dir / METRICS_FILE).stat().st_mtime),
+        notes=tuple(reader.notes),
+        absence_reasons=reader.absence_reasons,
+        lock_section=reader.read_lock_section(),
+    )
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        what = "is a file" if run_dir.exists() else "is not there"
+        raise ValueError(f"{run_dir} {what}; give the directory of a run, such as runs/quickstart.")
+    if not (run_dir / METRICS_FILE).exists():
+        if (run_dir / CONFIG_FILE).exists():
+            raise ValueError(
+                f"{run_dir} has no {METRICS_FILE}; a report is made of it: add jsonl to trainer.logger (the default has it),"
+                " or wait until the run has begun."
+            )
+        inside = sorted(p.parent.name for p in run_dir.glob(f"*/{METRICS_FILE}"))
+        fix = f"; below it are {', '.join(inside[:5])}" if inside else ""
+        raise ValueError(
+            f"{run_dir} is not the directory of a run (no {METRICS_FILE}, no {CONFIG_FILE}){fix}."
+        )
+
+
+class _RunDirReader:
+    """Reads files of one directory and keeps what is to be said about them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.notes: list[str] = []
+        self.absence_reasons: dict[str, str] = {}
+
+    def read_text(self, file_name: str) -> str | None:
+        """Read a file; None where it is not there. Bytes that are no UTF-8 become the replacement character."""
+        path = self.run_dir / file_name
+        if not path.exists():
+            self.absence_reasons[file_name] = (
+                f"this run wrote no {file_name}: it is older, or was replayed"
+            )
+            return None
+        try:
+            return path.read_bytes().decode("utf-8", errors="replace")
+        except OSError as error:
+            if file_name == METRICS_FILE:
+                raise ValueError(
+                    f"cannot read {path}: {error.strerror}; make it a readable file."
+                ) from error
+            self.absence_reasons[file_name] = f"{file_name} cannot be read: {error.strerror}"
+            return None
+
+    def read_json_lines(
+        self, file_name: str, convert_line: Callable[[Mapping[str, Any]], Record]
+    ) -> list[Record]:
+        """Convert each line of a file. `convert_line` raises KeyError, TypeError or ValueError for lines of another form."""
+        text = self.read_text(file_name)
+        if text is None:
+            return []
+        found: list[Record] = []
+        broken: list[int] = []
+        lines = text.split("\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    found.append(convert_line(_require_mapping(json.loads(line))))
+            except (KeyError, TypeError, ValueError, RecursionError):
+                broken.append(number)
+        if broken and broken[-1] == len(lines):  # a complete line ends with a line break
+            broken.pop()
+            self.notes.append(f"{file_name}: the last line is cut off and left out")
+        if broken:
+            which = ", ".join(map(str, broken[:5])) + (" ..." if len(broken) > 5 else "")
+            self.notes.append(
+                f"{file_name}: {len(broken)} line(s) left out that cannot be read (line {which})"
+            )
+        if not found:
+            self.absence_reasons[file_name] = f"{file_name} has no complete line"
+        return found
+
+    def select_last_row_of_each_step(
+        self, row_kind: str, rows: Sequence[MetricRow]
+    ) -> tuple[MetricRow, ...]:
+        """Return the rows of a kind in the order of steps; the last one of a step that a resumed run did again."""
+        rows = [row for row in rows if row.kind == row_kind]
+        by_step = {row.step: row for row in rows}
+        if len(by_step) < len(rows):
+            self.notes.append(
+                f"{METRICS_FILE}: {len(rows) - len(by_step)} {row_kind} line(s) were written again by a resumed run;"
+                " the last counts"
+            )
+        return tuple(by_step[step] for step in sorted(by_step))
+
+    def read_json_object(self, file_name: str) -> Mapping[str, Any] | None:
+        text = self.read_text(file_name)
+        if text is None:
+            return None
+        try:
+            return _require_mapping(json.loads(text))
+        except (TypeError, ValueError):
+            self.notes.append(f"{file_name}: not a JSON object; left out")
+            self.absence_reasons[file_name] = f"{file_name} cannot be read"
+            return None
+
+    def read_lock_section(self) -> Mapping[str, Any]:
+        """{} where there is none: of an older run."""
+        path = self.run_dir / LOCK_FILE
+        try:
+            found = convert_to_plain(parse_yaml(path.read_text(encoding="utf-8"), LOCK_FILE, 0))
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return {}
+        lock = found.get(LOCK) if isinstance(found, dict) else None
+        return lock if isinstance(lock, dict) else {}
+
+    def parse_config(self, text: str) -> Mapping[str, Any] | None:
+        if CONFIG_FILE in self.absence_reasons:
+            return None
+        try:
+            return _require_mapping(convert_to_plain(parse_yaml(text, CONFIG_FILE, 0)))
+        except (ConfigError, TypeError):
+            self.notes.append(f"{CONFIG_FILE}: not valid YAML; shown as text only")
+            return None
+
+    def read_trace_spans(self) -> tuple[TraceSpan, ...]:
+        """Complete events in the order of their begin. The closing bracket may be missing."""
+        text = self.read_text(TRACE_FILE)
+        if text is None:
+            return ()
+        found, num_broken = [], 0
+        for line in text.splitlines():
+            line = line.strip().removeprefix("[").removesuffix("]").strip().rstrip(",")
+            try:
+                event = _require_mapping(json.loads(line)) if line else {}
+                found += [_parse_trace_span(event)] if event.get("ph") == "X" else []
+            except (KeyError, TypeError, ValueError, RecursionError):
+                num_broken += 1
+        if num_broken:
+            self.notes.append(
+                f"{TRACE_FILE}: {num_broken} event(s) left out that are cut off or cannot be read"
+            )
+        if not found:
+            self.absence_reasons[TRACE_FILE] = f"{TRACE_FILE} has no complete event"
+            return ()
+        begin = min(span.start_s for span in found)
+        shifted = [replace(span, start_s=span.start_s - begin) for span in found]
+        return tuple(sorted(shifted, key=lambda span: span.start_s))
+
+
+def _require_mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not an object")
+    return value
+
+
+def _require_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("not a number")
+    return float(value)
+
+
+def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
+    """Metrics are the entries that are numbers; null stands for one that is not finite."""
+    if line["kind"] not in ROW_KINDS:
+        raise ValueError("no kind of line that is known")
+    others = {key: value for key, value in line.items() if key not in ("kind", "step", "seconds")}
+    metrics = {
+        key: math.nan if value is None else float(value)
+        for key, value in others.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+    return MetricRow(
+        line["kind"],
+        int(_require_number(line["step"])),
+        _require_number(line.get("seconds", 0.0)),
+        metrics,
+    )
+
+
+def _parse_mismatch_step(line: Mapping[str, Any]) -> MismatchStep:
+    """null stands for a log-prob that is not a number, and for a difference from it, which is infinite."""
+    without = {"trainer": math.nan, "engine": math.nan} | dict.fromkeys(
+        ("mean", "p99", "max", "difference"), math.inf
+    )
+
+    def replace_nulls(entry: Any) -> dict[str, Any]:
+        return {
+            key: without.get(key) if value is None else value
+            for key, value in _require_mapping(entry).items()
+        }
+
+    parts = {name: [replace_nulls(entry) for entry in line[name]] for name in ("groups", "worst")}
+    found = msgspec.convert({**line, **parts}, MismatchStep)
+    if len(found.edges) < 2 or any(low >= high for low, high in pairwise(found.edges)):
+        raise ValueError("edges must grow")
+    if any(len(group.counts) != len(found.edges) - 1 for group in found.groups):
+        raise ValueError("a count a bin")
+    return found
+
+
+def _parse_trace_span(event: Mapping[str, Any]) -> TraceSpan:
+    arguments = event.get("args")
+    step = arguments.get("step") if isinstance(arguments, dict) else None
+    times = _require_number(event["ts"]) / 1e6, _require_number(event["dur"]) / 1e6
+    kinds = event.get("tid") == STEP_THREAD, event.get("cat") == CALL_CATEGORY
+    return TraceSpan(str(event["name"]), *times, step if isinstance(step, int) else None, *kinds)
+
+
+def _collect_log_errors(run_dir: Path) -> tuple[str, ...]:
+    """The first error of each log, with what follows it (a traceback), of at most MAX_LOGS logs."""
+    found = []
+    for log in sorted([*run_dir.glob("logs/*.log"), *run_dir.glob("engines/*.log")]):
+        try:
+            lines = log.read_bytes().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        for i, line in enumerate(lines):
+            if _LOG_ERROR_PATTERN.match(line) and _AFTERMATH_TEXT not in line:
+                end = next(
+                    (j for j in range(i + 1, len(lines)) if _LOG_LINE_PATTERN.match(lines[j])),
+                    len(lines),
+                )
+                block = lines[i:end]
+                if len(block) > MAX_LOG_LINES:
+                    block = [*block[:2], "...", *block[3 - MAX_LOG_LINES :]]
+                found.append(f"{log.relative_to(run_dir)}\n" + "\n".join(block))
+                break
+    return tuple(found[:MAX_LOGS])

@@ -1,0 +1,344 @@
+"""The head of a report: what was run, how it ended, what it came to, and which settings somebody chose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rlhf_megatron.config.key_paths import get_config_value, list_setting_leaves
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import format_yaml_value
+from rlhf_megatron.controller.evaluation.confidence_intervals import Z95
+from rlhf_megatron.controller.observe.line_file import COMPLETE, FAILED, STOPPED
+from rlhf_megatron.controller.observe.report.charts import (
+    MASKED_SHARE_KEY,
+    NUM_SAMPLES_KEY,
+    REWARD_STD_KEY,
+)
+from rlhf_megatron.controller.observe.report.run_files import MetricRow, RunFiles
+
+STEP_SECONDS_KEY = "timing_s/step"
+MAX_RUNNING_AGE_S = 180.0  # a run without a summary that wrote so lately may still be at work
+SETTINGS_WITHOUT_INFLUENCE = (  # on what a run does
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.default_local_dir",
+    "trainer.logger",
+    "trainer.samples_kept",
+)
+NUM_END_STEPS = 10  # steps at each end that "first" and "last" reward are means of
+
+
+@dataclass(frozen=True)
+class IntervalEstimate:
+    """A number and its 95 % interval, where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class OverviewFact:
+    label: str
+    value: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class ChangedSetting:
+    key: str
+    value: str
+    default: str  # empty: this version has no such setting
+    doc: str
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    state: str  # "finished", "stopped", "failed", "interrupted" or "running"
+    text: str
+
+
+def read_setting(run: RunFiles, key: str) -> Any:
+    """The value of a setting in the run's config.yaml; None where it is not written there."""
+    value: Any = run.config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def find_last_step(run: RunFiles) -> int:
+    return run.steps[-1].step if run.steps else 0
+
+
+def read_run_seconds(run: RunFiles) -> float:
+    """Wall time, as far as the files tell."""
+    told = (run.summary or {}).get("seconds")
+    rows = [*run.steps, *run.evaluations, *run.warmups]
+    return float(told) if isinstance(told, int | float) else max(row.run_seconds for row in rows)
+
+
+def determine_run_status(run: RunFiles) -> RunStatus:
+    """How the run ended, as attempts.jsonl tells; without an end there, what its logs and the age of its files tell."""
+    step, total = find_last_step(run), read_setting(run, "trainer.total_training_steps")
+    place = f"step {step} of {total}" if isinstance(total, int) else f"step {step}"
+    if not run.steps and run.warmups:
+        place = f"warm-up step {run.warmups[-1].step}"
+    last = run.attempts[-1] if run.attempts else {}
+    word, _, why = str(last.get("reason", "")).partition(": ")
+    if run.summary is not None or word == COMPLETE:
+        return RunStatus("finished", f"finished at {place}")
+    if word in (STOPPED, FAILED):
+        return RunStatus(word, f"{word} after {place}: {why}")
+    if run.log_errors:
+        return RunStatus("failed", f"failed after {place}")
+    if run.age_s < MAX_RUNNING_AGE_S:
+        return RunStatus(
+            "running",
+            f"no summary yet; {place} was written less than {MAX_RUNNING_AGE_S / 60:.0f} minutes ago",
+        )
+    return RunStatus(
+        "interrupted", f"interrupted after {place}: no summary.json and no error in its logs"
+    )
+
+
+NUM_PACE_STEPS = 20  # steps whose mean is what a step takes
+
+
+def estimate_seconds_left(step_seconds: Sequence[float], num_steps_left: int) -> float | None:
+    """Estimate the time of the steps to come from the last ones, without evaluations; None where no step is known
+    yet.
+    """
+    recent = list(step_seconds)[-NUM_PACE_STEPS:]
+    return sum(recent) / len(recent) * num_steps_left if recent else None
+
+
+def format_progress_lines(run: RunFiles) -> list[str]:
+    """Return what `rlhf-megatron status` prints."""
+    found, total, done = (
+        determine_run_status(run),
+        read_setting(run, "trainer.total_training_steps"),
+        find_last_step(run),
+    )
+    if found.state != "running":
+        lines = [found.text]
+    else:
+        place = (
+            f"step {done} of {total}"
+            if done or not run.warmups
+            else f"warm-up step {run.warmups[-1].step}"
+        )
+        lines = [f"running, {place} done {format_duration(run.age_s)} ago"]
+        took = [
+            row.metrics[STEP_SECONDS_KEY]
+            for row in run.steps
+            if math.isfinite(row.metrics.get(STEP_SECONDS_KEY, math.nan))
+        ]
+        left = estimate_seconds_left(took, total - done) if isinstance(total, int) else None
+        if left is not None:
+            lines.append(
+                f"about {format_duration(left)} left for {total - done} steps, as long as the last ones"
+            )
+    rewards = [row for row in run.steps if "critic/rewards/mean" in row.metrics]
+    if rewards:
+        lines.append(
+            f"reward {rewards[-1].metrics['critic/rewards/mean']:.3f} at step {rewards[-1].step}"
+        )
+    if (value := _read_accuracy(run.evaluations[-1] if run.evaluations else None)) is not None:
+        lines.append(f"held-out accuracy {value.value:.3f} at step {run.evaluations[-1].step}")
+    if run.log_errors and found.state == "running":
+        lines.append(f"logged: {run.log_errors[-1]}")
+    return lines
+
+
+def read_held_out_accuracies(
+    run: RunFiles,
+) -> tuple[IntervalEstimate | None, IntervalEstimate | None]:
+    """Held-out accuracy before the first step, and last."""
+    before = next((row for row in run.evaluations if row.step == 0), None)
+    after = next((row for row in reversed(run.evaluations) if row.step > 0), None)
+    return _read_accuracy(before), _read_accuracy(after)
+
+
+def _read_accuracy(row: MetricRow | None) -> IntervalEstimate | None:
+    value = row.metrics.get("val/accuracy") if row else None
+    if row is None or value is None:
+        return None
+    return IntervalEstimate(
+        value, row.metrics.get("val/accuracy_low"), row.metrics.get("val/accuracy_high")
+    )
+
+
+def estimate_accuracy_gain(before: IntervalEstimate, after: IntervalEstimate) -> IntervalEstimate:
+    """after - before. Interval: Newcombe 1998, method 10, of two independent proportions; wide for the same items."""
+    if None in (before.low, before.high, after.low, after.high):
+        return IntervalEstimate(after.value - before.value)
+    assert (
+        before.low is not None
+        and before.high is not None
+        and after.low is not None
+        and after.high is not None
+    )
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    up = math.hypot(after.high - after.value, before.value - before.low)
+    difference = after.value - before.value
+    return IntervalEstimate(difference, difference - down, difference + up)
+
+
+def estimate_mean_reward(rows: Sequence[MetricRow]) -> IntervalEstimate | None:
+    """Mean over steps of the mean reward; the interval is over their samples, where the rows have the deviation."""
+    rows = [row for row in rows if math.isfinite(row.metrics.get("critic/rewards/mean", math.nan))]
+    if not rows:
+        return None
+    value = sum(row.metrics["critic/rewards/mean"] for row in rows) / len(rows)
+    variance = 0.0
+    for row in rows:
+        count = row.metrics.get(NUM_SAMPLES_KEY, 0.0) * (1 - row.metrics.get(MASKED_SHARE_KEY, 0.0))
+        if REWARD_STD_KEY not in row.metrics or not count >= 2:
+            return IntervalEstimate(value)
+        variance += row.metrics[REWARD_STD_KEY] ** 2 / count
+    half = Z95 * math.sqrt(variance) / len(rows)
+    return IntervalEstimate(value, value - half, value + half)
+
+
+def select_first_and_last_rows(
+    rows: Sequence[MetricRow],
+) -> tuple[Sequence[MetricRow], Sequence[MetricRow]]:
+    """The first and the last steps, at most WINDOW and never more than half of all."""
+    count = max(1, min(NUM_END_STEPS, len(rows) // 2))
+    return rows[:count], rows[-count:]
+
+
+def describe_layouts(run: RunFiles) -> str:
+    """Return the layouts of the actor's pool and of the critic's, if it has one; of a resumed run all of them in
+    turn.
+    """
+    told = [line.get("layouts") for line in run.attempts] + [(run.summary or {}).get("layouts")]
+    texts = [
+        ", ".join(f"{name} {layout}" for name, layout in one.items())
+        for one in told
+        if isinstance(one, Mapping)
+    ]
+    return ", then ".join(text for text, _ in groupby(texts)) or str(
+        (run.summary or {}).get("layout") or ""
+    )
+
+
+def _count_ranks(run: RunFiles) -> int:
+    nodes, per_node = (
+        read_setting(run, "trainer.nnodes"),
+        read_setting(run, "trainer.n_gpus_per_node"),
+    )
+    return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else 0
+
+
+def list_overview_facts(run: RunFiles) -> list[OverviewFact]:
+    """Describe the run, a line each, as far as its files tell."""
+    summary = run.summary or {}
+    engine, num_engines = (
+        read_setting(run, "rollout.engine"),
+        read_setting(run, "rollout.num_engines"),
+    )
+    prompts, group = read_setting(run, "data.train_batch_size"), read_setting(run, "rollout.n")
+    sources = read_setting(run, "data.sources") or []
+    names = [str(s.get("name")) for s in sources if isinstance(s, Mapping)]
+    versions = summary.get("versions")
+    found = [
+        OverviewFact(
+            "Model",
+            _join_present_parts(
+                read_setting(run, "model.path") or summary.get("model"),
+                read_setting(run, "model.dtype"),
+            ),
+        ),
+        OverviewFact(
+            "Layout",
+            describe_layouts(run),
+            "of the ranks: tensor, pipeline, context and data parallel sizes",
+        ),
+        OverviewFact("Ranks", str(_count_ranks(run) or "")),
+        OverviewFact(
+            "Engine", f"{num_engines} × {engine}" if engine and num_engines else str(engine or "")
+        ),
+        OverviewFact(
+            "Algorithm",
+            _join_present_parts(
+                read_setting(run, "algorithm.adv_estimator"),
+                read_setting(run, "actor.policy_loss.loss_mode"),
+            ),
+        ),
+        OverviewFact("Samples a step", f"{prompts} prompts × {group}" if prompts and group else ""),
+        OverviewFact(
+            "Data",
+            ", ".join(names)
+            or str(read_setting(run, "data.task") or "")
+            or _join_train_file_names(run),
+        ),
+        OverviewFact("Reward", str(read_setting(run, "reward.name") or "")),
+        OverviewFact("Seed", str(summary.get("seed", read_setting(run, "trainer.seed") or ""))),
+        OverviewFact(
+            "Versions",
+            ", ".join(f"{k} {v}" for k, v in versions.items())
+            if isinstance(versions, Mapping)
+            else "",
+        ),
+    ]
+    return [fact for fact in found if fact.value]
+
+
+def _join_present_parts(*parts: Any) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _join_train_file_names(run: RunFiles) -> str:
+    return ", ".join(str(name) for name in read_setting(run, "data.train_files") or [])
+
+
+def format_duration(seconds: float) -> str:
+    """ "3 h 05 min", "1 min 46 s", "12 s" """
+    total = round(seconds)
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def list_default_settings() -> dict[str, tuple[str, str]]:
+    """Full key -> (default of this version as text, what it is)."""
+    default = RunConfig()
+    return {
+        leaf.key: (format_yaml_value(get_config_value(default, leaf.key)), leaf.doc)
+        for leaf in list_setting_leaves(RunConfig)
+    }
+
+
+def list_changed_settings(run: RunFiles) -> list[ChangedSetting]:
+    """Return the settings that differ from this version's defaults, in the order of config.yaml."""
+    usual, unknown = list_default_settings(), ("", "not a setting of this version")
+    found = [
+        ChangedSetting(key, value, *usual.get(key, unknown))
+        for key, value in flatten_written_settings(run).items()
+    ]
+    return [setting for setting in found if setting.value != setting.default]
+
+
+def flatten_written_settings(run: RunFiles) -> dict[str, str]:
+    """Full key -> value as text, of all that config.yaml has, also of what this version does not know."""
+    known = {leaf.key for leaf in list_setting_leaves(RunConfig)}
+
+    def walk_tree(tree: Mapping[str, Any], key_prefix: str) -> Iterator[tuple[str, str]]:
+        for name, value in tree.items():
+            key = f"{key_prefix}{name}"
+            if (
+                key not in known
+                and isinstance(value, Mapping)
+                and any(k.startswith(f"{key}.") for k in known)
+            ):
+                yield from walk_tree(value, f"{key}.")
+            else:
+                yield key, format_yaml_value(value)
+
+    return dict(walk_tree(run.config or {}, ""))

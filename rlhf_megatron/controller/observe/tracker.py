@@ -1,0 +1,295 @@
+"""What a run shows and writes: it times stages, reads metrics off batches and tells the loggers. Decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.controller.evaluation.held_out_evaluation import EvaluationResult
+from rlhf_megatron.controller.observe.health import HealthWatch
+from rlhf_megatron.controller.observe.line_file import RunClock
+from rlhf_megatron.controller.observe.loggers import BatchView, LoggerSet
+from rlhf_megatron.controller.observe.metrics.batch_metrics import (
+    compute_batch_metrics,
+    compute_variance_metrics,
+    iter_distributions,
+    make_logged_samples,
+)
+from rlhf_megatron.controller.observe.metrics.mismatch_check import make_mismatch_step
+from rlhf_megatron.controller.observe.metrics.performance_metrics import (
+    compute_flops_utilisation,
+    compute_replica_balance,
+    compute_throughput,
+    compute_time_per_token,
+)
+from rlhf_megatron.controller.observe.run_facts import RunFacts
+from rlhf_megatron.controller.observe.trace import STAGES_TRACK, STEPS_TRACK, TraceWriter
+from rlhf_megatron.data.batch import TokenBatch, TrainBatch
+
+UNKNOWN_RUN_FACTS = RunFacts()
+
+
+class RunTracker:
+    """Owned by the controller. Use as a context manager: files are closed on every way out.
+
+    With the logger "jsonl" there is a trace.json too. Its event "track" is the time that the tracker itself took.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        logger_names: tuple[str, ...],
+        total_steps: int,
+        facts: RunFacts = UNKNOWN_RUN_FACTS,
+        clock: RunClock | None = None,
+        watched_metric: str | None = None,
+    ) -> None:
+        """`watched_metric`: metric whose values `watched_values` has by step."""
+        self.run_dir = run_dir
+        self.watched_values: dict[int, float] = {}
+        self.facts = facts
+        self.clock = clock or RunClock(time.time())
+        self.curve_points: list[tuple[int, float]] = []  # step, facts.curve: mean reward, or loss
+        self.evaluation_results: list[tuple[int, EvaluationResult]] = []
+        peak_lr = facts.settings.get("actor.optim.lr")
+        self.health_watch = HealthWatch(float(peak_lr) if peak_lr is not None else None)
+        self.first_mismatch: float | None = (
+            None  # largest |log-prob difference|, engine against trainer, at step 1
+        )
+        self.trace = TraceWriter(
+            run_dir / "trace.json" if "jsonl" in logger_names else None, facts.run_name
+        )
+        self._start_monotonic_s = time.monotonic()
+        self._stage_seconds: dict[str, float] = {}
+        self._step_metrics: dict[str, float] = {}
+        self._train_batch: TrainBatch | None = None
+        self._token_batch: TokenBatch | None = None
+        self._batch_version: int | None = None
+        self._watched_metric = watched_metric
+        self.logger_set = LoggerSet(logger_names, run_dir, total_steps, facts)
+
+    def __enter__(self) -> RunTracker:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        self.logger_set.call_each(lambda logger: logger.close(is_failed=error_type is not None))
+        self.trace.close()
+
+    @property
+    def run_seconds(self) -> float:
+        """Wall time since the tracker was made, beside what the rows of former processes stand for."""
+        return time.monotonic() - self._start_monotonic_s
+
+    def restore_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`rows`: of metrics.jsonl that former processes of this run wrote, as far as they count."""
+        self._start_monotonic_s -= max((float(row["seconds"]) for row in rows), default=0.0)
+        for row in rows:
+            self._record_watched_metric(row["kind"], row["step"], row)
+            if row["kind"] == "step":
+                self.curve_points.append((row["step"], row[self.facts.curve_metric]))
+                self.health_watch.judge_step(row["step"], row)
+                if self.first_mismatch is None:
+                    self.first_mismatch = row.get("training/rollout_log_probs_diff_max")
+            elif row["kind"] == "evaluation" and "val/accuracy" in row:
+                self.evaluation_results.append((row["step"], parse_evaluation_result(row)))
+
+    @contextmanager
+    def count_as_productive(self) -> Iterator[None]:
+        """Time whose results count, when the block ends without an exception; see `attempts.RunClock`."""
+        start = time.monotonic()
+        yield
+        self.clock.productive_s += time.monotonic() - start
+
+    @contextmanager
+    def time_stage(self, stage_name: str) -> Iterator[None]:
+        """Times a stage; the same stage entered twice in a step adds up."""
+        self.show_stage(stage_name)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            self._stage_seconds[stage_name] = self._stage_seconds.get(stage_name, 0.0) + end - start
+            self.trace.add_event(stage_name, STAGES_TRACK, "stage", start, end)
+
+    @contextmanager
+    def track_step(self, step: int) -> Iterator[None]:
+        """One turn of the loop; its metrics are written when it ends without an exception."""
+        self._stage_seconds, self._step_metrics, self._train_batch, self._token_batch = (
+            {},
+            {},
+            None,
+            None,
+        )
+        self.trace.step = step
+        self.trace.take_call_seconds()  # of what came before the step
+        start = time.monotonic()
+        yield
+        end = time.monotonic()
+        self.clock.productive_s += end - start
+        self.trace.add_event(f"step {step}", STEPS_TRACK, "step", start, end)
+        with self.trace.record_span("track", STAGES_TRACK, "stage"):
+            self._log_step(step, end - start)
+        self._stage_seconds, self._train_batch, self._token_batch = {}, None, None
+
+    def _log_step(self, step: int, step_seconds: float) -> None:
+        metrics = {f"timing_s/{name}": value for name, value in self._stage_seconds.items()} | {
+            "timing_s/step": step_seconds
+        }
+        metrics["training/global_step"] = float(step)
+        self.logger_set.restart_stopped_by_full_disk(step)
+        calls, work = self.trace.take_call_seconds(), self.facts.performance_basis
+        if self._train_batch is not None:
+            self._log_batch_view(step, self._train_batch)
+            metrics = (
+                compute_batch_metrics(self._train_batch, work.max_prompt_length if work else None)
+                | self._step_metrics
+                | metrics
+            )
+            metrics |= self._compute_rate_metrics(
+                self._train_batch, metrics, calls
+            ) | compute_variance_metrics(self._train_batch, metrics)
+        elif self._token_batch is not None:
+            metrics = (
+                self._step_metrics
+                | metrics
+                | {"perf/total_num_tokens": float(self._token_batch.num_tokens)}
+            )
+            metrics |= self._compute_rate_metrics(self._token_batch, metrics, calls)
+        metrics |= compute_throughput(metrics, work.num_devices if work else None) | {
+            "perf/ettr": self.clock.compute_ettr()
+        }
+        verdicts, lines = self.health_watch.judge_step(step, metrics)
+        metrics |= verdicts
+        for line in lines:
+            self.show_note(line)
+        if self.first_mismatch is None:
+            self.first_mismatch = metrics.get("training/rollout_log_probs_diff_max")
+        self.curve_points.append((step, metrics[self.facts.curve_metric]))
+        self.log_metrics(step, "step", metrics)
+
+    def _compute_rate_metrics(
+        self, batch: TokenBatch, metrics: Mapping[str, float], call_seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        found = compute_time_per_token(metrics, call_seconds)
+        if self.facts.performance_basis is not None:
+            found |= compute_replica_balance(
+                batch, self.facts.performance_basis
+            ) | compute_flops_utilisation(
+                metrics, call_seconds, batch, self.facts.performance_basis
+            )
+        return found
+
+    def _log_batch_view(self, step: int, batch: TrainBatch) -> None:
+        spell = self.facts.decode_tokens
+        view = BatchView(
+            samples=tuple(
+                make_logged_samples(step, batch, self.facts.num_samples_logged, self.facts.seed)
+            ),
+            mismatch_step=make_mismatch_step(step, batch, spell) if spell else None,
+            iter_distributions=partial(iter_distributions, batch, self._batch_version),
+        )
+        self.logger_set.call_each(lambda logger: logger.log_batch(step, view))
+
+    def set_step_batch(
+        self, batch: TrainBatch, metrics: dict[str, float], policy_version: int | None = None
+    ) -> None:
+        """This step's batch and what the stages say about it. `policy_version`: of the policy that was trained on it."""
+        self._train_batch, self._batch_version = batch, policy_version
+        self._step_metrics |= metrics
+
+    def set_step_tokens(self, batch: TokenBatch, metrics: dict[str, float]) -> None:
+        """This step's documents, of a job that generates none, and what is said about it."""
+        self._token_batch = batch
+        self._step_metrics |= metrics
+
+    def log_held_out_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of an evaluation."""
+        self.clock.productive_s += self._stage_seconds.get("evaluate", 0.0)
+        self.log_metrics(
+            step,
+            "evaluation",
+            {**metrics, "timing_s/evaluate": self._stage_seconds.get("evaluate", 0.0)},
+        )
+
+    def log_evaluation(self, step: int, result: EvaluationResult | None) -> None:
+        """Record an evaluation; None: the run has no held-out items."""
+        self.clock.productive_s += self._stage_seconds.get("evaluate", 0.0)
+        if result is None:
+            return
+        self.evaluation_results.append((step, result))
+        values = compute_evaluation_metrics(result)
+        values |= {f"timing_s/{k}": v for k, v in self._stage_seconds.items() if k == "evaluate"}
+        self.log_metrics(step, "evaluation", values)
+
+    def show_stage(self, text: str) -> None:
+        """Show what the run does or waits for now. The next text replaces it."""
+        self.logger_set.call_each(lambda logger: logger.show_stage(text))
+
+    def show_note(self, text: str) -> None:
+        """A line for the person who watches."""
+        self.logger_set.call_each(lambda logger: logger.show_note(text))
+
+    def log_warmup_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.log_metrics(step, "warmup", metrics)
+
+    def log_metrics(self, step: int, row_kind: str, metrics: Mapping[str, float]) -> None:
+        """A row of metrics to all loggers; metric names and units: `metric_names`."""
+        self._record_watched_metric(row_kind, step, metrics)
+        seconds = self.run_seconds
+        self.logger_set.call_each(
+            lambda logger: logger.log_metrics(row_kind, step, seconds, metrics)
+        )
+
+    def _record_watched_metric(self, row_kind: str, step: int, row: Mapping[str, Any]) -> None:
+        if (
+            row_kind != "warmup"
+            and self._watched_metric is not None
+            and row.get(self._watched_metric) is not None
+        ):
+            self.watched_values[step] = float(row[self._watched_metric])
+
+
+def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
+    """Read back a row that `RunTracker.evaluation` wrote: its totals, without the sets and examples."""
+    return EvaluationResult(
+        accuracy=row["val/accuracy"],
+        low=row["val/accuracy_low"],
+        high=row["val/accuracy_high"],
+        num_items=int(row["val/num_items"]),
+        mean_response_length=row["val/response_length"],
+        examples=(),
+    )
+
+
+def compute_evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Return the metrics of all held-out items together, and of each set of them."""
+    values = {
+        "val/accuracy": result.accuracy,
+        "val/accuracy_low": result.low,
+        "val/accuracy_high": result.high,
+        "val/num_items": float(result.num_items),
+        "val/response_length": result.mean_response_length,
+    }
+    for one in result.sets:
+        count = one.num_samples
+        found = {
+            f"mean@{count}": one.mean,
+            f"std@{count}": one.std,
+            "num_items": float(one.num_items),
+        }
+        found |= {f"best@{k}": best for k, best in one.best if k > 1}
+        for figure in one.figures:
+            key = f"{figure.name}@{figure.k}"
+            found |= {key: figure.value} if figure.name != "best" else {}
+            if figure.low is not None and figure.high is not None:
+                found |= {f"{key}/low": figure.low, f"{key}/high": figure.high}
+        if one.low is not None and one.high is not None:
+            found |= {"low": one.low, "high": one.high}
+        found |= {"num_masked": float(one.num_masked), "response_length": one.mean_response_length}
+        values |= {f"val/{one.name}/{name}": value for name, value in found.items()}
+    return values

@@ -1,0 +1,493 @@
+"""What each line of the loop does, in terms of the two things the controller talks to: the workers and a fleet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from rlhf_megatron import faults
+from rlhf_megatron.config.rules.run_rules import has_reward_model
+from rlhf_megatron.config.schema import RunConfig, SamplingConfig
+from rlhf_megatron.controller.evaluation.held_out_evaluation import (
+    EvaluationResult,
+    evaluate_sets,
+    limit_prompts,
+)
+from rlhf_megatron.controller.observe.metrics.batch_metrics import (
+    compute_version_metrics,
+    find_non_finite_columns,
+    make_valid_sample_mask,
+)
+from rlhf_megatron.controller.observe.metrics.mismatch_check import MismatchCheck
+from rlhf_megatron.controller.recovery.nonfinite_skips import NonFiniteSkips
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
+from rlhf_megatron.controller.recovery.route_file_retention import RouteFileRetention
+from rlhf_megatron.controller.recovery.run_checkpointer import require_equal_replicas
+from rlhf_megatron.controller.recovery.run_journal import StepJournal
+from rlhf_megatron.controller.scheduler.advantage_stage import (
+    AdvantageStage,
+    compute_correction_columns,
+)
+from rlhf_megatron.controller.scheduler.algorithm_setup import AlgorithmSetup, RunData
+from rlhf_megatron.controller.scheduler.model_rewards import ModelRewardScorer
+from rlhf_megatron.controller.scheduler.model_updates import (
+    UpdateSettings,
+    attach_old_log_probs,
+    plan_actor_update,
+    plan_critic_update,
+    record_actor_routes,
+    request_annotations,
+    run_role_updates,
+    skip_step_with_bad_columns,
+)
+from rlhf_megatron.controller.scheduler.scored_samples import (
+    compute_greedy_length_metrics,
+    filter_groups_with_signal,
+    has_no_signal,
+    make_reward_samples,
+    make_scored_batch,
+    release_free_memory,
+    resample_batch,
+    select_groups,
+)
+from rlhf_megatron.controller.sync.device_turns import DeviceTurns
+from rlhf_megatron.controller.sync.weight_sync import PolicySync
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    PromptBatch,
+    RolloutBatch,
+    ScoredBatch,
+    TokenLogProbs,
+    TrainBatch,
+)
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rollout.engine_interface import GeneratedSample, SamplingParams
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.rollout_requests import (
+    build_generate_requests,
+    collect_rollout_batch,
+    make_sampling_params,
+)
+from rlhf_megatron.runtime.role_proxies import RoleProxies
+
+
+@dataclass
+class StepStages:
+    """One object a run. Every method is one line of the loop page.
+
+    `generate_rollout` hands back what the journal has of a step, with the columns of later stages; those pass it on as it is.
+    """
+
+    config: RunConfig
+    workers: RoleProxies
+    fleet: EngineFleet | None  # None in a replay
+    run_data: RunData
+    setup: AlgorithmSetup
+    weight_sync: PolicySync
+    scorer: Callable[[Sequence[RewardSample]], list[RewardResult]]
+    recorder: RolloutRecorder | None = None
+    journal: StepJournal | None = None
+    skips: NonFiniteSkips = field(default_factory=NonFiniteSkips)
+    turns: DeviceTurns = field(
+        default_factory=DeviceTurns
+    )  # of trainer and engines, where they share devices
+    route_files: RouteFileRetention = field(
+        default_factory=RouteFileRetention
+    )  # which experts samples met in the engines
+    metric_sources: Sequence[Callable[[], dict[str, float]]] = ()  # metrics that each step adds
+    report_progress: Callable[[str], object] = lambda text: None  # what the run does now
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.mismatch_check = MismatchCheck(config.checks, config.is_float32_throughout)
+        self.advantage_stage = AdvantageStage(config.algorithm, self.setup)
+        self.trained_version = 0  # of the policy that the last batch was given to
+        self._update_settings = UpdateSettings.from_run_config(config)
+        self._model_rewards: ModelRewardScorer | None = None
+        if has_reward_model(config):
+            budget = (
+                config.reward_model.max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+            )
+            self._model_rewards = ModelRewardScorer(
+                config.reward_model, budget, self.run_data.tokenizer.decode
+            )
+        self._step_metrics: dict[str, float] = {}
+        self._step_start_time = 0.0
+        self._filters_groups = config.algorithm.filter_groups.enable
+        self._journalled_groups: dict[
+            int, list[GeneratedSample]
+        ] = {}  # groups that the journal has of the step
+        self._pending_greedy_rollout: RolloutBatch | None = (
+            None  # of the batch that is generated, until it is scored
+        )
+        self._greedy_rollouts: list[RolloutBatch] = []
+        self._step_route_files: set[str] = (
+            set()
+        )  # files of all that it generated, also of what is left out
+        self._is_policy_updated = True  # the engines have not got it
+        self._has_compared_log_probs = (
+            False  # the engine's log-probs of the step with the trainer's
+        )
+        self._is_annotation_journalled = False  # the step, by a former process whose journal has it
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the policy."""
+        return self.weight_sync.policy_version
+
+    @property
+    def num_prompts_drawn(self) -> int:
+        """Prompts of the stream so far."""
+        return self.run_data.stream.num_drawn if self.run_data.stream is not None else 0
+
+    def begin_step(self) -> None:
+        """A step: what the stages say from now on is of it."""
+        self._step_metrics = {}
+        self._greedy_rollouts = []
+        self._step_route_files = set()
+        self._has_compared_log_probs = self._is_annotation_journalled = False
+        self._step_start_time = time.monotonic()
+
+    def draw_prompts(self, step: int) -> PromptBatch:
+        self.begin_step()
+        assert self.run_data.stream is not None
+        return (
+            self.run_data.stream.draw_more_prompts()
+            if self._filters_groups
+            else self.run_data.stream.draw_step_prompts(step)
+        )
+
+    def generate_rollout(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        if (found := self._restore_journalled_batch(step)) is not None:
+            return found
+        self._journalled_groups = self.journal.read_groups(step) if self.journal is not None else {}
+        rollout = self._generate_batch(step, prompts, 0)
+        release_free_memory()
+        return rollout
+
+    def _generate_batch(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
+        """`batch_number`: of those that the step has generated, counted from 0. Its groups stand behind those of the
+        batches before it in the journal.
+        """
+        rollout = self.config.rollout
+        params = self.make_sampling_params(SamplingConfig(rollout.temperature))
+        seed = self.config.trainer.seed
+        requests = build_generate_requests(
+            prompts, rollout.n, params, seed, step, self.route_files.directory_and_max_bytes
+        )
+        if self.setup.needs_greedy_rewards:
+            requests += build_generate_requests(
+                prompts, 1, self.make_sampling_params(SamplingConfig(temperature=0.0)), seed, step
+            )
+        begin = batch_number * len(requests)
+        known = {
+            i - begin: group
+            for i, group in self._journalled_groups.items()
+            if begin <= i < begin + len(requests)
+        }
+
+        num_done = len(known)
+
+        def record_groups(first_group: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
+            nonlocal num_done
+            num_done += len(groups)
+            self.report_progress(f"generate, {num_done} of {len(requests)} groups")
+            if self.journal is not None:
+                self.journal.append_groups(step, begin + first_group, groups)
+
+        assert self.fleet is not None
+        self.turns.give_devices_to_engines()
+        groups = self.fleet.generate(requests, record_groups, known)
+        faults.reach_fault_point("rollout.after_generate")
+        sampled, greedy = groups[: len(prompts)], groups[len(prompts) :]
+        self._pending_greedy_rollout = (
+            collect_rollout_batch(prompts, greedy, self.run_data.tokenizer) if greedy else None
+        )
+        return collect_rollout_batch(prompts, sampled, self.run_data.tokenizer)
+
+    def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        if isinstance(rollout, ScoredBatch):
+            return rollout
+        scored = self._score_batch(rollout)
+        if self._filters_groups:
+            scored, metrics = filter_groups_with_signal(
+                scored,
+                self.config.algorithm.filter_groups,
+                self.config.data.train_batch_size,
+                lambda number: self._generate_further_batch(step, number),
+            )
+            self._step_metrics |= metrics
+            self.route_files.record_trained_step(
+                step, self._step_route_files.difference(scored.routes or ())
+            )
+        if self._greedy_rollouts:
+            self._step_metrics |= compute_greedy_length_metrics(
+                select_groups(self._greedy_rollouts, scored.group_ids)
+            )
+        self._write_batch_to_journal(step, scored)
+        faults.reach_fault_point("loop.after_score")
+        return scored
+
+    def _generate_further_batch(self, step: int, batch_number: int) -> ScoredBatch:
+        """The next prompts of the stream, generated and scored."""
+        assert self.run_data.stream is not None
+        return self._score_batch(
+            self._generate_batch(step, self.run_data.stream.draw_more_prompts(), batch_number)
+        )
+
+    def _score_batch(self, rollout: RolloutBatch) -> ScoredBatch:
+        faults.reach_fault_point("reward.before_score")
+        greedy, self._pending_greedy_rollout = self._pending_greedy_rollout, None
+        self._step_route_files.update(rollout.routes or ())
+        self.turns.give_devices_to_scorers()
+        results = self.scorer(
+            make_reward_samples(rollout) + (make_reward_samples(greedy) if greedy else [])
+        )
+        results, of_greedy = results[: len(rollout)], results[len(rollout) :]
+        if greedy is not None:
+            self._greedy_rollouts.append(greedy)
+        return make_scored_batch(rollout, results, greedy, of_greedy)
+
+    def annotate_step(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
+        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed. What was
+        annotated while others were awaited stays as it is.
+
+        Raises ValueError where engine and trainer disagree at the first step. Later ones are compared as they train.
+        """
+        if self._is_annotation_journalled:
+            if self._records_routes(step):  # by the process that annotated it, which is gone
+                self.turns.give_devices_to_trainer()
+                record_actor_routes(self.workers, self._update_settings, scored_batch)
+        elif self.recorder:
+            self.recorder.write_step(step, scored_batch)
+        annotated = (
+            scored_batch
+            if isinstance(scored_batch, AnnotatedBatch)
+            else self.compute_annotations(step, scored_batch)
+        )
+        self._compare_log_probs(step, annotated, is_before_training=True)
+        return annotated
+
+    def _compare_log_probs(
+        self, step: int, batch: AnnotatedBatch, is_before_training: bool = False
+    ) -> None:
+        """Compare the engine's log-probs with the trainer's, once a step: at the first one before it trains."""
+        is_due = (
+            is_before_training == (step == self.mismatch_check.first_step)
+            and not self._has_compared_log_probs
+        )
+        if is_due and batch.old_log_probs is not None:
+            self._has_compared_log_probs = True
+            self._step_metrics |= self.mismatch_check(
+                step, batch, batch.old_log_probs, self.policy_version
+            )
+
+    def compute_annotations(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
+        """Some samples or all of a step, with what the models say of them.
+
+        Where the engine's log-probs are the old ones and nothing needs the trainer's, or the update tells them itself,
+        these are computed at the first step only: no run begins without a comparison of engine and trainer.
+        """
+        self.turns.give_devices_to_trainer()
+        is_recorded = self._records_routes(step)
+        is_needed = self.setup.needs_log_probs and not self._update_returns_old_log_probs(step)
+        has_actor = is_needed or is_recorded or step == self.mismatch_check.first_step
+        asked = (
+            self._update_settings,
+            self.setup,
+            scored_batch,
+            has_actor,
+            is_recorded,
+            self._model_rewards,
+        )
+        annotated = request_annotations(self.workers, *asked)
+        release_free_memory()
+        return annotated
+
+    def _update_returns_old_log_probs(self, step: int) -> bool:
+        """Whether the update of a step makes the old log-probs itself."""
+        return self.setup.update_returns_old_log_probs and step > self.config.trainer.critic_warmup
+
+    def _records_routes(self, step: int) -> bool:
+        """Whether the log-probs of a step are there to record the experts that its updates' tokens meet, too."""
+        return self.config.actor.router_replay == "r2" and step > self.config.trainer.critic_warmup
+
+    def compute_advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
+        if not self._is_annotation_journalled:
+            self._write_batch_to_journal(step, batch)
+        train, metrics = self.advantage_stage(batch)
+        release_free_memory()
+        self._step_metrics |= metrics
+        faults.reach_fault_point("loop.after_advantages")
+        return train
+
+    def update_models(self, step: int, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Epochs x mini-batches, one optimizer step each. Returns the batch, with the columns that the update told
+        where the old log-probs are its own, and metrics averaged over them.
+
+        Trained on are samples of `batch`, drawn by their reward where `algorithm.pf_ppo` asks for it.
+        A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers, ReplicasDiffer.
+        There is a critic where the batch has values. In the first `trainer.critic_warmup` steps it learns alone.
+        """
+        self.turns.give_devices_to_trainer()
+        self._is_policy_updated = step > self.config.trainer.critic_warmup
+        drawn, metrics = resample_batch(
+            batch, self.config.algorithm.pf_ppo, self.config.trainer.seed, step
+        )
+        self._step_metrics |= metrics
+        updates = []
+        if self._filters_groups and has_no_signal(batch, self.config.algorithm.filter_groups):
+            self._is_policy_updated = False
+        elif drawn.values is not None:
+            updates.append(plan_critic_update(self.workers, self._update_settings, step, drawn))
+        if self._is_policy_updated:
+            given = (
+                replace(drawn, old_log_probs=None)
+                if self._update_returns_old_log_probs(step)
+                else drawn
+            )
+            updates.append(plan_actor_update(self.workers, self._update_settings, step, given))
+        self.trained_version = self.policy_version
+        if columns := find_non_finite_columns(batch):
+            self._is_policy_updated = False
+            self._step_metrics |= skip_step_with_bad_columns(
+                self.workers, updates, step, self.skips, batch, columns
+            )
+        else:
+            compare = partial(self._compare_log_probs, step, batch)
+            own: list[TokenLogProbs] = []
+            self._step_metrics |= run_role_updates(updates, step, self.skips, compare, own.append)
+            if own:
+                batch = self._log_update_log_probs(
+                    step, attach_old_log_probs(batch, self._update_settings, step, *own)
+                )
+        self._compare_log_probs(step, batch)
+        release_free_memory()
+        self._step_metrics |= self.route_files.measure_storage(batch.routes)
+        self.route_files.record_trained_step(step, batch.routes)
+        self._step_metrics |= self._check_replicas_when_due(step)
+        for metrics_of in self.metric_sources:
+            self._step_metrics |= metrics_of()
+        self._step_metrics |= compute_version_metrics(self.trained_version, batch)
+        self._step_metrics["rollout/num_samples"] = float(len(batch))
+        if self.run_data.stream is not None and len(
+            batch
+        ):  # a group's id is its place in the stream
+            self._step_metrics["training/epoch"] = (
+                int(batch.group_ids.max()) + 1
+            ) / self.run_data.stream.num_items
+        return batch, self._step_metrics
+
+    def _log_update_log_probs(self, step: int, batch: TrainBatch) -> TrainBatch:
+        """The metrics of log-probs that the update told; a first step's are those of a resumed run, too."""
+        self._has_compared_log_probs = False
+        self._compare_log_probs(
+            step, batch, is_before_training=step == self.mismatch_check.first_step
+        )
+        self._step_metrics |= compute_correction_columns(
+            batch, make_valid_sample_mask(batch), self.setup.correction, False
+        )[1]
+        return batch
+
+    def sync_weights(self) -> dict[str, float]:
+        """Trainer's weights to all engines, verified; the policy version goes up by one.
+
+        After a step that trained the critic only, nothing is sent and the version stays. Colocated engines get that
+        one again before they generate.
+        """
+        self._step_metrics |= (
+            self.weight_sync()
+            if self._is_policy_updated
+            else {"policy/version": float(self.weight_sync.policy_version)}
+        )
+        self._step_metrics |= self.turns.take_metrics()
+        if self.fleet is not None:
+            self._step_metrics |= self.fleet.take_counters()
+        return self._step_metrics
+
+    def evaluate_held_out(self, is_final: bool = True) -> EvaluationResult | None:
+        """Held-out accuracy with `rollout.val_kwargs`; all items at the ends of a run, `test_samples` a set between.
+
+        None where the run has no held-out items.
+        """
+        if not self.run_data.held_out_sets:
+            return None
+        limit = None if is_final else self.config.trainer.test_samples
+        return self.measure_accuracy(limit, self.config.rollout.val_kwargs)
+
+    def measure_accuracy(
+        self, num_items: int | None, sampling_config: SamplingConfig
+    ) -> EvaluationResult:
+        """Mean score of the first `num_items` held-out items of each set (None: all)."""
+        params = self.make_sampling_params(sampling_config)
+        rollouts: list[RolloutBatch] = []  # as the model on the ranks reads them
+
+        def generate_groups(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
+            assert self.fleet is not None
+            self.turns.give_devices_to_engines()
+            groups = self.fleet.generate(
+                build_generate_requests(
+                    prompts, sampling_config.n, params, self.config.trainer.seed, -1
+                )
+            )
+            if self._model_rewards is not None:
+                rollouts.append(collect_rollout_batch(prompts, groups, self.run_data.tokenizer))
+            return groups
+
+        def score_samples(samples: Sequence[RewardSample]) -> list[RewardResult]:
+            self.turns.give_devices_to_scorers()
+            results = self.scorer(samples)
+            if self._model_rewards is None:
+                return results
+            self.turns.give_devices_to_trainer()
+            return self._model_rewards.add_model_scores(
+                self.workers.reward_model, rollouts.pop(), results
+            )
+
+        sets = limit_prompts(self.run_data.held_out_sets, num_items)
+        return evaluate_sets(sets, generate_groups, self.run_data.tokenizer.decode, score_samples)
+
+    def save_hf_weights(self, run_dir: Path) -> None:
+        """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
+        self.turns.give_devices_to_trainer()
+        self.workers.host.save_hf(directory=run_dir / "hf").result()
+        if self.setup.needs_values:
+            self.workers.critic.save_hf(directory=run_dir / "hf_critic").result()
+
+    def _check_replicas_when_due(self, step: int) -> dict[str, float]:
+        freq = self.config.trainer.desync_freq
+        if not freq or step % freq:
+            return {}
+        return require_equal_replicas(self.workers.list_trained_proxies(self.setup.needs_values))
+
+    def _restore_journalled_batch(self, step: int) -> ScoredBatch | None:
+        """Return what a former process had of this step, after bringing the controller to where that one had left
+        it.
+        """
+        found = self.journal.read_latest_batch(step) if self.journal is not None else None
+        if self.journal is None or found is None:
+            return None
+        self._step_metrics |= found.metrics
+        if found.num_drawn is not None and self.run_data.stream is not None:
+            self.run_data.stream.seek_position(found.num_drawn)
+        self._is_annotation_journalled = isinstance(found.batch, AnnotatedBatch)
+        self.journal.report_regained_seconds(found.seconds)
+        return found.batch
+
+    def _write_batch_to_journal(self, step: int, batch: ScoredBatch) -> None:
+        if self.journal is not None:
+            seconds = time.monotonic() - self._step_start_time
+            num_drawn = (
+                self.run_data.stream.num_drawn
+                if self._filters_groups and self.run_data.stream is not None
+                else None
+            )
+            self.journal.begin_batch_write(step, batch, self._step_metrics, seconds, num_drawn)
+
+    def make_sampling_params(self, sampling_config: SamplingConfig) -> SamplingParams:
+        return make_sampling_params(
+            sampling_config, self.config.data.max_response_length, self.run_data.stop_token_ids
+        )

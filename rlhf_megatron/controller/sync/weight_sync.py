@@ -1,0 +1,307 @@
+"""One weight sync as a transaction: begin -> stream -> verify -> commit. The policy version counts syncs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypedDict
+
+from rlhf_megatron import faults
+from rlhf_megatron.controller.sync.device_turns import DeviceTurns
+from rlhf_megatron.ranks.resharding.weight_sender import SendReport
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    InferenceEngine,
+    WeightTransport,
+)
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.transports.disk_transport import (
+    assemble_weight_checkpoint,
+    load_checkpoint_into_engines,
+    remove_other_versions,
+)
+from rlhf_megatron.weights.hf_reader import read_hf_config
+from rlhf_megatron.weights.tensor_digest import format_digest
+
+NAMES_SHOWN = 5
+
+
+class PolicySync:
+    """The last act of a step, unless the step left the policy as it was. This one is for a run without engines: the
+    version still counts."""
+
+    def __init__(self, policy_version: int = 0) -> None:
+        self.policy_version = policy_version  # of the policy: how many times this was called
+
+    def __call__(self) -> dict[str, float]:
+        """Returns metrics, among them the new version."""
+        self.policy_version += 1
+        return {"policy/version": float(self.policy_version)}
+
+
+class WeightSender(Protocol):
+    """The holder of the weights: the trainer's ranks, or a reader of files."""
+
+    @property
+    def send_weights(self) -> Callable[..., Future[list[SendReport]]]:
+        """The method `HostWorker.send_weights`, which returns a report a rank."""
+
+
+class WeightSync(PolicySync):
+    """Callable; owned by the controller. An engine that fails on the way is STALE and set aside; the others go on."""
+
+    def __init__(
+        self,
+        weight_sender: WeightSender,
+        fleet: EngineFleet,
+        transfer_dir: Path,
+        bucket_bytes: int,
+        engine_dtype: str,
+        policy_version: int = 0,
+        probe_engine: Callable[[InferenceEngine], None] | None = None,
+        transport: WeightTransport = "tensor",
+        model_path: Path | None = None,
+        device_turns: DeviceTurns | None = None,
+        ranks_per_machine: int | None = None,
+    ) -> None:
+        """`probe_engine` is called with an engine that serves and cannot tell digests. It raises EngineError. `model_path`:
+        the directory whose configuration and tokenizer go with files of weights (`transport` disk). `device_turns`: of trainer
+        and engines, where they share devices. `ranks_per_machine`: see `deliver_weights`."""
+        assert transport != "disk" or model_path is not None, (
+            "files of weights need a configuration"
+        )
+        self.weight_sender = weight_sender
+        self.fleet = fleet
+        self.transfer_dir = transfer_dir
+        self.bucket_bytes = bucket_bytes
+        self.engine_dtype = engine_dtype
+        super().__init__(policy_version)
+        self.probe_engine = probe_engine
+        self.transport = transport
+        self.model_path = model_path
+        self.ranks_per_machine = ranks_per_machine
+        self._sent_digests: dict[str, str] | None = None  # digests of what `policy_version` is
+        self.device_turns = device_turns or DeviceTurns()
+        self.device_turns.resend_weights = partial(self, is_full_resync=True)
+        fleet.resync_engines = self.resync_engines
+
+    def __call__(self, is_full_resync: bool = False) -> dict[str, float]:
+        """Trainer's weights to all engines. `is_full_resync`: the same version once more, to engines that have released
+        theirs. Raises EngineError when none is left in which they stand as sent."""
+        start = time.monotonic()
+        version = self.policy_version if is_full_resync else self.policy_version + 1
+        self.device_turns.prepare_weight_stream()
+        self.fleet.begin_weight_update(version, is_full_resync)
+        faults.reach_fault_point("sync.after_begin")
+        engines = self.fleet.live_engines
+        reports = self.weight_sender.send_weights(
+            **self._make_send_arguments(version, engines)
+        ).result()
+        sent = self._sum_send_reports(reports, version, engines)
+        if is_full_resync:
+            self._assert_weights_unchanged(sent)
+        for name, reason in sent.failure_by_engine.items():
+            self.fleet.set_engine_aside(name, reason)
+        standing_by_name = self.fleet.get_weight_digests()
+        for name, standing in standing_by_name.items():
+            try:
+                verify_engine_digests(name, sent.digests, standing)
+            except EngineError as error:
+                self.fleet.set_engine_aside(name, str(error))
+        self.device_turns.finish_weight_stream()
+        faults.reach_fault_point("sync.before_commit")
+        is_probed = (
+            None in standing_by_name.values()
+        )  # an engine without digests, which must serve for its probe
+        self.fleet.commit_weight_update(version, waits_for_all=is_probed)
+        faults.reach_fault_point("sync.after_commit")
+        self.policy_version, self._sent_digests = version, sent.digests
+        if self.transport == "disk":
+            remove_other_versions(self.transfer_dir, version_to_keep=version)
+        for engine in self.fleet.live_engines:
+            if standing_by_name.get(engine.address.name) is None:
+                self._probe_or_set_aside(engine)
+        return {
+            "policy/version": float(version),
+            "sync/num_bytes": float(sent.num_bytes),
+            "sync/bytes_moved": float(sent.bytes_moved),
+            "sync/bytes_needed": float(sent.bytes_needed),
+            "sync/seconds": time.monotonic() - start,
+        }
+
+    def resync_engines(self, engines: Sequence[InferenceEngine]) -> None:
+        """Sends the same version again to these engines, verified: they were started again, or the run was.
+
+        To be called between a sync and the next update, while no call runs on the hosts. Raises EngineError naming the
+        engines that failed, which are STALE then; the others serve.
+        """
+        failures: dict[str, str] = {}
+        opened = _apply_to_engines(
+            engines,
+            lambda engine: engine.begin_weight_update(self.policy_version, is_full_resync=True),
+            failures,
+        )
+        if opened:
+            self.device_turns.prepare_weight_stream()
+            reports = self.weight_sender.send_weights(
+                **self._make_send_arguments(self.policy_version, opened)
+            ).result()
+            sent = self._sum_send_reports(reports, self.policy_version, opened)
+            self._assert_weights_unchanged(sent)
+            failures |= sent.failure_by_engine
+            self._sent_digests = sent.digests
+            standing = [engine for engine in opened if engine.address.name not in failures]
+            self.device_turns.finish_weight_stream()
+            _apply_to_engines(
+                standing, lambda engine: self._verify_and_commit(engine, sent.digests), failures
+            )
+        if failures:
+            raise EngineError("; ".join(failures.values()))
+
+    def _assert_weights_unchanged(self, sync_totals: _SyncTotals) -> None:
+        assert self._sent_digests in (None, sync_totals.digests), (
+            f"the weights have changed since version {self.policy_version} was sent"
+        )
+
+    def _make_send_arguments(
+        self, version: int, engines: Sequence[InferenceEngine]
+    ) -> _SendArguments:
+        """The arguments of `send_weights`, which its callers call themselves: the way to the bytes stays short."""
+        return {
+            "version": version,
+            "engines": [engine.address for engine in engines],
+            "transfer_dir": self.transfer_dir,
+            "bucket_bytes": self.bucket_bytes,
+            "dtype": self.engine_dtype,
+            "transport": self.transport,
+            "ranks_per_machine": self.ranks_per_machine,
+        }
+
+    def _sum_send_reports(
+        self, reports: Sequence[SendReport], version: int, engines: Sequence[InferenceEngine]
+    ) -> _SyncTotals:
+        """Adds up what senders report. Files become a model directory, for engines that could not take them one by
+        one."""
+        failures: dict[str, list[str]] = {}
+        digests: dict[str, int] = {}
+        for report in reports:
+            for name, reason in report.failures.items():
+                failures.setdefault(name, []).append(reason)
+            for (
+                name,
+                value,
+            ) in report.digests.items():  # of the parts that each rank sent: they add up
+                digests[name] = digests.get(name, 0) + int(value, 16)
+        sent = _SyncTotals(
+            num_bytes=sum(report.num_bytes for report in reports),
+            bytes_moved=sum(report.bytes_moved for report in reports),
+            bytes_needed=sum(report.bytes_needed for report in reports),
+            digests={name: format_digest(value) for name, value in digests.items()},
+            failure_by_engine={name: "; ".join(reasons) for name, reasons in failures.items()},
+        )
+        if self.transport == "disk":
+            assert self.model_path is not None
+            config = read_hf_config(self.model_path)
+            directory = assemble_weight_checkpoint(
+                self.transfer_dir, version, sent.digests, config, self.model_path
+            )
+            sent.failure_by_engine.update(
+                load_checkpoint_into_engines([engine.address for engine in engines], directory)
+            )
+        return sent
+
+    def _probe_or_set_aside(self, engine: InferenceEngine) -> None:
+        """Probes an engine that has no digests. One that fails is set aside; raises its EngineError when none is
+        left."""
+        try:
+            self._probe_or_mark_stale(engine)
+        except EngineError as error:
+            self.fleet.set_engine_aside(engine.address.name, str(error))
+            if not self.fleet.live_engines:
+                raise
+
+    def _probe_or_mark_stale(self, engine: InferenceEngine) -> None:
+        if self.probe_engine is None:
+            return
+        try:
+            self.probe_engine(engine)
+        except EngineError:
+            with suppress(EngineError):  # it serves nothing from here to the next full sync
+                engine.begin_weight_update(self.policy_version, is_full_resync=True)
+            raise
+
+    def _verify_and_commit(self, engine: InferenceEngine, sent_digests: dict[str, str]) -> None:
+        standing = engine.get_weight_digests()
+        verify_engine_digests(engine.address.name, sent_digests, standing)
+        engine.commit_weight_update(self.policy_version)
+        found = engine.get_served_version()
+        if found != self.policy_version:
+            raise EngineError(
+                f"{engine.address.name} serves version {found} after the sync of {self.policy_version}."
+            )
+        if standing is None:
+            self._probe_or_mark_stale(engine)
+
+
+class _SendArguments(TypedDict):
+    version: int
+    engines: list[EngineAddress]
+    transfer_dir: Path
+    bucket_bytes: int
+    dtype: str
+    transport: WeightTransport
+    ranks_per_machine: int | None
+
+
+@dataclass(frozen=True)
+class _SyncTotals:
+    num_bytes: int
+    bytes_moved: int
+    bytes_needed: int
+    digests: dict[str, str]  # Hugging Face name -> digest, in the engines' type
+    failure_by_engine: dict[str, str]  # engine name -> why it has not got everything
+
+
+def _apply_to_engines(
+    engines: Sequence[InferenceEngine],
+    action: Callable[[InferenceEngine], None],
+    failure_by_engine: dict[str, str],
+) -> list[InferenceEngine]:
+    """Return the engines for which `action` raised no EngineError, and add what the others said to `failure_by_engine`."""
+    good = []
+    for engine in engines:
+        try:
+            action(engine)
+        except EngineError as error:
+            failure_by_engine[engine.address.name] = str(error)
+            continue
+        good.append(engine)
+    return good
+
+
+def verify_engine_digests(
+    engine_name: str, sent_digests: dict[str, str], engine_digests: dict[str, str] | None
+) -> None:
+    """Compares what stands in the engine with what was exported, bit for bit. None: the engine cannot tell."""
+    if engine_digests is None:
+        return
+    wrong = sorted(
+        name
+        for name in sent_digests.keys() | engine_digests.keys()
+        if sent_digests.get(name) != engine_digests.get(name)
+    )
+    if wrong:
+        shown = ", ".join(
+            f"{n} (sent {sent_digests.get(n, 'nothing')}, stands {engine_digests.get(n, 'nothing')})"
+            for n in wrong[:NAMES_SHOWN]
+        )
+        raise EngineError(
+            f"{engine_name}: {len(wrong)} of {len(sent_digests)} tensors that stand in it differ from what was exported: {shown}."
+            " It is STALE."
+        )

@@ -1,0 +1,312 @@
+"""The assistant's turns of a conversation as tokens that train, by what the chat template itself writes.
+
+A turn is what `render(messages[: i + 1])` has behind `render(messages[:i])` with the prompt for an answer: just what
+the model will have to write. Where the template only ever appends, the whole chat is one document with all turns in it.
+Where it rewrites earlier turns (it cuts their thinking, or ends the last one with another token), each turn becomes a
+document of its own. A template that does neither is refused with the first text that differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.data.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+RenderConversation = Callable[[Sequence[Message], bool], str]
+"""(messages, with the prompt for an answer) -> text. Raises ValueError where the template refuses them."""
+SHOWN_CHARACTERS = 30  # characters of a text in messages
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """Token ids, and which of them train."""
+
+    token_ids: tuple[int, ...]
+    trained_spans: tuple[
+        tuple[int, int], ...
+    ]  # [begin, end) of each stretch of tokens that train, ascending
+
+    @property
+    def num_trained(self) -> int:
+        return sum(end - begin for begin, end in self.trained_spans)
+
+
+@dataclass(frozen=True)
+class ConversationDocuments:
+    """The documents of one conversation, and what is to be told of it."""
+
+    documents: tuple[TokenDocument, ...]
+    is_single_document: bool  # one document with all turns
+    num_stops_added: int  # turns that the template ends without a stop token; an end-of-sequence token was put there
+    num_thoughts_lost: int  # turns whose reasoning_content, or <think>, the template leaves out
+
+
+@dataclass(frozen=True)
+class _TurnSpan:
+    """Characters [begin, end) of a text that the model writes."""
+
+    message: Message
+    begin: int
+    end: int
+
+
+def tokenize_conversation(
+    messages: Sequence[Message], render: RenderConversation, tokenizer: Tokenizer
+) -> ConversationDocuments:
+    """The trained turns of a conversation. Raises ValueError where there is none, or where they cannot be told.
+
+    That is: a template that rewrites even the turn itself, that leaves out an answer or a tool call, or a turn that
+    begins or ends inside of a token.
+    """
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not indices:
+        raise ValueError(
+            "the conversation has no message of an assistant, so nothing trains; remove the row"
+        )
+    stops = [
+        tokenizer.decode_with_special_tokens([token_id]) for token_id in tokenizer.eos_token_ids
+    ]
+    prompts = [render(messages[:i], True) for i in indices]
+    answered = [render(messages[: i + 1], False) for i in indices]
+    for i, prompt, text in zip(indices, prompts, answered, strict=True):
+        if not text.startswith(prompt):
+            raise ValueError(f"message {i + 1}: {_describe_prompt_difference(prompt, text)}")
+    whole = render(messages, False)
+    turns = [
+        _TurnSpan(messages[i], len(prompt), len(text))
+        for i, prompt, text in zip(indices, prompts, answered, strict=True)
+    ]
+    said = [
+        text[: _find_turn_end(text, turn, stops)]
+        for text, turn in zip(answered, turns, strict=True)
+    ]
+    is_whole = all(whole.startswith(text) for text in said)
+    if is_whole:
+        found = [
+            _tokenize_document(
+                whole[: _find_turn_end(whole, turns[-1], stops)], turns, prompts, stops, tokenizer
+            )
+        ]
+    else:
+        following = [
+            _render_with_next_message(messages, i, text, render)
+            for i, text in zip(indices, answered, strict=True)
+        ]
+        found = [
+            _tokenize_document(
+                text[: _find_turn_end(text, turn, stops)], [turn], [prompt], stops, tokenizer
+            )
+            for turn, prompt, text in zip(turns, prompts, following, strict=True)
+        ]
+    return ConversationDocuments(
+        documents=tuple(document for document, _ in found),
+        is_single_document=is_whole,
+        num_stops_added=sum(added for _, added in found),
+        num_thoughts_lost=sum(
+            _has_lost_reasoning(turn.message, text[turn.begin :])
+            for turn, text in zip(turns, said, strict=True)
+        ),
+    )
+
+
+def _render_with_next_message(
+    messages: Sequence[Message], message_index: int, text: str, render: RenderConversation
+) -> str:
+    """`text`, which ends with message i, with what the template puts behind it: the next role's token may be a stop."""
+    longer = (
+        render(messages[: message_index + 2], False) if message_index + 1 < len(messages) else text
+    )
+    return longer if longer.startswith(text) else text
+
+
+def _describe_prompt_difference(prompt: str, text: str) -> str:
+    at = next(
+        (i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b),
+        min(len(prompt), len(text)),
+    )
+    return (
+        "the chat template writes another text before the answer than it gives the model to answer: the prompt goes on"
+        f" with {prompt[at : at + SHOWN_CHARACTERS]!r}, the conversation with {text[at : at + SHOWN_CHARACTERS]!r} (after"
+        f" {text[max(0, at - SHOWN_CHARACTERS) : at]!r}); what would be trained is not what will be asked. Use rows of prompt and"
+        " answer, or another template"
+    )
+
+
+def _find_turn_end(text: str, turn: _TurnSpan, stops: Sequence[str]) -> int:
+    """Return where the model's words end: behind its last stop token, before what the template puts between turns.
+
+    A next role's token that is a stop token is the model's own, too.
+    """
+    found = sorted(
+        at + len(stop)
+        for stop in stops
+        if stop
+        for at in _iterate_stop_positions(stop, text, turn.begin, turn.end)
+    )
+    while len(found) > 1 and not _remove_stops(stops, text[found[-2] : found[-1]]).strip():
+        found.pop()  # the model has stopped before
+    if found:
+        return found[-1]
+    following = [turn.end + len(stop) for stop in stops if text.startswith(stop, turn.end)]
+    return max(following, default=turn.end)
+
+
+def _iterate_stop_positions(stop: str, text: str, begin: int, end: int) -> Iterator[int]:
+    at = text.find(stop, begin, end)
+    while at >= 0:
+        yield at
+        at = text.find(stop, at + 1, end)
+
+
+def _remove_stops(stops: Sequence[str], text: str) -> str:
+    for stop in stops:
+        text = text.replace(stop, "")
+    return text
+
+
+def _tokenize_document(
+    text: str,
+    turns: Sequence[_TurnSpan],
+    prompts: Sequence[str],
+    stops: Sequence[str],
+    tokenizer: Tokenizer,
+) -> tuple[TokenDocument, int]:
+    """The document of `text`, and how many stop tokens were put behind it. Raises ValueError as `tokenize_conversation`."""
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    spans, has_stop = [], True
+    for turn, prompt, prompt_ids in zip(
+        turns, prompts, tokenizer.encode_texts(prompts), strict=True
+    ):
+        end = _find_turn_end(text, turn, stops)
+        _check_content_rendered(turn.message, text[turn.begin : end])
+        begin_token, end_token = (
+            _find_token_at(turn.begin, ids, offsets, text),
+            _find_token_at(end, ids, offsets, text),
+        )
+        if ids[:begin_token] != prompt_ids:
+            raise ValueError(
+                f"the prompt before {text[turn.begin : turn.begin + SHOWN_CHARACTERS]!r} has other token ids alone"
+                f" (...{list(prompt_ids[-3:])}) than with its answer (...{list(ids[:begin_token][-3:])}): the tokenizer"
+                f" joins {prompt[-SHOWN_CHARACTERS:]!r} with what follows"
+            )
+        if begin_token < end_token:
+            spans.append((begin_token, end_token))
+        has_stop = any(text.endswith(stop, turn.begin, end) for stop in stops)
+    if not has_stop:  # of the last turn; behind another one stands what the template puts there
+        ids = (*ids, tokenizer.eos_token_id)
+        spans = [*spans[:-1], (spans[-1][0] if spans else len(ids) - 1, len(ids))]
+    if not spans:
+        raise ValueError(
+            "no token of the conversation trains: its answers are empty; remove the row"
+        )
+    return TokenDocument(ids, tuple(spans)), int(not has_stop)
+
+
+def _find_token_at(
+    position: int, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str
+) -> int:
+    """The first token that begins at or behind a character. Raises ValueError where one goes across."""
+    for index in range(_bisect_token_ends(position, offsets), len(offsets)):
+        begin, end = offsets[index]
+        if begin >= position:
+            return index
+        if begin < position < end:
+            raise ValueError(
+                f"a turn begins or ends inside of the token {text[begin:end]!r} (id {ids[index]}), after"
+                f" {text[max(0, begin - SHOWN_CHARACTERS) : begin]!r}"
+            )
+    return len(offsets)
+
+
+def _bisect_token_ends(position: int, offsets: Sequence[tuple[int, int]]) -> int:
+    """An index before which every token ends at or before the character; found by halving."""
+    low, high = 0, len(offsets)
+    while low < high:
+        middle = (low + high) // 2
+        if offsets[middle][1] <= position:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _check_content_rendered(message: Message, turn_text: str) -> None:
+    """Raises ValueError where the template left out the answer, or a tool call, of the message."""
+    content = message.get("content") or ""
+    visible = content.rpartition(THINK_END)[2].strip() if isinstance(content, str) else ""
+    missing = [visible] if visible not in turn_text else []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        _check_argument_spelling(function.get("arguments"), turn_text)
+        missing += [
+            leaf
+            for leaf in _iterate_call_values(function)
+            if all(form not in turn_text for form in _list_text_spellings(leaf))
+        ]
+    if missing:
+        what = (
+            "a tool call" if message.get("tool_calls") and missing[0] != visible else "the answer"
+        )
+        raise ValueError(
+            f"the chat template leaves out or changes {what} ({missing[0][:SHOWN_CHARACTERS]!r} is not in"
+            f" {turn_text[: 3 * SHOWN_CHARACTERS]!r}); use a template that writes it, or change the row"
+        )
+
+
+def _list_text_spellings(text: str) -> tuple[str, ...]:
+    """A text as it is, and as JSON has it between quotes."""
+    return text, *(json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
+
+
+def _check_argument_spelling(arguments: Any, turn_text: str) -> None:
+    """Raises ValueError where a call's arguments are written as a text within JSON, or as Python writes an object."""
+    is_text = isinstance(arguments, str)
+    written = (
+        [f'"{form}"' for form in _list_text_spellings(arguments)[1:]]
+        if is_text
+        else [str(arguments)]
+        if arguments
+        else []
+    )
+    if found := next((one for one in written if one in turn_text), None):
+        wanted = "an object" if is_text else "JSON text"
+        raise ValueError(
+            f"the chat template writes arguments of a tool call as {found[:SHOWN_CHARACTERS]}; write them as {wanted} in the row"
+        )
+
+
+def _iterate_call_values(function: Mapping[str, Any]) -> Iterator[str]:
+    """Name, and each text or number of the arguments, which are an object or its JSON."""
+    yield str(function.get("name", ""))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            yield arguments
+            return
+    pending = [arguments]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += [*value.values()]
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, str) or (
+            isinstance(value, int | float) and not isinstance(value, bool)
+        ):
+            yield str(value)
+
+
+def _has_lost_reasoning(message: Message, turn_text: str) -> bool:
+    thoughts, content = message.get("reasoning_content"), message.get("content") or ""
+    if thoughts is None and isinstance(content, str):
+        thoughts = content.rpartition(THINK_END)[0].rpartition(THINK_BEGIN)[2]
+    return (
+        isinstance(thoughts, str) and bool(thoughts.strip()) and thoughts.strip() not in turn_text
+    )

@@ -1,0 +1,264 @@
+"""Prompts as token ids, ready to be asked, and the batches that are made of them.
+
+A row becomes an item by the template around its prompt, solved rows in front of it, and the limit on its length.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from rlhf_megatron.config.schema import FewShotConfig
+from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.data.chat_template import ChatFormat
+from rlhf_megatron.data.data_rows import Prompt, PromptRow, raise_on_bad_rows
+from rlhf_megatron.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """One question, ready to be asked."""
+
+    prompt_ids: tuple[int, ...]
+    prompt: str  # the same as text
+    label: str
+    source: str
+    extra: str = ""  # JSON object of what else a reward may read
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Training prompts that share a weight."""
+
+    name: str
+    weight: float  # relative to the other sources
+    items: tuple[PromptItem, ...]
+
+
+def make_prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> PromptBatch:
+    """The items in order, their group ids counting from `first_group_id`. Makes the held-out batches of a run too."""
+    return PromptBatch(
+        prompt_ids=tuple(item.prompt_ids for item in items),
+        prompts=tuple(item.prompt for item in items),
+        labels=tuple(item.label for item in items),
+        sources=tuple(item.source for item in items),
+        group_ids=tuple(range(first_group_id, first_group_id + len(items))),
+        extras=tuple(item.extra for item in items),
+    )
+
+
+@dataclass(frozen=True)
+class WeightedPromptItems:
+    """The items of all sources behind one range of integers, in which a source has the room of its weight.
+
+    An integer drawn from `range(len(...))` with equal chances is an item of source s with the chance w_s / len(s).
+    With one source the integers are its items.
+    """
+
+    sources: tuple[PromptSource, ...]
+
+    RESOLUTION = 1 << 30
+
+    def __len__(self) -> int:
+        return len(self.sources[0].items) if len(self.sources) == 1 else self.RESOLUTION
+
+    def __getitem__(self, index: int) -> PromptItem:
+        if len(self.sources) == 1:
+            return self.sources[0].items[index]
+        ends = [0.0, *accumulate(source.weight for source in self.sources)]
+        point = index / self.RESOLUTION * ends[-1]
+        s = min(bisect_right(ends, point) - 1, len(self.sources) - 1)
+        items = self.sources[s].items
+        return items[
+            min(len(items) - 1, int((point - ends[s]) / (ends[s + 1] - ends[s]) * len(items)))
+        ]
+
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """The limit on a prompt's length, and what happens to longer ones."""
+
+    max_prompt_length: int  # tokens
+    filter_overlong: bool = False  # drop them
+    truncation: Truncation = "error"  # otherwise: refuse, or cut tokens off that side
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """Turns a row into what the model reads."""
+
+    template: str = "{prompt}"  # around a text prompt
+    shots: str = ""  # solved rows in front of it
+    chat: ChatFormat | None = None  # None: the text is read as it is
+
+    def format_prompt(self, prompt: Prompt) -> str:
+        """Raises ValueError where a list of messages meets what is for texts, and what `ChatFormat.text` does."""
+        if isinstance(prompt, str):
+            text = self.shots + self.template.replace("{prompt}", prompt)
+            return text if self.chat is None else self.chat.render_prompt(text)
+        if self.chat is None:
+            raise ValueError(
+                "the prompt is a list of chat messages; set data.apply_chat_template=true."
+            )
+        if self.shots or self.template != "{prompt}":
+            raise ValueError(
+                "the prompt is a list of chat messages, and prompt_template and few_shot are for texts; remove them, or"
+                " write prompts as text."
+            )
+        return self.chat.render_prompt(prompt)
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Items of rows, in order."""
+
+    items: tuple[PromptItem, ...]
+    num_dropped: int  # over the limit
+    num_cut: int  # likewise, and shortened
+    num_bad: int = 0  # skipped
+
+
+def draw_few_shot_examples(
+    rows: Sequence[PromptRow], config: FewShotConfig, prompt_template: str
+) -> tuple[str, tuple[PromptRow, ...], frozenset[Prompt]]:
+    """(solved rows as text, the other rows, prompts of the solved ones), chosen by `config.seed`.
+
+    Rows with the prompt of a solved one are left out with it. Raises ValueError where too few different ones are left.
+    """
+    if config.num_shots == 0:
+        return "", tuple(rows), frozenset()
+    by_prompt = {row.prompt: row for row in reversed(rows)}  # the first of each
+    prompts = [
+        prompt for prompt in dict.fromkeys(row.prompt for row in rows) if isinstance(prompt, str)
+    ]
+    if len(prompts) <= config.num_shots:
+        raise ValueError(
+            f"few_shot.num_shots ({config.num_shots}) must be below the number of different training prompts that are"
+            f" texts ({len(prompts)}), so that some are left to train on; use fewer."
+        )
+    chosen = random.Random(f"few_shot/{config.seed}").sample(prompts, config.num_shots)
+
+    def format_solved_row(prompt: str) -> str:
+        values = {
+            "{prompt}": prompt_template.replace("{prompt}", prompt),
+            "{label}": by_prompt[prompt].label,
+        }
+        return re.sub(r"\{prompt\}|\{label\}", lambda match: values[match[0]], config.template)
+
+    text = "".join(format_solved_row(prompt) for prompt in chosen)
+    taken = frozenset[Prompt](chosen)
+    return text, tuple(row for row in rows if row.prompt not in taken), taken
+
+
+def encode_prompt_rows(
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
+    prompt_limit: PromptLimit,
+    skip_bad_rows: bool = False,
+    must_encode_labels: bool = False,
+) -> EncodedPrompts:
+    """Items of the rows; those over the limit are dropped or cut as it says.
+
+    Raises ValueError naming the rows that `prompt_format` refuses, that have no tokens or that the tokenizer cannot spell (with
+    `must_encode_labels`: their labels too), unless they are skipped; for a prompt that is too long where `prompt_limit` neither
+    drops nor cuts it; and when no row is left.
+    """
+    spelled, problems = _tokenize_rows(rows, tokenizer, prompt_format, must_encode_labels)
+    raise_on_bad_rows(problems, len(spelled), skip_bad_rows)
+    items: list[PromptItem] = []
+    num_dropped = num_cut = 0
+    lengths = [len(ids) for _, _, ids in spelled]
+    for row, text, ids in spelled:
+        if len(ids) > prompt_limit.max_prompt_length:
+            if prompt_limit.filter_overlong:
+                num_dropped += 1
+                continue
+            if prompt_limit.truncation == "error":
+                raise ValueError(
+                    _describe_overlong_prompt(
+                        row, len(ids), lengths, prompt_limit.max_prompt_length
+                    )
+                )
+            ids = truncate_ids(ids, prompt_limit.max_prompt_length, prompt_limit.truncation)
+            text = tokenizer.decode_with_special_tokens(ids)
+            num_cut += 1
+        items.append(PromptItem(ids, text, row.label, row.source, row.extra))
+    if not items:
+        raise ValueError(
+            f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"
+            f" ({prompt_limit.max_prompt_length}); the shortest has {min(lengths, default=0)} tokens."
+        )
+    return EncodedPrompts(tuple(items), num_dropped, num_cut, len(problems))
+
+
+TokenizedRow = tuple[
+    PromptRow, str, tuple[int, ...]
+]  # row, what the model reads, the same as token ids
+
+
+def _tokenize_rows(
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
+    must_encode_labels: bool,
+) -> tuple[list[TokenizedRow], list[str]]:
+    """The rows that have tokens, and what is wrong with the others."""
+    made: list[tuple[PromptRow, str]] = []
+    problems: dict[str, str] = {}
+    for row in rows:
+        try:
+            made.append((row, prompt_format.format_prompt(row.prompt)))
+        except ValueError as error:
+            problems[row.origin] = f"{row.origin}: {error}"
+    try:
+        if must_encode_labels:
+            tokenizer.encode_texts([row.label for row, _ in made])
+        all_ids = tokenizer.encode_texts([text for _, text in made])
+    except ValueError:  # of which row, it does not say
+        all_ids = []
+        for row, text in made:
+            try:
+                all_ids.append(
+                    tokenizer.encode_texts([text, row.label][: 1 + must_encode_labels])[0]
+                )
+            except ValueError as error:
+                all_ids.append(())
+                problems[row.origin] = f"{row.origin}: {error}"
+    for (row, text), ids in zip(made, all_ids, strict=True):
+        if not ids:
+            problems.setdefault(
+                row.origin, f"{row.origin}: the prompt {text!r} has no tokens; remove the row."
+            )
+    return [(row, text, ids) for (row, text), ids in zip(made, all_ids, strict=True) if ids], [
+        *problems.values()
+    ]
+
+
+def truncate_ids(ids: tuple[int, ...], length: int, side: Truncation) -> tuple[int, ...]:
+    """The first `length` ids ("right" is cut off), the last ones ("left"), or both ends ("middle")."""
+    if side == "right":
+        return ids[:length]
+    if side == "left":
+        return ids[len(ids) - length :]
+    assert side == "middle", side
+    return ids[: length // 2] + ids[len(ids) - (length - length // 2) :]
+
+
+def _describe_overlong_prompt(
+    row: PromptRow, length: int, lengths: Sequence[int], max_prompt_length: int
+) -> str:
+    count = sum(other > max_prompt_length for other in lengths)
+    return (
+        f"{row.origin}: the prompt has {length} tokens, over data.max_prompt_length ({max_prompt_length}), "
+        f"as have {count} of {len(lengths)} prompts; raise it to {max(lengths)}, "
+        "or set data.filter_overlong_prompts=true to drop them, or data.truncation to cut them."
+    )

@@ -1,0 +1,89 @@
+"""Samples of files that are larger than memory: the place of each row is held, and the row is read when it is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rlhf_megatron.data.data_rows import read_json_row_at
+from rlhf_megatron.data.document_samples import (
+    DocumentSample,
+    DocumentSampleBatch,
+    InMemorySampleSet,
+)
+
+ParseRow = Callable[[Path, Any], list[DocumentSample]]
+"""(file, value of a row) -> its samples, always the same ones."""
+
+
+class StreamedSampleSet(Sequence[DocumentSample]):
+    """Samples of JSON lines, as `InMemorySampleSet` has them; 14 bytes a sample are held, and no token.
+
+    `rows`: (index of its file, byte at which its line begins, samples) of each row, which is gone through once. `read`
+    makes the same samples of a row again. The repr is a digest of all that trains.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        rows: Iterable[tuple[int, int, list[DocumentSample]]],
+        parse_row: ParseRow,
+    ) -> None:
+        self._files = tuple(files)
+        self._parse_row = parse_row
+        self._file_indices, self._row_offsets, self._numbers_in_row = (
+            array("H"),
+            array("q"),
+            array("I"),
+        )
+        self._file_states = [_make_file_state(os.stat(path)) for path in files]
+        self._open_files: dict[int, BinaryIO] = {}
+        digest = hashlib.sha256()
+        for file, begin, samples in rows:
+            for number, sample in enumerate(samples):
+                self._file_indices.append(file)
+                self._row_offsets.append(begin)
+                self._numbers_in_row.append(number)
+                _update_digest(digest, sample)
+        self._content_digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._file_indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raises ValueError for a file that has changed since it was first read."""
+        file = self._file_indices[index]
+        value = read_json_row_at(self._open_unchanged_file(file), self._row_offsets[index])
+        return self._parse_row(self._files[file], value)[self._numbers_in_row[index]]
+
+    def __repr__(self) -> str:
+        return self._content_digest
+
+    def make_batch(self, indices: Sequence[int]) -> DocumentSampleBatch:
+        """The samples with these indices, in order. Raises as `__getitem__`."""
+        return InMemorySampleSet(self[index] for index in indices).make_batch(range(len(indices)))
+
+    def _open_unchanged_file(self, file_index: int) -> BinaryIO:
+        path = self._files[file_index]
+        if file_index not in self._open_files:
+            self._open_files[file_index] = path.open("rb")
+        if _make_file_state(os.stat(path)) != self._file_states[file_index]:
+            raise ValueError(
+                f"{path} has changed since the run began to read it; put it back and start the run again."
+            )
+        return self._open_files[file_index]
+
+
+def _make_file_state(file_stat: os.stat_result) -> tuple[int, int, int]:
+    return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
+
+
+def _update_digest(digest: Any, sample: DocumentSample) -> None:
+    digest.update(repr((sample.source, sample.weight, sample.teacher_top_tokens)).encode())
+    for document in sample.documents:
+        digest.update(array("i", document.token_ids).tobytes())
+        digest.update(repr(document.trained_spans).encode())

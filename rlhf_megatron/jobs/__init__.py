@@ -1,0 +1,1 @@
+"""What a user starts: training, generation, serving, and configurations of verl."""

@@ -1,0 +1,127 @@
+"""The figures of evaluations as one HTML page without scripts: tables, and over a run's steps a curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from rlhf_megatron.controller.evaluation.held_out_evaluation import EvaluationResult
+
+WIDTH, HEIGHT, EDGE = 720, 260, 48
+STYLE = """
+ :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+ table{border-collapse:collapse;margin:.5rem 0 1.5rem}
+ td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884}
+ td:first-child,th:first-child{text-align:left} pre{white-space:pre-wrap;border-left:3px solid #8886;padding-left:.7rem}
+ .line{fill:none;stroke:#0072b2;stroke-width:2} .band{fill:#0072b2;opacity:.18} .axis{stroke:#8888}
+ text{fill:currentColor;font-size:12px}
+"""
+
+
+def render_evaluation_page(
+    title: str, results: Sequence[tuple[str, EvaluationResult]], notes: Sequence[str] = ()
+) -> str:
+    """`results`: a name and figures, in order; with `render_score_curve` where names are steps. `notes`: lines below the tables."""
+    steps = [
+        (int(name.split()[-1]), result) for name, result in results if name.startswith("step ")
+    ]
+    parts = (
+        ["<p>Mean score over steps, with its 95 % interval</p>", render_score_curve(steps)]
+        if len(steps) > 1
+        else []
+    )
+    for name, result in results:
+        parts += [
+            f"<h2>{escape(name)}</h2>",
+            _render_set_table(result),
+            _render_figure_table(result),
+        ]
+    parts += [f"<p>{escape(note)}</p>" for note in notes]
+    parts += _render_examples(results[-1][1])
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def render_score_curve(steps: Sequence[tuple[int, EvaluationResult]]) -> str:
+    """Mean score with its 95 % interval over steps, as SVG."""
+    first, last = steps[0][0], steps[-1][0]
+    low = min(0.0, *(result.low for _, result in steps))
+    high = max(1.0, *(result.high for _, result in steps))
+
+    def format_point(step: int, value: float) -> str:
+        x = EDGE + (WIDTH - 2 * EDGE) * (step - first) / max(1, last - first)
+        return f"{x:.1f},{HEIGHT - EDGE - (HEIGHT - 2 * EDGE) * (value - low) / (high - low):.1f}"
+
+    band = [format_point(s, r.high) for s, r in steps] + [
+        format_point(s, r.low) for s, r in reversed(steps)
+    ]
+    marks = [(first, low, f"step {first}", 16), (last, low, f"step {last}", 16)]
+    texts = []
+    for step, value, words, below in marks:
+        x, y = format_point(step, value).split(",")
+        texts.append(f'<text x="{x}" y="{float(y) + below}" text-anchor="middle">{words}</text>')
+    for value in (low, high):
+        texts.append(
+            f'<text x="{EDGE - 8}" y="{format_point(first, value).split(",")[1]}" text-anchor="end">{value:g}</text>'
+        )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="mean score over steps">'
+        f'<polygon class="band" points="{" ".join(band)}"/>'
+        f'<polyline class="axis" fill="none" points="{format_point(first, high)} {format_point(first, low)} {format_point(last, low)}"/>'
+        f'<polyline class="line" points="{" ".join(format_point(s, r.accuracy) for s, r in steps)}"/>{"".join(texts)}</svg>'
+    )
+
+
+def _format_interval(low: float | None, high: float | None) -> str:
+    return f"[{low:.4f}, {high:.4f}]" if low is not None and high is not None else "–"
+
+
+def _render_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+
+
+def _render_set_table(result: EvaluationResult) -> str:
+    rows = [
+        [s.name, f"{s.num_items}", f"{s.num_samples}", f"{s.mean:.4f}", _format_interval(s.low, s.high), f"{s.std:.4f}",
+         f"{s.mean_response_length:.1f}", f"{s.num_masked}"]
+        for s in result.sets
+    ]  # fmt: skip
+    if len(result.sets) > 1:
+        whole = [
+            f"{result.num_items}",
+            "",
+            f"{result.accuracy:.4f}",
+            _format_interval(result.low, result.high),
+            "",
+            "",
+            "",
+        ]
+        rows.append(["all", *whole])
+    return _render_table(
+        ["set", "items", "N", "mean@N", "95 % interval", "std@N", "tokens", "left out"], rows
+    )
+
+
+def _render_figure_table(result: EvaluationResult) -> str:
+    rows = [
+        [s.name, f"{f.name}@{f.k}", f"{f.value:.4f}", _format_interval(f.low, f.high)]
+        for s in result.sets
+        for f in s.figures
+    ]
+    return _render_table(["set", "figure", "value", "95 % interval"], rows)
+
+
+def _render_examples(result: EvaluationResult) -> list[str]:
+    parts = ["<h2>Examples</h2>"] if result.examples else []
+    for prompt, response, label, score in result.examples:
+        parts.append(f"<p>score {score:g}, answer {escape(label)}</p><pre>{escape(prompt)}</pre>")
+        parts.append(f"<pre>{escape(response)}</pre>")
+    return parts

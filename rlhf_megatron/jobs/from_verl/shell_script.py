@@ -1,0 +1,361 @@
+"""Reads the arguments of a command in a shell script and fills in its variables. Nothing is run.
+
+bashlex refuses 36 of 160 scripts of verl: it knows neither arrays nor `$((...))`.
+
+What is understood: comments, continued lines, quotes, assignments (also of arrays), $name, ${name}, ${name:-default},
+"${name[@]}", $((sums of whole numbers)), $(pwd) and `if` with a comparison of what is known. What depends on any other
+command or branch, or on an argument of the script, is marked with UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+UNKNOWN = "\x00"  # stands in a word for what only a shell could tell; no script may hold it
+MAX_WORD = 100_000  # characters after variables are filled in: they may double each other
+MAX_WORDS = 20_000
+_ASSIGNMENT = re.compile(
+    r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=", re.DOTALL
+)
+_OPENERS, _CLOSERS = ("for", "while", "until", "case", "{"), ("fi", "done", "esac", "}")
+_INNER = ("then", "else", "do", "{", "}", "!", "time", "nohup", "exec")  # a command may follow
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*|\d)(:?[-=])(.*)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ShellWord:
+    text: str
+    line: int  # counted from 1
+
+
+@dataclass
+class ShellScript:
+    """The commands of a script in order, and the variables as they stand at its end."""
+
+    environment: Mapping[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[list[ShellWord]] = field(default_factory=list)
+    used_environment: dict[str, str] = field(
+        default_factory=dict
+    )  # variables that the script took from there
+    defaulted_variables: dict[str, str] = field(
+        default_factory=dict
+    )  # those that it would take, and the defaults used instead
+    # Of each open block: whether the part at hand is run, and whether that or a part before was. None: perhaps.
+    _blocks: list[tuple[bool | None, bool | None]] = field(default_factory=list)
+
+    def read(self, text: str) -> None:
+        """Raises ValueError for quotes that do not end, and for what grows beyond all measure."""
+        commands = split_commands(text)
+        for words, following in zip(commands, [*commands[1:], []], strict=True):
+            is_alone = (
+                bool(following) and following[0].text == "then"
+            )  # no && or || behind a condition
+            while words and words[0].text in _INNER:
+                self._track_block(words, is_alone)
+                words = words[1:]
+            if not words:
+                continue
+            self._track_block(words, is_alone)
+            if words[0].text in ("if", "elif", *_OPENERS, *_CLOSERS) or words[0].text.endswith(
+                "()"
+            ):
+                continue
+            if all(taken is not False for taken, _ in self._blocks) and (
+                words := self._record_assignments(words)
+            ):
+                self.commands.append(self._expand_words(words))
+
+    def _track_block(self, words: list[ShellWord], is_single_condition: bool) -> None:
+        """Begin or end a block, or a part of one."""
+        word, blocks = words[0].text, self._blocks
+        if word in _OPENERS or (word.endswith("()") and words[-1].text == "{"):
+            blocks.append((None, None))
+        elif word in _CLOSERS and blocks:
+            blocks.pop()
+        elif word == "if" or (word in ("elif", "else") and blocks):
+            before = blocks.pop()[1] if word != "if" else False
+            holds = word == "else" or (
+                self._evaluate_condition(words[1:]) if is_single_condition else None
+            )
+            taken = False if before or holds is False else None if before is None else holds
+            blocks.append(
+                (taken, True if before or taken else None if None in (before, taken) else False)
+            )
+
+    def _evaluate_condition(self, words: list[ShellWord]) -> bool | None:
+        """Whether a condition in brackets holds; None for what only the shell can tell."""
+        texts = [text for word in words for text in self.expand_word(word.text)]
+        if (
+            any(UNKNOWN in text for text in texts)
+            or [text.strip("[]") for text in (*texts[:1], *texts[-1:])] != [""] * 2
+        ):
+            return None
+        match texts[1:-1]:
+            case [left, "=" | "==" | "-eq", right] if "*" not in right:
+                return left == right
+            case [left, "!=" | "-ne", right] if "*" not in right:
+                return left != right
+            case ["-z" | "-n" as kind, text]:
+                return bool(text) == (kind == "-n")
+        return None
+
+    def _record_assignments(self, words: list[ShellWord]) -> list[ShellWord]:
+        """Record the assignments in front of a command and return the rest of it. Values set in a branch or loop are
+        unknown.
+        """
+        if words[0].text in ("export", "local", "readonly", "declare"):
+            words = words[1:]
+        while words and (match := _ASSIGNMENT.match(words[0].text)):
+            name, plus, value = match[1], match[2], words[0].text[match.end() :]
+            if value.startswith("(") and value.endswith(")"):
+                items = [
+                    word.text
+                    for part in split_commands(value[1:-1])
+                    for word in self._expand_words(part)
+                ]
+                known = items if self._is_certain_to_run else [UNKNOWN]
+                self.arrays[name] = [*self.arrays.get(name, []), *known] if plus else known
+            else:
+                value = " ".join(self.expand_word(value)) if self._is_certain_to_run else UNKNOWN
+                self.variables[name] = self.variables.get(name, "") + value if plus else value
+            words = words[1:]
+        return words
+
+    @property
+    def _is_certain_to_run(self) -> bool:
+        return all(taken for taken, _ in self._blocks)
+
+    def _expand_words(self, words: list[ShellWord]) -> list[ShellWord]:
+        found = [
+            ShellWord(text, word.line) for word in words for text in self.expand_word(word.text)
+        ]
+        if len(found) > MAX_WORDS:
+            raise ValueError(f"a command has more than {MAX_WORDS} words.")
+        return found
+
+    def expand_word(self, raw_word: str) -> list[str]:
+        """A raw word without its quotes, its variables filled in; several for an array, or for a bare variable with
+        spaces; none for "$@"."""
+        if match := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', raw_word):
+            return self.arrays.get(match[1], [])
+        if raw_word.strip('"') in ("$@", "${@}", "$*", "${@:1}"):
+            return []
+        if match := re.fullmatch(r"\$\{?([A-Za-z_]\w*)\}?", raw_word):
+            return self.look_up_variable(match[1]).split()
+        text, i, quote = "", 0, ""
+        while i < len(raw_word):
+            char = raw_word[i]
+            if char == "\\" and quote != "'" and i + 1 < len(raw_word):
+                keeps = quote == '"' and raw_word[i + 1] not in '"\\$`'
+                text += raw_word[i : i + 2] if keeps else raw_word[i + 1]
+                i += 2
+            elif char in "'\"" and quote in ("", char):
+                quote = "" if quote else char
+                i += 1
+            elif char in "$`" and quote != "'":
+                value, i = self._substitute_at(raw_word, i)
+                text += value
+            else:
+                text += char
+                i += 1
+            if len(text) > MAX_WORD:
+                raise ValueError(
+                    f"a word grows beyond {MAX_WORD} characters when its variables are filled in."
+                )
+        return [text]
+
+    def _substitute_at(self, raw: str, position: int) -> tuple[str, int]:
+        """(the text for what begins at raw[i] with $ or `, where it ends)."""
+        if raw[position] == "`":
+            end = raw.find("`", position + 1)
+            return UNKNOWN, len(raw) if end < 0 else end + 1
+        if raw.startswith("$((", position):
+            end = find_closing_bracket(raw, position + 1)
+            return self._evaluate_sum(raw[position + 3 : end - 2]), end
+        if raw.startswith("$(", position):
+            end = find_closing_bracket(raw, position + 1)
+            return self.environment.get("PWD", ".") if raw[
+                position + 2 : end - 1
+            ].strip() == "pwd" else UNKNOWN, end
+        if raw.startswith("${", position):
+            end = find_closing_bracket(raw, position + 1)
+            return self._expand_parameter(raw[position + 2 : end - 1]), end
+        match = _VARIABLE.match(raw, position + 1)
+        if match:
+            return self.look_up_variable(match[0]), match.end()
+        return (
+            (UNKNOWN, position + 2)
+            if position + 1 < len(raw) and raw[position + 1] in "0123456789#?!@*"
+            else ("$", position + 1)
+        )
+
+    def _expand_parameter(self, expression: str) -> str:
+        if _VARIABLE.fullmatch(expression):
+            return self.look_up_variable(expression)
+        if match := _WITH_DEFAULT.match(expression):
+            name, default = match[1], match[3]
+            known = self.variables.get(name, self.environment.get(name, ""))
+            if known:
+                return self.look_up_variable(name)
+            self.defaulted_variables[name] = value = "".join(self.expand_word(default))
+            return value
+        if re.match(
+            r"(oc\.\w+:|\.|[A-Za-z_]\w*\.)", expression
+        ):  # of the configuration, not of the shell
+            return "${" + expression + "}"
+        return UNKNOWN
+
+    def look_up_variable(self, name: str) -> str:
+        if name in self.variables:
+            return self.variables[name]
+        if name in self.arrays:
+            return self.arrays[name][0] if self.arrays[name] else ""
+        if name in self.environment:
+            self.used_environment[name] = self.environment[name]
+            return self.environment[name]
+        return UNKNOWN
+
+    def _evaluate_sum(self, text: str) -> str:
+        """Evaluate `$((...))` of whole numbers and variables; UNKNOWN for anything more."""
+        words = "".join(self.expand_word(text))
+        plain = re.sub(r"[A-Za-z_]\w*", lambda match: self.look_up_variable(match[0]), words)
+        try:
+            return str(_evaluate_arithmetic(ast.parse(plain.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return UNKNOWN
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: a - b * int(a / b),
+}
+
+
+def _evaluate_arithmetic(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1 << 63:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](
+            _evaluate_arithmetic(node.left), _evaluate_arithmetic(node.right)
+        )
+        if abs(value) < 1 << 63:
+            return value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate_arithmetic(node.operand)
+    raise ValueError("not a sum of whole numbers")
+
+
+def find_closing_bracket(raw: str, position: int) -> int:
+    """The place after the bracket that closes the one at raw[i], or the end."""
+    pairs = {"(": ")", "{": "}"}
+    opener, closer, depth = raw[position], pairs[raw[position]], 0
+    while position < len(raw):
+        if raw[position] == "\\":
+            position += 1
+        elif raw[position] == opener:
+            depth += 1
+        elif raw[position] == closer:
+            depth -= 1
+            if depth == 0:
+                return position + 1
+        position += 1
+    return len(raw)
+
+
+def split_commands(text: str) -> list[list[ShellWord]]:
+    """Commands as raw words, quotes and variables still in them. Raises ValueError for a quote that does not end."""
+    return _CommandSplitter(text).split()
+
+
+class _CommandSplitter:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._position = 0
+        self._line = 1
+        self._word: str | None = None
+        self._word_line = 1
+        self._words: list[ShellWord] = []
+        self._commands: list[list[ShellWord]] = []
+
+    def split(self) -> list[list[ShellWord]]:
+        text = self._text
+        while self._position < len(text):
+            char = text[self._position]
+            if char == "\\" and text.startswith(("\n", "\r\n"), self._position + 1):
+                self._advance_to(text.index("\n", self._position) + 1)
+            elif char == "\\":
+                self._append_to_word(self._position + 2)
+            elif char in "'\"":
+                self._append_to_word(self._find_quote_end(char))
+            elif text.startswith(("$(", "${"), self._position):
+                self._append_to_word(find_closing_bracket(text, self._position + 1))
+            elif char == "(" and self._word is not None and self._word.endswith("="):
+                self._append_to_word(self._find_array_end())
+            elif char == "#" and self._word is None:
+                end = text.find("\n", self._position)
+                self._advance_to(len(text) if end < 0 else end)
+            elif char in "\n;|&" or (char in "<>" and self._word is None):
+                self._end_command()
+                self._advance_to(self._position + 1)
+            elif char.isspace():
+                self._end_word()
+                self._advance_to(self._position + 1)
+            else:
+                self._append_to_word(self._position + 1)
+        self._end_command()
+        return self._commands
+
+    def _find_quote_end(self, quote: str) -> int:
+        i = self._position + 1
+        while i < len(self._text) and self._text[i] != quote:
+            i += 2 if self._text[i] == "\\" and quote == '"' else 1
+        if i >= len(self._text):
+            raise ValueError(f"line {self._line}: the quote {quote} does not end; close it.")
+        return i + 1
+
+    def _find_array_end(self) -> int:
+        """Find the end of `name=( ... )`, whose comments and quotes may hold brackets."""
+        i = self._position + 1
+        while i < len(self._text) and self._text[i] != ")":
+            if self._text[i] == "#" and self._text[i - 1].isspace():
+                end = self._text.find("\n", i)
+                i = len(self._text) if end < 0 else end
+            elif self._text[i] in "'\"":
+                here, self._position = self._position, i
+                i, self._position = self._find_quote_end(self._text[i]), here
+            elif self._text.startswith(("$(", "${"), i):
+                i = find_closing_bracket(self._text, i + 1)
+            else:
+                i += 1
+        return min(i + 1, len(self._text))
+
+    def _append_to_word(self, end: int) -> None:
+        if self._word is None:
+            self._word, self._word_line = "", self._line
+        self._word += self._text[self._position : end]
+        self._advance_to(end)
+
+    def _advance_to(self, end: int) -> None:
+        self._line += self._text.count("\n", self._position, end)
+        self._position = end
+
+    def _end_word(self) -> None:
+        if self._word is not None:
+            self._words.append(ShellWord(self._word, self._word_line))
+            self._word = None
+
+    def _end_command(self) -> None:
+        self._end_word()
+        if self._words:
+            self._commands.append(self._words)
+            self._words = []

@@ -1,0 +1,187 @@
+"""The file of answers: one JSON line a prompt, appended as answers come, so that a job that was killed goes on.
+
+Beside `answers.jsonl` stands the folder `answers.jsonl.job` with what the job was asked for (`job.json`) and the logs
+of its engines. When all prompts are answered the lines are put into the order of the prompts. A file that is to be
+parquet is written then, from lines in that folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.schema import DataConfig, SamplingConfig
+from rlhf_megatron.controller.observe.line_file import LineFile, write_file_atomically
+from rlhf_megatron.data.data_rows import iterate_raw_rows, parse_prompt_row
+
+JOB_FILE, LINES_FILE = "job.json", "answers.jsonl"
+PARQUET_SUFFIX = ".parquet"
+
+
+class AnswerFile:
+    """A context manager. `answered_indices`: numbers of the prompts that are answered."""
+
+    def __init__(
+        self, path: Path, fingerprint: Mapping[str, Any], num_prompts: int, overwrite: bool = False
+    ) -> None:
+        """`fingerprint`: what answers depend on. Raises ValueError where the file holds answers of another job."""
+        if path.suffix == PARQUET_SUFFIX:
+            _import_pyarrow()
+        self.path, self.job_folder, self.num_prompts = (
+            path,
+            path.with_name(path.name + ".job"),
+            num_prompts,
+        )
+        job = self.job_folder / JOB_FILE
+        text = json.dumps(fingerprint, indent=1, sort_keys=True) + "\n"
+        if overwrite:
+            for old in (job, path, self.job_folder / LINES_FILE):
+                old.unlink(missing_ok=True)
+        if path.exists() and not job.exists():
+            raise ValueError(
+                f"{path} exists and is not of this command; give --out another name, or --overwrite."
+            )
+        if job.exists() and (
+            differing := list_fingerprint_differences(json.loads(job.read_text()), fingerprint)
+        ):
+            raise ValueError(
+                f"{path} has answers of another job ({'; '.join(differing)}); give --out another name, or --overwrite."
+            )
+        self.job_folder.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(job, text.encode())
+        self._rows_path = self.job_folder / LINES_FILE if path.suffix == PARQUET_SUFFIX else path
+        self._line_file = LineFile(self._rows_path)
+        self.answered_indices = {row["index"] for row in read_answer_rows(self._rows_path)}
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.answered_indices) == self.num_prompts
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """The row is with the operating system when this returns. A prompt that has an answer keeps the first."""
+        if row["index"] not in self.answered_indices:
+            self._line_file.write_row(row)
+            self.answered_indices.add(row["index"])
+
+    def write_ordered_rows(self) -> None:
+        """Put the rows into the order of the prompts; the file is replaced at once."""
+        rows = sorted(read_answer_rows(self._rows_path), key=lambda row: row["index"])
+        if self.path.suffix == PARQUET_SUFFIX:
+            write_file_atomically(self.path, _encode_parquet(rows))
+        else:
+            write_file_atomically(
+                self.path, "".join(json.dumps(row) + "\n" for row in rows).encode()
+            )
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line_file.close()
+
+
+def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file of answers, in the order of the file. `data`: also those that others wrote, which have the
+    list `responses` beside what rows of prompts have. Raises ValueError naming file and row."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, or is no file.")
+    for number, row in iterate_raw_rows(path):
+        try:
+            if (
+                data is not None
+                and isinstance(row, dict)
+                and "index" not in row
+                and "responses" in row
+            ):
+                row = _convert_foreign_row(path, number, row, data)
+            if not isinstance(row["index"], int) or not isinstance(row["responses"], list):
+                raise TypeError
+        except (KeyError, TypeError) as error:
+            text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
+            raise ValueError(f"{path}, line {number} must be {text}.") from error
+        yield row
+
+
+def _convert_foreign_row(
+    path: Path, line_number: int, row: dict[str, Any], data: DataConfig
+) -> dict[str, Any]:
+    """Such a row as ours: it says nothing of ends and tokens. Raises ValueError."""
+    place = f"{path}:{line_number}"
+    responses, rest = (
+        row["responses"],
+        {name: value for name, value in row.items() if name != "responses"},
+    )
+    if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
+        raise ValueError(f"{place}: responses must be a list of texts.")
+    try:
+        asked = parse_prompt_row(rest, data.prompt_key, data.label_key, path.stem, place)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from error
+    prompt = (
+        asked.prompt
+        if isinstance(asked.prompt, str)
+        else "\n".join(m.content for m in asked.prompt)
+    )
+    of_prompt = {
+        "prompt": prompt,
+        "answer": asked.label,
+        "source": asked.source,
+        "extra": asked.extra,
+    }
+    count = len(responses)
+    found: dict[str, Any] = {
+        "index": line_number,
+        "responses": responses,
+        "finish_reasons": ["stop"] * count,
+        "num_tokens": [0] * count,
+    }
+    return found | of_prompt
+
+
+def make_sampling_fingerprint(
+    sampling: SamplingConfig, max_response_length: int, seed: int
+) -> dict[str, Any]:
+    """Return the settings that answers of every kind of job depend on."""
+    return {"sampling": asdict(sampling), "max_response_length": max_response_length, "seed": seed}
+
+
+def _import_pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            "parquet needs pyarrow; install the extra (pip install '.[parquet]')."
+        ) from error
+    return pyarrow
+
+
+def _encode_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    arrow = _import_pyarrow()
+    out = arrow.BufferOutputStream()
+    arrow.parquet.write_table(arrow.Table.from_pylist(list(rows)), out)
+    return bytes(out.getvalue())
+
+
+def list_fingerprint_differences(
+    stored_fingerprint: Mapping[str, Any], new_fingerprint: Mapping[str, Any]
+) -> list[str]:
+    """List what two jobs were asked for differently, a phrase each."""
+    names = sorted(stored_fingerprint.keys() | new_fingerprint.keys())
+    return [
+        f"{n}: {stored_fingerprint.get(n)} there, {new_fingerprint.get(n)} here"
+        for n in names
+        if stored_fingerprint.get(n) != new_fingerprint.get(n)
+    ]
+
+
+def digest_texts(texts: Iterable[str]) -> str:
+    """16 hexadecimal digits of the texts in order."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode(errors="surrogatepass") + b"\0")
+    return found.hexdigest()[:16]

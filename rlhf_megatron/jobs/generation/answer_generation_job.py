@@ -1,0 +1,321 @@
+"""`rlhf-megatron generate`: prompts in, a file of answers out, from engines that this job starts or attaches to.
+
+The engines get the model over a verified weight sync, as in training, so that a server that was started again, or holds
+other bytes, answers nothing. A prompt is answered once, whatever fails on the way; a job that was stopped or killed
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.schema import DataConfig, SFTConfig
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.data.assistant_turns import THINK_END
+from rlhf_megatron.data.document_samples import SampleSource
+from rlhf_megatron.data.document_sets import first_row_has_label, load_documents
+from rlhf_megatron.data.prompt_items import PromptItem, make_prompt_batch
+from rlhf_megatron.data.prompts import load_prompt_sets
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.jobs.generation.answer_file import (
+    AnswerFile,
+    digest_texts,
+    make_sampling_fingerprint,
+)
+from rlhf_megatron.jobs.generation.answer_progress import ProgressReporter
+from rlhf_megatron.jobs.generation.file_weights import FileWeightSender, sync_file_weights
+from rlhf_megatron.jobs.generation.model_source import ServedWeights
+from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.fleet.engine_setup import MIB, EngineSetup
+from rlhf_megatron.rollout.fleet.server_process import make_throttled_progress
+from rlhf_megatron.rollout.rollout_requests import build_generate_requests, make_sampling_params
+from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory
+from rlhf_megatron.stop import StopRequest
+
+WINDOW_PROMPTS = 4096  # prompts that are asked at once, and whose answers are in memory
+STEP = -1  # of the seeds: those of an evaluation
+ONLY_VERSION = 1  # of weights that are the only ones of a job
+ServeEngines = Callable[
+    [Path, StopRequest, Callable[[str], None]], AbstractContextManager[WeightSync]
+]
+
+
+@dataclass(frozen=True)
+class AnswerGenerationJob:
+    """A checked job: `run` does it."""
+
+    setup: EngineSetup  # of the engines that it starts
+    max_response_length: int
+    items: tuple[PromptItem, ...]
+    tokenizer: Tokenizer
+    served_weights: ServedWeights
+    output_path: Path
+    writes_tokens: bool = False  # also write token ids and log-probs
+    overwrite: bool = False
+
+    @classmethod
+    def from_config(
+        cls,
+        setup: EngineSetup,
+        data: DataConfig,
+        sft: SFTConfig | None,
+        is_pairs: bool,
+        served_weights: ServedWeights,
+        split: str,
+        output_path: Path,
+        writes_tokens: bool = False,
+        overwrite: bool = False,
+    ) -> AnswerGenerationJob:
+        """Read prompts, as `load_questions` does, and tokenizer. `split`: val, train or all.
+
+        Raises ValueError for what a user can fix; starts nothing.
+        """
+        setup.check_servers()
+        tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
+        train, held_out = load_questions(data, sft, is_pairs, tokenizer)
+        by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
+        if not by_split[split]:
+            raise ValueError(
+                f"there are no prompts: data has no {split} rows; name a file of prompts, or --split train."
+            )
+        return cls(
+            setup,
+            data.max_response_length,
+            by_split[split],
+            tokenizer,
+            served_weights,
+            output_path,
+            writes_tokens,
+            overwrite,
+        )
+
+    def make_fingerprint(self) -> dict[str, Any]:
+        """Return what the answers depend on, beside the weights' own bytes."""
+        sampling, seed = self.setup.rollout.val_kwargs, self.setup.trainer.seed
+        return (
+            make_sampling_fingerprint(sampling, self.max_response_length, seed)
+            | self.make_weights_fingerprint()
+        ) | {
+            "prompts": digest_texts([item.prompt for item in self.items]),
+            "stop": list(self.setup.rollout.stop),
+            "with_tokens": self.writes_tokens,
+        }
+
+    def make_weights_fingerprint(self) -> dict[str, Any]:
+        """Return what tells the job's weights from others."""
+        return {
+            "model": os.path.abspath(self.served_weights.path_name),
+            "weights": self.served_weights.identity,
+            "dtype": self.setup.dtype,
+        }
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the file when it is done."""
+        return len(self.items)
+
+    def make_requests(self, start: int, num_rows: int) -> list[GenerateRequest]:
+        """Make the engines' requests for these rows."""
+        sampling = self.setup.rollout.val_kwargs
+        stops = self.tokenizer.make_stop_token_ids(self.setup.rollout.stop)
+        params = make_sampling_params(sampling, self.max_response_length, stops)
+        prompts = make_prompt_batch(self.items[start : start + num_rows], start)
+        return build_generate_requests(prompts, sampling.n, params, self.setup.trainer.seed, STEP)
+
+    def run(
+        self,
+        stop: StopRequest,
+        report: Callable[[str], None],
+        serve_engines: ServeEngines | None = None,
+    ) -> dict[str, float]:
+        """Answer what has no answer yet; the file is in order when this returns. `serve_engines`: that serve its weights;
+        None: it starts some.
+
+        Returns figures: prompts, samples and tokens of this call, and its seconds. Raises EngineError when retries or
+        engines run out, and RunStopped where `stop` asks for it: a call with the same arguments then goes on.
+        """
+        with AnswerFile(
+            self.output_path, self.make_fingerprint(), self.num_rows, self.overwrite
+        ) as answers:
+            if answers.answered_indices:
+                report(
+                    f"{len(answers.answered_indices)} of {self.num_rows} prompts have an answer already"
+                )
+            figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
+            if not answers.is_complete:
+                with (serve_engines or self._serve_own_engines)(
+                    answers.job_folder, stop, report
+                ) as sync:
+                    figures = self._generate_missing_answers(sync, answers, report)
+            answers.write_ordered_rows()
+        return figures
+
+    def _serve_own_engines(
+        self, folder: Path, stop: StopRequest, report: Callable[[str], None]
+    ) -> AbstractContextManager[WeightSync]:
+        return serve_weights(self.setup, self.served_weights, folder, stop, report)
+
+    def _generate_missing_answers(
+        self, sync: WeightSync, answers: AnswerFile, report: Callable[[str], None]
+    ) -> dict[str, float]:
+        there = GeneratedSample(
+            (), (), "stop", sync.policy_version
+        )  # stands for a sample that is in the file
+        pace = ProgressReporter(self.num_rows - len(answers.answered_indices), report)
+        # Windows are of all prompts: where answers are to be repeatable, engines decode the same pieces every time.
+        for start in range(0, self.num_rows, WINDOW_PROMPTS):
+            window = self.make_requests(start, WINDOW_PROMPTS)
+            known = {
+                i: [there] * len(asked.seeds)
+                for i, asked in enumerate(window)
+                if start + i in answers.answered_indices
+            }
+
+            def append_groups(
+                first_row: int, groups: Sequence[Sequence[GeneratedSample]], start: int = start
+            ) -> None:
+                for number, group in enumerate(groups, start + first_row):
+                    answers.append(self.make_answer_row(number, group))
+                    pace.count_prompt([len(sample.token_ids) for sample in group])
+
+            if len(known) < len(window):
+                sync.fleet.generate(window, append_groups, known)
+        return pace.collect_figures()
+
+    def make_answer_row(
+        self, prompt_number: int, group: Sequence[GeneratedSample]
+    ) -> dict[str, Any]:
+        """The file's row of a prompt."""
+        item = self.items[prompt_number]
+        row: dict[str, Any] = {
+            "index": prompt_number,
+            "source": item.source,
+            "prompt": item.prompt,
+            "answer": item.label,
+            "responses": [self.tokenizer.decode(sample.token_ids) for sample in group],
+            "finish_reasons": [sample.finish_reason for sample in group],
+            "num_tokens": [len(sample.token_ids) for sample in group],
+        }
+        if item.extra:
+            row["extra"] = item.extra
+        if self.writes_tokens:
+            row["prompt_ids"] = list(item.prompt_ids)
+            row["token_ids"] = [list(sample.token_ids) for sample in group]
+            row["log_probs"] = [list(sample.log_probs) for sample in group]
+        return row
+
+
+def load_questions(
+    data: DataConfig, sft: SFTConfig | None, is_pairs: bool, tokenizer: Tokenizer
+) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
+    """Return the training and the held-out prompts. Rows of a supervised job that are no prompts with labels are asked
+    for what they train: every turn of a conversation, the better answer of a pair. Its text, without thoughts, is the
+    label. `sft`: of such a job; None: of another. Raises ValueError as `load_prompt_sets` and `load_documents`.
+    """
+    if sft is None or not (is_pairs or sft.messages_key is not None) or first_row_has_label(data):
+        sets = load_prompt_sets(data, tokenizer)
+        return sets.train_items, sets.held_out_items
+    found = load_documents(data, replace(sft, teacher_key=None), tokenizer, is_pairs)
+
+    def iterate_items(sources: Sequence[SampleSource]) -> Iterator[PromptItem]:
+        for sample in (one.items[index] for one in sources for index in range(len(one.items))):
+            document = sample.documents[0]
+            for begin, end in document.trained_spans:
+                prompt_ids = document.token_ids[:begin]
+                answer = (
+                    tokenizer.decode(document.token_ids[begin:end]).rpartition(THINK_END)[2].strip()
+                )
+                yield PromptItem(
+                    prompt_ids,
+                    tokenizer.decode_with_special_tokens(prompt_ids),
+                    answer,
+                    sample.source,
+                )
+
+    return tuple(iterate_items(found.sources)), tuple(iterate_items(found.held_out_sources))
+
+
+def answer_with_checkpoints(
+    jobs: Sequence[AnswerGenerationJob], stop: StopRequest, report: Callable[[str], None]
+) -> None:
+    """Do the jobs of several checkpoints, in the order of their steps, with engines that are started once. Raises as
+    `AnswerGenerationJob.run`."""
+    with ExitStack() as stack:
+        started: list[WeightSync] = []
+        for job in sorted(jobs, key=lambda job: job.served_weights.step or 0):
+            served, step = job.served_weights, job.served_weights.step or 0
+
+            @contextmanager
+            def reuse_engines(
+                folder: Path,
+                *engine_arguments: Any,
+                served_weights: ServedWeights = served,
+                step: int = step,
+                job: AnswerGenerationJob = job,
+            ) -> Iterator[WeightSync]:
+                if started:
+                    sync_file_weights(started[0], served_weights.model, step)
+                else:
+                    started.append(
+                        stack.enter_context(
+                            serve_weights(job.setup, served_weights, folder, stop, report, step)
+                        )
+                    )
+                yield started[0]
+
+            job.run(stop, report, reuse_engines)
+
+
+def make_standalone_engine_setup(setup: EngineSetup) -> EngineSetup:
+    """Return the engines of a run as those of a job that trains nothing: all GPUs of the machine are theirs."""
+    rollout, trainer = (
+        replace(setup.rollout, colocated=False),
+        replace(setup.trainer, n_gpus_per_node=0),
+    )
+    return replace(setup, rollout=rollout, trainer=trainer, num_senders=1)
+
+
+@contextmanager
+def serve_weights(
+    setup: EngineSetup,
+    served_weights: ServedWeights,
+    folder: Path,
+    stop: StopRequest,
+    report: Callable[[str], None],
+    version: int = ONLY_VERSION,
+) -> Iterator[WeightSync]:
+    """Engines that serve those weights, verified, under that version; they end with the block. Logs are in
+    `folder`/engines."""
+    with ExitStack() as stack:
+        transfer = stack.enter_context(
+            make_transfer_directory(
+                setup.get_transfer_parent(folder), setup.compute_transfer_bytes()
+            )
+        )
+        servers = setup.start_servers(
+            folder, transfer.path, make_throttled_progress(report, stop.raise_if_requested)
+        )
+        stack.enter_context(servers)
+        fleet = setup.make_fleet(servers, folder, transfer.path, stop.raise_if_requested)
+        stack.callback(fleet.close)
+        sync = WeightSync(
+            FileWeightSender(served_weights.model.source, served_weights.model.hf_config),
+            fleet,
+            transfer.path,
+            setup.rollout.update_weights_bucket_megabytes * MIB,
+            setup.dtype,
+            version - 1,
+            transport=setup.rollout.weight_transport,
+            model_path=Path(setup.model.path),
+        )
+        sent = sync()
+        report(
+            f"{len(fleet.live_engines)} engine(s) serve {served_weights.path_name}: {sent['sync/num_bytes'] / 1e6:.1f} MB, verified, in"
+            f" {sent['sync/seconds']:.1f} s"
+        )
+        yield sync

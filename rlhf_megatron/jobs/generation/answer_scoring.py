@@ -1,0 +1,160 @@
+"""Figures of answer files: score every response, then the figures that a run's own evaluation has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.schema import DataConfig, RewardConfig, RewardTermConfig
+from rlhf_megatron.controller.evaluation.confidence_intervals import compute_item_interval
+from rlhf_megatron.controller.evaluation.held_out_evaluation import (
+    EvaluationResult,
+    ScoredEvaluationSet,
+    summarize_evaluation,
+)
+from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
+from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.service.reward_scorer import (
+    check_reward_labels,
+    check_sources_exist,
+    make_reward_scorer,
+)
+
+
+def score_answer_file(
+    answers_path: Path,
+    reward_config: RewardConfig,
+    log_path: Path,
+    data: DataConfig | None = None,
+    reward_model: RewardTermConfig | None = None,
+) -> list[ScoredEvaluationSet]:
+    """The answers of a file with their scores, a set a data source. `log_path`: of what rewards in processes print. `data`:
+    also of a file that others wrote, with these keys. `reward_model`: the servers of a reward model.
+
+    Raises ConfigError and ValueError for a wrong reward or file, RewardError where too many rewards fail.
+    """
+    rows = list(read_answer_rows(answers_path, data))
+    if not rows:
+        raise ValueError(f"{answers_path} has no answers.")
+    check_sources_exist(reward_config, {row["source"] for row in rows})
+    check_reward_labels(
+        reward_config, ((row["source"], row["answer"], row.get("extra", "")) for row in rows)
+    )
+    samples = [sample for row in rows for sample in _make_reward_samples(row)]
+    with make_reward_scorer(reward_config, log_path, reward_model) as scorer:
+        results = iter(scorer(samples))
+    by_source: dict[str, list[tuple[dict[str, Any], tuple[RewardResult, ...]]]] = {}
+    for row in rows:
+        by_source.setdefault(row["source"], []).append(
+            (row, tuple(next(results) for _ in row["responses"]))
+        )
+    return [_make_scored_set(name, pairs) for name, pairs in by_source.items()]
+
+
+def _make_reward_samples(row: dict[str, Any]) -> list[RewardSample]:
+    columns = zip(row["responses"], row["finish_reasons"], row["num_tokens"], strict=True)
+    of_prompt = {
+        "prompt": row["prompt"],
+        "label": row["answer"],
+        "source": row["source"],
+        "extra": row.get("extra", ""),
+    }
+    return [
+        RewardSample(response=text, finish_reason=why, num_tokens=n, **of_prompt)
+        for text, why, n in columns
+    ]
+
+
+def _make_scored_set(
+    source_name: str, scored_rows: Sequence[tuple[dict[str, Any], tuple[RewardResult, ...]]]
+) -> ScoredEvaluationSet:
+    rows = [row for row, _ in scored_rows]
+    prompts = PromptBatch(
+        prompt_ids=tuple(() for _ in rows),
+        prompts=tuple(row["prompt"] for row in rows),
+        labels=tuple(row["answer"] for row in rows),
+        sources=tuple(row["source"] for row in rows),
+        group_ids=tuple(row["index"] for row in rows),
+        extras=tuple(row.get("extra", "") for row in rows),
+    )
+    return ScoredEvaluationSet(
+        source_name,
+        prompts,
+        tuple(tuple(row["responses"]) for row in rows),
+        tuple(tuple(row["num_tokens"]) for row in rows),
+        tuple(results for _, results in scored_rows),
+    )
+
+
+def format_evaluation_table(result: EvaluationResult) -> list[str]:
+    """Lines for a terminal: one a set, its figures of several samples below."""
+    width = max(len(s.name) for s in result.sets)
+    lines = [f"{'set':<{width}}  items    N    mean  95 % interval     tokens  left out"]
+    for s in result.sets:
+        interval = (
+            f"[{s.low:.4f}, {s.high:.4f}]" if s.low is not None and s.high is not None else "-"
+        )
+        lines.append(
+            f"{s.name:<{width}}  {s.num_items:5d} {s.num_samples:4d}  {s.mean:6.4f}  {interval:16}"
+            f" {s.mean_response_length:7.1f}  {s.num_masked:8d}"
+        )
+        for f in s.figures:
+            interval = (
+                f"[{f.low:.4f}, {f.high:.4f}]" if f.low is not None and f.high is not None else "-"
+            )
+            lines.append(
+                f"{'':<{width}}  {f.name + '@' + str(f.k):>10}  {f.value:6.4f}  {interval}"
+            )
+    if len(result.sets) > 1:
+        lines.append(
+            f"all: {result.accuracy:.4f} [{result.low:.4f}, {result.high:.4f}] over {result.num_items} items"
+        )
+    return lines
+
+
+def convert_evaluation_to_json(scored_sets: Sequence[ScoredEvaluationSet]) -> dict[str, Any]:
+    """All figures, and the score of each response in the order of the file's rows of that set."""
+    result = summarize_evaluation(scored_sets)
+    sets = [
+        asdict(s) | {"scores": [[_extract_valid_score(r) for r in item] for item in a.results]}
+        for s, a in zip(result.sets, scored_sets, strict=True)
+    ]
+    return {"mean": result.accuracy, "low": result.low, "high": result.high, "sets": sets}
+
+
+def _extract_valid_score(result: RewardResult) -> float | None:
+    return None if is_masked(result.status) else result.score
+
+
+def compare_answers(
+    first_sets: Sequence[ScoredEvaluationSet], second_sets: Sequence[ScoredEvaluationSet]
+) -> tuple[int, float, tuple[float, float] | None]:
+    """(items, mean difference, 95 % interval) of the second minus the first, over the prompts that both answered.
+
+    Paired: an item's difference is that of its two mean scores, and the interval is Student's over items. Raises
+    ValueError where they share no prompt.
+    """
+    means = [
+        {
+            (a.name, prompt): sum(scores) / len(scores)
+            for a in answered
+            for prompt, scores in zip(a.prompts.prompts, a.collect_valid_scores(), strict=True)
+            if scores
+        }
+        for answered in (first_sets, second_sets)
+    ]
+    shared = [key for key in means[0] if key in means[1]]
+    if not shared:
+        raise ValueError(
+            "the two files have no prompt of the same source in common; nothing can be compared."
+        )
+    differences = [means[1][key] - means[0][key] for key in shared]
+    interval = (
+        compute_item_interval([(difference,) for difference in differences])
+        if any(differences)
+        else (0.0, 0.0)
+    )
+    return len(shared), sum(differences) / len(differences), interval

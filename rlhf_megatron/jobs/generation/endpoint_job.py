@@ -1,0 +1,269 @@
+"""`rlhf-megatron generate URL`: answers of any OpenAI-compatible server, into the same file, with the same promises.
+
+Each sample is a request of its own, with a seed of its own. One that fails for a reason that may pass (no connection,
+no answer in time, status 408, 429 or 5xx) is asked again, less and less often, for `rollout.request_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rlhf_megatron.config.schema import DataConfig, RolloutConfig
+from rlhf_megatron.data.data_rows import ChatMessage, PromptRow, read_prompt_rows
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.jobs.generation.answer_file import (
+    AnswerFile,
+    digest_texts,
+    make_sampling_fingerprint,
+)
+from rlhf_megatron.jobs.generation.answer_progress import ProgressReporter
+from rlhf_megatron.rollout.engine_interface import EngineError, EngineRequestError
+from rlhf_megatron.stop import StopRequest
+
+STEP = -1  # of the seeds: those of an evaluation
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+_POLL_S = 0.2
+_RETRYABLE_STATUSES = (408, 425, 429)
+
+
+@dataclass(frozen=True)
+class EndpointChoice:
+    text: str
+    finish_reason: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class EndpointJob:
+    """A checked job: `run` does it."""
+
+    data: DataConfig
+    rollout: RolloutConfig  # how answers are sampled, and how long they are waited for
+    seed: int
+    url: str  # with /v1
+    model: str
+    api_key: str | None
+    rows: tuple[PromptRow, ...]
+    output_path: Path
+    num_concurrent_prompts: int  # prompts
+    is_chat: bool
+    overwrite: bool
+
+    @classmethod
+    def from_config(
+        cls,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        seed: int,
+        url: str,
+        model: str,
+        api_key: str | None,
+        output_path: Path,
+        num_concurrent_prompts: int,
+        is_chat: bool,
+        overwrite: bool,
+    ) -> EndpointJob:
+        """Read the prompts. Raises ValueError for what a user can fix; asks nothing."""
+        if not data.val_files:
+            raise ValueError(
+                f"generate {url} needs files of prompts: name them behind the address."
+            )
+        if data.few_shot.num_shots or rollout.stop:
+            raise ValueError(
+                "data.few_shot and rollout.stop would be ignored: an endpoint has its own tokens; write examples into"
+                " data.prompt_template, and leave out the stop."
+            )
+        rows, _ = read_prompt_rows(
+            data.val_files, data.prompt_key, data.label_key, data.skip_bad_rows
+        )
+        if not is_chat and any(not isinstance(row.prompt, str) for row in rows):
+            raise ValueError("--completions needs prompts that are texts; some rows hold chats.")
+        return cls(
+            data,
+            rollout,
+            seed,
+            url,
+            model,
+            api_key,
+            rows,
+            output_path,
+            num_concurrent_prompts,
+            is_chat,
+            overwrite,
+        )
+
+    def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
+        """Write the answers, as `jobs.generation.answer_generation_job.AnswerGenerationJob.run` does."""
+        asked = make_sampling_fingerprint(
+            self.rollout.val_kwargs, self.data.max_response_length, self.seed
+        ) | {
+            "model": f"{self.model} at {self.url}",
+            "prompts": digest_texts([str(self._make_messages(row)) for row in self.rows]),
+            "is_chat": self.is_chat,
+        }
+        with AnswerFile(self.output_path, asked, len(self.rows), self.overwrite) as answers:
+            if answers.answered_indices:
+                report(
+                    f"{len(answers.answered_indices)} of {len(self.rows)} prompts have an answer already"
+                )
+            pace = ProgressReporter(len(self.rows) - len(answers.answered_indices), report)
+            if not answers.is_complete:
+                asyncio.run(self._answer_all(answers, pace, stop))
+            answers.write_ordered_rows()
+        return pace.collect_figures()
+
+    async def _answer_all(
+        self, answers: AnswerFile, pace: ProgressReporter, stop: StopRequest
+    ) -> None:
+        waiting = iter(
+            [number for number in range(len(self.rows)) if number not in answers.answered_indices]
+        )
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        limits = aiohttp.ClientTimeout(self.rollout.request_timeout_s)
+
+        async def answer_waiting_prompts(session: aiohttp.ClientSession) -> None:
+            for number in waiting:
+                samples = range(self.rollout.val_kwargs.n)
+                choices = await asyncio.gather(
+                    *(self._request_choice(session, number, sample) for sample in samples)
+                )
+                answers.append(self._make_answer_row(number, choices))
+                pace.count_prompt([choice.num_tokens for choice in choices])
+
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=limits, headers=headers
+        ) as session:
+            tasks = {
+                asyncio.create_task(answer_waiting_prompts(session))
+                for _ in range(self.num_concurrent_prompts)
+            }
+            try:
+                while tasks:
+                    stop.raise_if_requested()
+                    done, tasks = await asyncio.wait(
+                        tasks, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
+                    )
+                    for task in done:
+                        task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _request_choice(
+        self, session: aiohttp.ClientSession, prompt_number: int, sample_number: int
+    ) -> EndpointChoice:
+        """Raises EngineRequestError where the server refuses the request, EngineError where time is over."""
+        body, where = (
+            self._make_request_body(prompt_number, sample_number),
+            self.rows[prompt_number].origin,
+        )
+        path = f"{self.url}/{'chat/' if self.is_chat else ''}completions"
+        end, pause_s = time.monotonic() + self.rollout.request_timeout_s, PAUSE_S
+        while True:
+            try:
+                async with session.post(path, json=body) as response:
+                    status, text = response.status, await response.text()
+                    if status == 200:
+                        return _parse_choice(await response.json(content_type=None))
+                words = f"{status}: {text[:300]}"
+                if status < 500 and status not in _RETRYABLE_STATUSES:
+                    raise EngineRequestError(f"{path} refuses {where}: {words}")
+            except (
+                aiohttp.ClientError,
+                TimeoutError,
+                ValueError,
+                KeyError,
+                IndexError,
+                TypeError,
+            ) as error:
+                words = f"{type(error).__name__}: {error}"
+            if time.monotonic() + pause_s > end:
+                raise EngineError(
+                    f"{path} has not answered {where} within rollout.request_timeout_s: {words}."
+                )
+            await asyncio.sleep(
+                pause_s
+                * (0.5 + derive_seed(prompt_number, sample_number, int(pause_s * 8)) / 2**32)
+            )
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _make_request_body(self, prompt_number: int, sample_number: int) -> dict[str, Any]:
+        """Only what differs from OpenAI's own defaults is said beside temperature and top_p."""
+        sampling = self.rollout.val_kwargs
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.data.max_response_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": derive_seed(self.seed, STEP, prompt_number, sample_number),
+        }
+        body |= {"top_k": sampling.top_k} if sampling.top_k != -1 else {}
+        body |= {"min_p": sampling.min_p} if sampling.min_p else {}
+        messages = self._make_messages(self.rows[prompt_number])
+        if self.is_chat:
+            return body | {"messages": [{"role": m.role, "content": m.content} for m in messages]}
+        return body | {"prompt": messages[-1].content}
+
+    def _make_messages(self, row: PromptRow) -> tuple[ChatMessage, ...]:
+        data, prompt = self.data, row.prompt
+        if isinstance(prompt, str):
+            prompt = (ChatMessage("user", data.prompt_template.replace("{prompt}", prompt)),)
+        return (
+            prompt
+            if data.system_prompt is None
+            else (ChatMessage("system", data.system_prompt), *prompt)
+        )
+
+    def _make_answer_row(self, prompt_number: int, choices: list[EndpointChoice]) -> dict[str, Any]:
+        row = self.rows[prompt_number]
+        found: dict[str, Any] = {
+            "index": prompt_number,
+            "source": row.source,
+            "prompt": "\n".join(message.content for message in self._make_messages(row)),
+            "answer": row.label,
+            "responses": [choice.text for choice in choices],
+            "finish_reasons": [choice.finish_reason for choice in choices],
+            "num_tokens": [choice.num_tokens for choice in choices],
+        }
+        return found | ({"extra": row.extra} if row.extra else {})
+
+
+async def fetch_model_name(url: str, api_key: str | None, timeout_s: float) -> str:
+    """The first model that the server names. Raises ValueError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        limits = aiohttp.ClientTimeout(timeout_s)
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=limits) as session,
+            session.get(f"{url}/models") as response,
+        ):
+            return str((await response.json(content_type=None))["data"][0]["id"])
+    except (
+        aiohttp.ClientError,
+        TimeoutError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+    ) as error:
+        raise ValueError(
+            f"{url}/models names no model ({error!r}); give --model, or correct the address."
+        ) from error
+
+
+def _parse_choice(answer: Any) -> EndpointChoice:
+    """Raises KeyError, IndexError or TypeError for what is no answer of OpenAI's form."""
+    choice = answer["choices"][0]
+    text = choice["text"] if "text" in choice else choice["message"].get("content") or ""
+    return EndpointChoice(
+        str(text), str(choice["finish_reason"]), int(answer["usage"]["completion_tokens"])
+    )

@@ -1,0 +1,77 @@
+"""Weights of files to engines, over the same buckets, receipts and checks as a trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.ranks.resharding.weight_sender import SendReport, SingleRankWorld
+from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
+from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
+from rlhf_megatron.weights.conversion.stored_model import StoredModel
+from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.weight_source import WeightSource
+from rlhf_megatron.weights.weight_table import WeightRule
+
+
+class FileWeightSender(SingleRankWorld):
+    """The sender of a `WeightSync` where no trainer runs. Implements `controller.sync.weight_sync.WeightSender`.
+
+    One tensor of Megatron's layout is made at a time, but all are held while they are sent: the host needs memory for
+    the whole model in the engines' type.
+    """
+
+    def __init__(self, source: WeightSource, hf_config: HFConfig) -> None:
+        super().__init__(torch.device("cpu"))
+        self._source = source
+        self._table = make_weight_table(hf_config)
+
+    def send_weights(self, *, dtype: str, **delivery_options: Any) -> Future[list[SendReport]]:
+        """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError for a broken one."""
+        sent: Future[list[SendReport]] = Future()
+        with closing(EngineProcessGroups()) as groups:
+            sent.set_result(
+                [
+                    deliver_weights(
+                        self._iterate_megatron_tensors(getattr(torch, dtype)),
+                        self,
+                        groups,
+                        engine_dtype=dtype,
+                        **delivery_options,
+                    )
+                ]
+            )
+        return sent
+
+    def _iterate_megatron_tensors(self, dtype: torch.dtype) -> Iterator[tuple[WeightRule, Tensor]]:
+        for rule in self._table:
+            full = rule.to_megatron(*self._source.read_hf_tensors(rule))
+            yield (
+                rule,
+                full if rule.dtype is not None else full.to(dtype),
+            )  # a buffer keeps its type
+
+
+def sync_file_weights(sync: WeightSync, model: StoredModel, version: int) -> float:
+    """Other weights to the engines of `sync`, under a version above that of theirs; returns the seconds.
+
+    Raises EngineError, ValueError and OSError: the engines are then brought back to what they served, by their fleet.
+    """
+    before = sync.weight_sender, sync.policy_version
+    with sync.fleet.hold_exclusively():
+        sync.weight_sender, sync.policy_version = (
+            FileWeightSender(model.source, model.hf_config),
+            version - 1,
+        )
+        try:
+            return sync()["sync/seconds"]
+        except BaseException as error:
+            sync.weight_sender, sync.policy_version = before
+            sync.fleet.abandon_weight_update(str(error))
+            raise

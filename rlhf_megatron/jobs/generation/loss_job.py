@@ -1,0 +1,163 @@
+"""`rlhf-megatron evaluate SOURCE --loss FILE`: the loss of a model over a file, from the engines that also generate.
+
+A document's loss is the negative log-prob of what would train in the job `sft`: answers, an assistant's turns, or of
+plain texts every token but the first. A mean counts tokens, as the held-out loss of that job does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_megatron.config.schema import DataConfig, SFTConfig
+from rlhf_megatron.controller.evaluation.sample_figures import SEED, bootstrap_intervals
+from rlhf_megatron.data.document_samples import DocumentSample
+from rlhf_megatron.data.document_sets import load_held_out_samples
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.jobs.generation.answer_file import digest_texts, read_answer_rows
+from rlhf_megatron.jobs.generation.answer_generation_job import AnswerGenerationJob
+from rlhf_megatron.jobs.generation.model_source import ServedWeights
+from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+
+
+@dataclass(frozen=True)
+class LossJob(AnswerGenerationJob):
+    """A checked job: `run` writes a row a document, with the same promises as for answers."""
+
+    documents: tuple[DocumentSample, ...] = ()
+
+    @classmethod
+    def from_files(
+        cls,
+        setup: EngineSetup,
+        data: DataConfig,
+        sft: SFTConfig,
+        is_pairs: bool,
+        served_weights: ServedWeights,
+        output_path: Path,
+        overwrite: bool = False,
+    ) -> LossJob:
+        """Read the held-out documents of a configuration. Raises ValueError for what a user can fix."""
+        setup.check_servers()
+        tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
+        documents = load_held_out_samples(data, sft, tokenizer, is_pairs)
+        if not documents:
+            raise ValueError(
+                "there are no documents: name files behind --loss, or a run that holds some out."
+            )
+        # Each is asked for once, as it stands: no setting of the sampling counts.
+        once = replace(setup.rollout, val_kwargs=replace(setup.rollout.val_kwargs, n=1))
+        setup = replace(setup, rollout=once)
+        return cls(
+            setup,
+            data.max_response_length,
+            (),
+            tokenizer,
+            served_weights,
+            output_path,
+            False,
+            overwrite,
+            documents,
+        )
+
+    def make_fingerprint(self) -> dict[str, Any]:
+        """Return what the losses depend on, beside the weights' own bytes."""
+        documents = digest_texts(
+            [repr((sample.source, sample.documents)) for sample in self.documents]
+        )
+        return self.make_weights_fingerprint() | {"documents": documents}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.documents)
+
+    def make_requests(self, start: int, num_rows: int) -> list[GenerateRequest]:
+        """One a document: the tokens from the first one that counts are scored."""
+        params, found = SamplingParams(0), []
+        for sample in self.documents[start : start + num_rows]:
+            ids, first = sample.documents[0].token_ids, sample.documents[0].trained_spans[0][0]
+            found.append(GenerateRequest(ids, (0,), params, len(ids) - first))
+        return found
+
+    def make_answer_row(
+        self, prompt_number: int, group: Sequence[GeneratedSample]
+    ) -> dict[str, Any]:
+        """The sum of a document's losses, nats, and the tokens that it is of."""
+        sample, log_probs = self.documents[prompt_number], group[0].log_probs
+        spans = sample.documents[0].trained_spans
+        first = spans[0][0]
+        values = [log_probs[place - first] for begin, end in spans for place in range(begin, end)]
+        return {
+            "index": prompt_number,
+            "source": sample.source,
+            "responses": [],
+            "num_tokens": [len(values)],
+            "loss": -float(np.sum(np.asarray(values, np.float64))),
+        }
+
+
+@dataclass(frozen=True)
+class SourceLoss:
+    """The loss of the documents of one source, or of all."""
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    loss: float  # nats a token, over all tokens
+    low: (
+        float | None
+    )  # 95 % interval: the 2.5 and 97.5 % quantiles over resampled documents; None for a single one
+    high: float | None
+    perplexity: float  # exp(loss)
+
+
+def compute_source_losses(path: Path) -> list[SourceLoss]:
+    """Figures of a file that `LossJob` wrote, a source each, then "all" where there are several. Raises ValueError."""
+    rows = list(read_answer_rows(path))
+    if not rows or any("loss" not in row for row in rows):
+        raise ValueError(
+            f"{path} has no losses; `rlhf-megatron evaluate MODEL --loss FILE` writes them."
+        )
+    by_source: dict[str, list[tuple[float, int]]] = {}
+    for row in rows:
+        by_source.setdefault(row["source"], []).append((row["loss"], row["num_tokens"][0]))
+    if len(by_source) > 1:
+        by_source["all"] = [pair for pairs in by_source.values() for pair in pairs]
+    return [_compute_source_loss(name, np.array(pairs)) for name, pairs in by_source.items()]
+
+
+def _compute_source_loss(name: str, pairs_N2: np.ndarray) -> SourceLoss:
+    sums_N, counts_N = pairs_N2.T
+    drawn = bootstrap_intervals(
+        (sums_N / counts_N)[:, None], np.random.default_rng(SEED), weights_IK=counts_N[:, None]
+    )
+    ((loss, low, high),) = drawn
+    return SourceLoss(name, len(pairs_N2), int(counts_N.sum()), loss, low, high, exp(loss))
+
+
+def format_loss_table(sets: Sequence[SourceLoss]) -> list[str]:
+    """Lines for a terminal: one a set."""
+    width = max(3, *(len(s.name) for s in sets))
+    lines = [f"{'set':<{width}}  documents     tokens      loss  95 % interval       perplexity"]
+    for s in sets:
+        interval = (
+            f"[{s.low:.5f}, {s.high:.5f}]" if s.low is not None and s.high is not None else "-"
+        )
+        lines.append(
+            f"{s.name:<{width}}  {s.num_documents:9d} {s.num_tokens:10d}  {s.loss:8.5f}  {interval:18}"
+            f" {s.perplexity:11.4f}"
+        )
+    return lines
+
+
+def convert_losses_to_json(sets: Sequence[SourceLoss]) -> dict[str, Any]:
+    """All figures; those of all documents at the top."""
+    return {name: value for name, value in asdict(sets[-1]).items() if name != "name"} | {
+        "sets": [*map(asdict, sets)]
+    }

@@ -1,0 +1,147 @@
+"""Configuration and weights of a job that trains nothing: from a YAML file, the directory of a run, or of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rlhf_megatron.config.hub import download_from_hub, find_local_model_copy, is_hub_name
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.secrets import reveal_secrets
+from rlhf_megatron.controller.recovery.checkpoint_export import HF, find_exportable_weights
+from rlhf_megatron.device import count_devices, has_accelerator
+from rlhf_megatron.jobs.generation.answer_file import digest_texts
+from rlhf_megatron.plugins import load_plugins
+from rlhf_megatron.weights.conversion.stored_model import StoredModel
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """The weights of a job, and what tells them from others."""
+
+    model: StoredModel
+    path_name: str  # a path, for messages
+    identity: str  # changes where the files change
+    step: int | None = None  # of a checkpoint
+
+
+def find_served_weights(
+    job_source: Path, model_path: Path, step: int | None = None, is_best: bool = False
+) -> ServedWeights:
+    """Find the weights that `job_source`, as in `load_job_config`, serves. `model_path` is that of its configuration.
+
+    Of a run: the checkpoint of `step` or the best one (as `controller.recovery.checkpoint_export.find_exportable_weights` says), else its folder `hf`,
+    else its newest checkpoint.
+
+    Reads headers only. Raises ValueError.
+    """
+    is_run = (job_source / "config.yaml").is_file()
+    if (step is not None or is_best) and not is_run:
+        raise ValueError(
+            f"--step and --best need the directory of a run, with checkpoints; {job_source} is none."
+        )
+    if is_run and (step is not None or is_best or not _has_hf_export(job_source)):
+        found = find_exportable_weights(job_source, step, is_best)
+        return ServedWeights(
+            found.model,
+            str(found.checkpoint_path),
+            _digest_file_stats(found.checkpoint_path),
+            found.step,
+        )
+    path = job_source / HF if is_run else model_path
+    hf_config, reader = read_hf_config(path), HFReader(path)
+    reader.check_against_table(make_weight_table(hf_config))
+    return ServedWeights(
+        StoredModel(hf_config, reader, path, path, recorded_digests={}),
+        str(path),
+        _digest_file_stats(path),
+    )
+
+
+def _has_hf_export(run_dir: Path) -> bool:
+    return (run_dir / HF / "config.json").is_file()
+
+
+def _digest_file_stats(directory: Path) -> str:
+    """A digest of names, sizes and times of the files: bytes would take minutes to read."""
+    files = [(path, path.stat()) for path in sorted(directory.glob("*")) if path.is_file()]
+    return digest_texts([f"{path.name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files])
+
+
+def load_job_config(
+    job_source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]
+) -> RunConfig:
+    """`job_source`: RUN.yaml; a run's directory; a model in Hugging Face layout, or its name on a hub; None: the defaults.
+
+    `prompt_files` take the place of the prompts that it names. Raises ConfigError and ValueError.
+    """
+    words: list[str] = []
+    path: Path | None = None
+    given: list[str] = []
+    if prompt_files:
+        files = json.dumps([os.fspath(name) for name in prompt_files])
+        words = [
+            "data.task=null",
+            "data.sources=[]",
+            f"data.train_files={files}",
+            f"data.val_files={files}",
+        ]
+    if job_source is not None and job_source.is_file():
+        path = job_source
+    elif job_source is not None and (job_source / "config.yaml").is_file():
+        path, given = job_source / "config.yaml", ["model.init_seed=null"]
+        given += (
+            [f"model.path={json.dumps(str(job_source / HF))}"] if _has_hf_export(job_source) else []
+        )
+        given += (
+            _make_engine_overrides()
+            if yaml.safe_load(path.read_text(encoding="utf-8")).get("job", "train") != "train"
+            else []
+        )
+    elif job_source is not None and (job_source / "config.json").is_file():
+        given = _make_default_overrides(job_source)
+    elif job_source is not None and is_hub_name(str(job_source)) and not job_source.exists():
+        given = _make_default_overrides(
+            Path(find_local_model_copy(str(job_source)) or download_from_hub(str(job_source)))
+        )
+    elif job_source is not None:
+        raise ValueError(
+            f"{job_source} must be a configuration (RUN.yaml), the directory of a run, or a model in Hugging Face layout"
+            " (with config.json) or on a model hub (owner/name); correct it."
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        if path is None:
+            path = Path(directory) / "model.yaml"
+            path.write_text("{}\n")
+        config = reveal_secrets(
+            read_run_config(path, [*given, *words, *overrides]).config, os.environ
+        )
+    load_plugins(config.plugins)
+    return config
+
+
+def _make_default_overrides(model: Path) -> list[str]:
+    """Settings that fit a model and this machine, where no configuration says otherwise."""
+    reader = HFReader(model)
+    found = reader.get_dtype_name(make_weight_table(read_hf_config(model))[0])
+    dtype = found if found in ("float32", "bfloat16") else "bfloat16"
+    return [
+        f"model.path={json.dumps(str(model))}",
+        f"model.dtype={dtype}",
+        *_make_engine_overrides(),
+    ]
+
+
+def _make_engine_overrides() -> list[str]:
+    """Choose engines for this machine, since a model, or a job without rewards, names none."""
+    engine = "sglang" if has_accelerator() else "local"
+    return [f"rollout.engine={engine}", f"rollout.num_engines={max(1, count_devices())}"]

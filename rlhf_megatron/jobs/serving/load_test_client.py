@@ -1,0 +1,235 @@
+"""`rlhf-megatron load-test URL`: what an OpenAI-compatible server bears, at one number of clients after another.
+
+Closed loop: each client asks again as soon as it has its answer. Durations are those of the client: from the request to
+the last byte, and for streams to the first text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+QUANTILES = (50, 90, 99)
+NUM_REASONS = 3  # of failures that are shown
+
+
+@dataclass(frozen=True)
+class LoadTestPlan:
+    url: str  # with /v1
+    model: str
+    prompts: tuple[str | list[dict[str, str]], ...]  # texts, or chats; asked by turns
+    clients: tuple[int, ...]  # of each level
+    num_requests: int | None  # of a level; None: ten a client
+    max_tokens: int
+    is_stream: bool
+    is_chat: bool
+    key: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class RequestOutcome:
+    """One request."""
+
+    seconds: float
+    first_text_s: float | None = None  # to the first text of a stream
+    num_tokens: int = 0  # of the answer
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class LoadLevel:
+    """Figures of one number of clients. Quantiles by name, p50 and so on; of requests that succeeded."""
+
+    clients: int
+    requests: int
+    failed: int
+    seconds: float
+    requests_per_s: float
+    tokens_per_s: float
+    latency_s: dict[str, float]
+    first_token_s: dict[str, float]  # {}: nothing was streamed
+    token_s: dict[str, float]  # a token after the first, of streams
+    reasons: tuple[str, ...]  # of the first failures
+
+
+async def run_load_test(plan: LoadTestPlan, print_line: Callable[[str], None]) -> list[LoadLevel]:
+    """Ask, level by level. A request that fails is counted; nothing is asked twice."""
+    limits = aiohttp.ClientTimeout(plan.timeout_s)
+    headers = {"Authorization": f"Bearer {plan.key}"} if plan.key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    levels = []
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers
+    ) as session:
+        for line in HEADER:
+            print_line(line)
+        for clients in plan.clients:
+            levels.append(await _run_load_level(session, plan, clients))
+            print_line(format_level_row(levels[-1]))
+    return levels
+
+
+async def _run_load_level(
+    session: aiohttp.ClientSession, plan: LoadTestPlan, num_clients: int
+) -> LoadLevel:
+    numbers = iter(range(plan.num_requests or 10 * num_clients))
+    prompts = itertools.cycle(plan.prompts)
+    outcomes: list[RequestOutcome] = []
+
+    async def run_client() -> None:
+        for _ in numbers:
+            outcomes.append(await _send_request(session, plan, next(prompts)))
+
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    await asyncio.gather(*(run_client() for _ in range(num_clients)))
+    return summarize_load_level(num_clients, outcomes, clock() - start)
+
+
+def summarize_load_level(
+    num_clients: int, outcomes: Sequence[RequestOutcome], seconds: float
+) -> LoadLevel:
+    """Compute the figures of all outcomes of a level that took so long."""
+    good = [outcome for outcome in outcomes if not outcome.error]
+    paces = [
+        (o.seconds - o.first_text_s) / (o.num_tokens - 1)
+        for o in good
+        if o.first_text_s is not None and o.num_tokens > 1
+    ]
+    return LoadLevel(
+        num_clients,
+        len(outcomes),
+        len(outcomes) - len(good),
+        seconds,
+        len(good) / seconds,
+        sum(o.num_tokens for o in good) / seconds,
+        compute_quantiles([o.seconds for o in good]),
+        compute_quantiles([o.first_text_s for o in good if o.first_text_s is not None]),
+        compute_quantiles(paces),
+        tuple(dict.fromkeys(o.error for o in outcomes if o.error))[:NUM_REASONS],
+    )
+
+
+def compute_quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99 with linear interpolation, and the mean."""
+    if not values:
+        return {}
+    return {f"p{q}": float(np.quantile(values, q / 100)) for q in QUANTILES} | {
+        "mean": float(np.mean(values))
+    }
+
+
+async def _send_request(
+    session: aiohttp.ClientSession, plan: LoadTestPlan, prompt: Any
+) -> RequestOutcome:
+    body: dict[str, Any] = {"model": plan.model, "max_tokens": plan.max_tokens}
+    if plan.is_chat:
+        body["messages"] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
+    else:
+        body["prompt"] = prompt
+    if plan.is_stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    clock = asyncio.get_running_loop().time
+    start, first_s, num_tokens = clock(), None, 0
+    try:
+        async with session.post(
+            f"{plan.url}/{'chat/' if plan.is_chat else ''}completions", json=body
+        ) as response:
+            if response.status != 200:
+                text = (await response.text())[:200]
+                return RequestOutcome(clock() - start, error=f"{response.status}: {text}")
+            if not plan.is_stream:
+                num_tokens = (await response.json())["usage"]["completion_tokens"]
+            else:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        return RequestOutcome(clock() - start, error=str(chunk["error"]))
+                    if first_s is None and _has_text(chunk):
+                        first_s = clock() - start
+                    num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        return RequestOutcome(clock() - start, error=f"{type(error).__name__}: {error}")
+    return RequestOutcome(clock() - start, first_s, num_tokens)
+
+
+def _has_text(chunk: dict[str, Any]) -> bool:
+    return any(
+        c.get("text") or (c.get("delta") or {}).get("content") for c in chunk.get("choices", ())
+    )
+
+
+HEADER = (
+    "          requests             /s           latency, s              first token, s       token, ms",
+    "clients  good failed   requests   tokens    p50    p90    p99       p50    p90    p99    p50",
+)
+
+
+def format_level_row(level: LoadLevel) -> str:
+    """A row under HEADER."""
+
+    def format_quantiles(values: dict[str, float], scale: float = 1.0) -> str:
+        found = [f"{values[f'p{q}'] * scale:6.3f}" if values else "     -" for q in QUANTILES]
+        return " ".join(found)
+
+    pace = f"{level.token_s['p50'] * 1e3:6.1f}" if level.token_s else "     -"
+    return (
+        f"{level.clients:7d} {level.requests - level.failed:5d} {level.failed:6d} {level.requests_per_s:10.2f}"
+        f" {level.tokens_per_s:8.1f} {format_quantiles(level.latency_s)}    {format_quantiles(level.first_token_s)} {pace}"
+    )
+
+
+def load_test_to_json(plan: LoadTestPlan, load_levels: Sequence[LoadLevel]) -> dict[str, Any]:
+    """All figures and what was asked, without the key."""
+    asked = {name: value for name, value in asdict(plan).items() if name not in ("key", "prompts")}
+    return {
+        "plan": asked | {"num_prompts": len(plan.prompts)},
+        "levels": [asdict(level) for level in load_levels],
+    }
+
+
+def plot_load_levels(load_levels: Sequence[LoadLevel], path: Path) -> None:
+    """Tokens a second, latency and first token over the number of clients. Raises ValueError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "a picture needs matplotlib; install the extra (pip install '.[demo]')."
+        ) from error
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    clients = [level.clients for level in load_levels]
+    panels = {
+        "tokens a second": {"": [level.tokens_per_s for level in load_levels]},
+        "latency, s": {
+            f"p{q}": [level.latency_s.get(f"p{q}", np.nan) for level in load_levels]
+            for q in QUANTILES
+        },
+        "first token, s": {
+            f"p{q}": [level.first_token_s.get(f"p{q}", np.nan) for level in load_levels]
+            for q in QUANTILES
+        },
+    }
+    for axes, (title, lines) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for name, values in lines.items():
+            axes.plot(clients, values, marker="o", label=name)
+        axes.set(title=title, xlabel="clients", ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(clients, map(str, clients))
+        if len(lines) > 1:
+            axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,172 @@
+"""`rlhf-megatron serve`: engines with a model or a run's newest checkpoint, behind one HTTP address."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlhf_megatron.config.schema import DataConfig
+from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
+from rlhf_megatron.data.chat_template import make_chat_format
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.jobs.generation.answer_generation_job import serve_weights
+from rlhf_megatron.jobs.generation.model_source import ServedWeights as Weights
+from rlhf_megatron.jobs.generation.model_source import find_served_weights
+from rlhf_megatron.jobs.serving.checkpoint_follower import (
+    EVERY_S,
+    CheckpointFollower,
+    PinnedCheckpoint,
+)
+from rlhf_megatron.jobs.serving.http_front import ServingFront
+from rlhf_megatron.jobs.serving.openai_requests import ServedModel
+from rlhf_megatron.jobs.serving.serving_backend import ServingBackend
+from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+from rlhf_megatron.rollout.local.local_server import LOOPBACK_NAMES
+from rlhf_megatron.stop import StopRequest
+
+GRACE_S = 30.0  # that requests under way have to end when the server is told to
+_POLL_S = 0.1
+WEIGHTS = "weights"  # folder of the checkpoint that is served
+
+
+@dataclass(frozen=True)
+class ServeJob:
+    """A checked job: `run_server` does it."""
+
+    setup: EngineSetup  # of its engines
+    data: DataConfig
+    model_source: Path  # RUN.yaml, the directory of a run, or of a model
+    followed_run_dir: Path | None  # the directory of a run
+    server_dir: Path  # of logs, keys of engines and the checkpoint that is served
+    model_name: str  # of the model, in requests
+    host: str
+    port: int  # 0: any free one
+    api_key: str | None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError; starts nothing."""
+        if self.host not in LOOPBACK_NAMES and not self.api_key:
+            raise ValueError(
+                f"--host {self.host} is reached from other machines: give an API key (--api-key-file, or"
+                " RLHF_MEGATRON_API_KEY), which clients send."
+            )
+        self.setup.check_servers()
+
+    def run_server(self, stop_request: StopRequest, report: Callable[[str], None]) -> None:
+        """Serve until `stop_request` asks for the end; requests under way have 30 seconds then. Raises EngineError where no
+        engine is left, RunStopped where it is asked before it serves."""
+        self.server_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = self.followed_run_dir or (
+            self.model_source if (self.model_source / CHECKPOINTS).is_dir() else None
+        )
+        pinned = (
+            PinnedCheckpoint(run_dir, self.server_dir / WEIGHTS) if run_dir is not None else None
+        )
+        weights = self._choose_weights(pinned, stop_request, report)
+        version = weights.step or 0
+        with ExitStack() as stack:
+            sync = stack.enter_context(
+                serve_weights(self.setup, weights, self.server_dir, stop_request, report, version)
+            )
+            follower = (
+                CheckpointFollower(pinned, sync, report)
+                if pinned is not None and self.followed_run_dir is not None
+                else None
+            )
+            backend = stack.enter_context(ServingBackend(sync, follower))
+            asyncio.run(
+                self._serve_until_stopped(
+                    backend, self._make_served_model(weights), stop_request, report
+                )
+            )
+
+    def _choose_weights(
+        self,
+        pinned_checkpoint: PinnedCheckpoint | None,
+        stop_request: StopRequest,
+        report: Callable[[str], None],
+    ) -> Weights:
+        step = pinned_checkpoint.find_newest_step() if pinned_checkpoint is not None else None
+        if pinned_checkpoint is not None and step is None and self.followed_run_dir is not None:
+            report(
+                f"{self.followed_run_dir} has no checkpoint yet; the server waits for the first one"
+            )
+            while step is None:
+                stop_request.raise_if_requested()
+                time.sleep(EVERY_S)
+                step = pinned_checkpoint.find_newest_step()
+        if pinned_checkpoint is None or step is None:
+            return find_served_weights(self.model_source, Path(self.setup.model.path))
+        found = pinned_checkpoint.pin_checkpoint(step)
+        pinned_checkpoint.remove_others(found.checkpoint_path)
+        return Weights(
+            found.model,
+            f"{pinned_checkpoint.checkpoint_store.get_checkpoint_path(step)}",
+            "",
+            found.step,
+        )
+
+    def _make_served_model(self, weights: Weights) -> ServedModel:
+        model, rollout = self.setup.model, self.setup.rollout
+        tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
+        data, hf_config = self.data, weights.model.hf_config
+        chat = None
+        if tokenizer.chat_template is not None:
+            chat = make_chat_format(tokenizer, None, data.apply_chat_template_kwargs)
+        limits: list[Any] = [hf_config.get("max_position_embeddings")]
+        limits += [rollout.max_num_batched_tokens] if rollout.engine == "local" else []
+        limits += [
+            rollout.sglang.args.get(name)
+            for name in ("context_length", "context-length", "max_total_tokens")
+        ]
+        room = min(
+            (limit for limit in limits if isinstance(limit, int)), default=data.max_response_length
+        )
+        stops = tokenizer.make_stop_token_ids(rollout.stop)
+        return ServedModel(
+            self.model_name, tokenizer, chat, stops, room, int(hf_config["vocab_size"])
+        )
+
+    async def _serve_until_stopped(
+        self,
+        backend: ServingBackend,
+        served_model: ServedModel,
+        stop_request: StopRequest,
+        report: Callable[[str], None],
+    ) -> None:
+        front = ServingFront(backend, served_model, self.api_key, self.host in LOOPBACK_NAMES)
+        runner = web.AppRunner(
+            front.make_application(),
+            handle_signals=False,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, self.port).start()
+            host, port = runner.addresses[0][:2]
+            shown = f"[{host}]" if ":" in host else host
+            report(
+                f"{served_model.name} (version {backend.policy_version}) is served at http://{shown}:{port}/v1; Ctrl-C ends it"
+            )
+            while not stop_request.is_requested and not backend.end_future.done():
+                await asyncio.sleep(_POLL_S)
+            front.is_stopping = True
+            while (
+                front.num_open_requests
+                and stop_request.seconds_since_request < GRACE_S
+                and not backend.end_future.done()
+            ):
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await runner.cleanup()
+        if backend.end_future.done():
+            backend.end_future.result()

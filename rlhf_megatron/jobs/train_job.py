@@ -1,0 +1,474 @@
+"""A process of a training job: it checks everything, then becomes the launcher, a host or the controller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlhf_megatron import faults
+from rlhf_megatron.config.cuda_environment import hide_gpus, set_missing_variables
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.hub import fetch_models
+from rlhf_megatron.config.hub_data import fetch_data_splits
+from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
+from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
+from rlhf_megatron.config.rules import PreflightCheck
+from rlhf_megatron.config.rules.run_rules import has_served_model, list_pool_layouts
+from rlhf_megatron.config.rules.validate import check_world_size
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.secrets import redact_secrets, reveal_secrets
+from rlhf_megatron.config.show import format_yaml_value, render_config_yaml
+from rlhf_megatron.plugins import load_plugins
+from rlhf_megatron.runtime.process_control import KEEPER_ENV
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
+
+if TYPE_CHECKING:
+    from rlhf_megatron.controller.observe.run_dir import LockedRunDir, RunLock
+    from rlhf_megatron.rewards.service.run_placement import RunPlacement
+    from rlhf_megatron.runtime.host_control import RunDeadlines
+    from rlhf_megatron.runtime.rank_pools import PoolMember, PoolSpec
+    from rlhf_megatron.runtime.routed_worker_group import RoutedWorkerGroup
+    from rlhf_megatron.runtime.torchrun.machine_servers import KeeperPoolSpec
+    from rlhf_megatron.runtime.worker_group import WorkerGroup
+
+CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
+LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open files of the lock that it inherits
+_OF_RANKS = (
+    "runtime.rank_roles",
+    "runtime.torchrun.agent",
+    "runtime.torchrun.torchrun_launcher",
+    "controller.scheduler.training_run",
+    "controller.supervised.supervised_run",
+)
+CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A job as `rlhf-megatron train` or `sft` was asked for it. The processes that it starts make the same job from
+    `build_arguments`.
+    """
+
+    path: Path  # of the configuration
+    overrides: tuple[str, ...] = ()  # "key=value"
+    record: bool = False  # write every step's batches
+    replay: int | Path | None = (
+        None  # last recorded step to train on, or the directory of a capsule
+    )
+    replay_from: Path | None = None  # run directory that holds the recorded steps
+    command: Literal["train", "sft", "reward-model"] = "train"
+    allow_changes: bool = (
+        False  # since the run was locked (controller/recovery/config_lock_file.py)
+    )
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Secrets included. Raises ConfigError with all that is wrong, which one process looks for."""
+        checks = [
+            PreflightCheck(("job",), lambda config: self._check_job_matches_command(config.job))
+        ]
+        is_checked = bool({CONTROLLER_ENV, CHECKED_ENV, KEEPER_ENV} & os.environ.keys())
+        if not is_checked:
+            self._fetch_hub_files()
+        is_first = not is_checked and os.environ.get("RANK", "0") == "0"
+        if is_first:
+            from rlhf_megatron.controller.preflight import list_preflight_checks
+
+            capsule = self.replay if isinstance(self.replay, Path) else None
+            last_step = self.replay if isinstance(self.replay, int) else None
+            checks += list_preflight_checks(self.replay_from, last_step, capsule)
+        loaded = load_run_config(self.path, self.overrides, checks=checks)
+        if is_first and loaded.lock_contents is not None:
+            from rlhf_megatron.controller.recovery.config_lock_file import check_config_lock
+
+            check_config_lock(loaded, self.allow_changes, partial(print, flush=True))
+        return reveal_secrets(loaded.config, os.environ)
+
+    def _fetch_hub_files(self) -> None:
+        """Download the models of the run on each machine. Of several ranks on one machine, the library lets one
+        download.
+        """
+        try:
+            config = read_run_config(self.path, self.overrides).config
+        except ConfigError:  # raised again with all other problems
+            return
+        fetch_models(config, partial(print, flush=True))
+        fetch_data_splits(config.data, partial(print, flush=True))
+
+    def _check_job_matches_command(self, job: str) -> None:
+        if job != self.command:
+            raise ValueError(
+                f"job ({job}) is not what the command {self.command} runs; use `rlhf-megatron {job}`, or"
+                f" set job: {self.command}."
+            )
+
+    @property
+    def run_dir(self) -> Path:
+        """Return the run's directory. A replay gets one beside the run that it reads, which mostly has the same
+        configuration.
+        """
+        name = self.config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
+        return Path(self.config.trainer.default_local_dir) / name
+
+    def start(self) -> int:
+        """Return the exit code of the process, which becomes the launcher, a host or the controller.
+
+        The launcher of torchrun does not return; every rank that it starts comes through here.
+
+        Raises ConfigError, ValueError and OSError for what a user can mend.
+        """
+        is_forked = self._preload_rank_modules()
+        trainer = self.config.trainer
+        megatrons = [megatron for _, megatron, _ in list_pool_layouts(self.config)]
+        set_missing_variables(os.environ, trainer, self.config.rollout, megatrons)
+        if isinstance(self.replay, int) != (self.replay_from is not None):
+            problem = (
+                "--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other"
+            )
+            raise ConfigError([f"{problem}; --replay CAPSULE_DIR stands alone."])
+        if CONTROLLER_ENV in os.environ:
+            faults.install_fault_plan_from_env("controller")
+            return self._run_torchrun_controller(Path(os.environ.pop(CONTROLLER_ENV)))
+        if KEEPER_ENV in os.environ:
+            return self._run_keeper(int(os.environ.pop(KEEPER_ENV)))
+        if trainer.runtime == "inline":
+            faults.install_fault_plan_from_env("controller")
+            if self._finish_if_complete():
+                return 0
+            return self._run_inline(self._open_run_dir())
+        if trainer.runtime == "ray":
+            return self._run_on_ray()
+        from rlhf_megatron.runtime.torchrun import forked_ranks
+        from rlhf_megatron.runtime.torchrun import torchrun_launcher as torchrun
+
+        if not torchrun.is_under_torchrun():
+            if trainer.nnodes > 1:
+                raise ValueError(
+                    f"trainer.nnodes is {trainer.nnodes}: start this run with launch/torchrun.sh on every node."
+                )
+            if self._finish_if_complete():
+                return 0
+            os.environ[CHECKED_ENV] = "1"
+            if is_forked:
+                forked_ranks.run_agent_with_forks(
+                    self.build_arguments(), trainer.n_gpus_per_node, trainer.stop_grace_s
+                )
+            torchrun.launch_single_node(
+                self.build_arguments(), trainer.n_gpus_per_node, stop_s=trainer.stop_grace_s
+            )
+        faults.install_fault_plan_from_env(f"rank{os.environ['RANK']}")
+        return self._run_host()
+
+    def _preload_rank_modules(self) -> bool:
+        """Whether this process has imported what its ranks need and becomes their agent (`runtime.torchrun.forked_ranks`).
+
+        Then all has been checked, in a fork. What is wrong is found here again, and told.
+        """
+        from rlhf_megatron.runtime.torchrun import forked_ranks
+
+        try:
+            trainer = load_run_config(self.path, self.overrides).config.trainer
+        except ConfigError:  # found before anything is imported
+            return False
+        hide_gpus(os.environ, trainer)
+        is_alone = trainer.runtime == "torchrun" and trainer.nnodes == 1
+        if (
+            not is_alone
+            or {CONTROLLER_ENV, KEEPER_ENV} & os.environ.keys()
+            or not forked_ranks.can_fork_ranks(trainer.device)
+        ):
+            return False
+        is_checked = CHECKED_ENV in os.environ
+        modules = [f"rlhf_megatron.{name}" for name in _OF_RANKS]
+        if not forked_ranks.import_while_checking(
+            lambda: is_checked or self.config, modules, trainer.n_gpus_per_node
+        ):
+            return False
+        os.environ[CHECKED_ENV] = "1"
+        return True
+
+    def build_arguments(self) -> Sequence[str]:
+        """Return the command line that asks for the same job."""
+        record = ["--record"] if self.record else []
+        replay = ["--replay", str(self.replay)] if self.replay is not None else []
+        replay += ["--replay-from", str(self.replay_from)] if self.replay_from is not None else []
+        changes = ["--allow-changes"] if self.allow_changes else []
+        return [self.command, str(self.path), *self.overrides, *record, *replay, *changes]
+
+    def _build_pool_specs(self) -> tuple[PoolSpec, ...]:
+        from rlhf_megatron.runtime.rank_pools import build_pool_specs
+
+        return build_pool_specs(self.config)
+
+    def _finish_if_complete(self) -> bool:
+        """True, and said, where the run directory holds this very run with all of its steps; with the weights that
+        trainer.save_hf asks for."""
+        from rlhf_megatron.controller.recovery.resume_point import describe_complete_run
+
+        said = (
+            describe_complete_run(self.run_dir, self.config.trainer)
+            if self.replay is None
+            else None
+        )
+        if said is None:
+            return False
+        print(said)
+        if self.config.trainer.save_hf:
+            from rlhf_megatron.config.rules.run_rules import has_critic
+            from rlhf_megatron.controller.recovery.checkpoint_export import export_missing_weights
+
+            for line in export_missing_weights(
+                self.run_dir, self.config.trainer, has_critic(self.config)
+            ):
+                print(line)
+        return True
+
+    def _open_run_dir(self) -> LockedRunDir:
+        """Locked for this process and those that inherit its lock."""
+        from rlhf_megatron.controller.observe.run_dir import open_run_dir, write_text_atomically
+        from rlhf_megatron.controller.recovery.config_lock_file import make_lock_yaml
+        from rlhf_megatron.controller.recovery.resume_point import is_run_resumed
+
+        def can_continue_run(path: Path) -> bool:
+            return self.replay is None and is_run_resumed(path, self.config.trainer)
+
+        opened = open_run_dir(
+            self.config.trainer.default_local_dir, self.run_dir.name, can_continue_run
+        )
+        if opened.former_run_path is not None:
+            print(f"{opened.path} held a former run; it is {opened.former_run_path} now")
+        if not can_continue_run(opened.path):
+            resolved = render_config_yaml(self.config)
+            write_text_atomically(opened.path / "config.yaml", resolved)
+            write_text_atomically(opened.path / LOCK_FILE, make_lock_yaml(resolved))
+        return opened
+
+    def _run_controller(
+        self,
+        run_dir: Path,
+        run_lock: RunLock,
+        stop_request: StopRequest,
+        connect_group: Callable[[], WorkerGroup],
+        server_places: RunPlacement | None = None,
+    ) -> int:
+        """`server_places`: of servers and reward workers; None: below this process."""
+        from rlhf_megatron.controller.recovery.nonfinite_skips import (
+            NONFINITE_EXIT_CODE,
+            NonFiniteNumbers,
+        )
+        from rlhf_megatron.controller.recovery.save_policy import is_run_state_saved
+        from rlhf_megatron.controller.scheduler import training_run
+        from rlhf_megatron.controller.scheduler.run_replay import (
+            NOT_REPRODUCED_EXIT_CODE,
+            replay_capsule,
+            replay_run,
+        )
+        from rlhf_megatron.controller.supervised.supervised_run import run_supervised_training
+        from rlhf_megatron.rewards.service.run_placement import RunPlacement
+        from rlhf_megatron.rollout.engine_interface import EngineError
+
+        config = self.config
+        try:
+            if isinstance(self.replay, Path):
+                outcome = replay_capsule(config, connect_group, run_dir, self.replay)
+                print(*outcome.report_lines, sep="\n")
+                return 0 if outcome.is_reproduced else NOT_REPRODUCED_EXIT_CODE
+            if self.replay is not None and self.replay_from is not None:
+                replay_run(
+                    config, connect_group, run_dir, self.replay_from, self.replay, stop_request
+                )
+            elif (
+                self._finish_if_complete()
+            ):  # ranks that torchrun has started come here without having asked
+                pass
+            elif config.job != "train":
+                run_supervised_training(config, connect_group, run_dir, run_lock, stop_request)
+            else:
+                is_recorded = self.record or config.trainer.record
+                training_run.run_training(
+                    config,
+                    connect_group,
+                    run_dir,
+                    is_recorded,
+                    run_lock,
+                    stop_request,
+                    server_places or RunPlacement(),
+                )
+        except EngineError as error:
+            raise ValueError(str(error)) from error
+        except NonFiniteNumbers as error:
+            print(f"error: {error}", file=sys.stderr)
+            return NONFINITE_EXIT_CODE
+        except RunStopped as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            return STOPPED_EXIT_CODE if is_run_state_saved(config.trainer) else 128 + signal.SIGTERM
+        return 0
+
+    def _run_inline(self, opened_run_dir: LockedRunDir) -> int:
+        from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
+        from rlhf_megatron.runtime.stop_signals import ControllerStopHandler
+
+        def connect_inline_group() -> WorkerGroup:
+            return InlineWorkerGroup(
+                partial(_build_roles, self.config), backend=self._choose_distributed_backend()
+            )
+
+        stop = StopRequest()
+        with ControllerStopHandler(stop, self.config.trainer.stop_grace_s).install_handlers():
+            return self._run_controller(
+                opened_run_dir.path, opened_run_dir.lock, stop, connect_inline_group
+            )
+
+    def _run_on_ray(self) -> int:
+        from rlhf_megatron.runtime.ray.ray_driver import RayJob, run_ray_driver
+        from rlhf_megatron.runtime.ray.ray_environment import (
+            check_ray_version,
+            find_cluster_address,
+        )
+
+        faults.install_fault_plan_from_env("controller")
+        check_ray_version()
+        find_cluster_address(
+            self.config.ray, os.environ
+        )  # a wrong one is told before a run directory is made
+        if self._finish_if_complete():
+            return 0
+        opened = self._open_run_dir()
+        stop = StopRequest()
+
+        def run_with_ray_group(group: RoutedWorkerGroup, server_places: RunPlacement) -> int:
+            return self._run_controller(
+                opened.path, opened.lock, stop, lambda: group, server_places
+            )
+
+        config = self.config
+        job = RayJob(
+            config.trainer,
+            config.ray,
+            config.rollout,
+            config.reward_model.served if has_served_model(config) else None,
+            [megatron for _, megatron, _ in list_pool_layouts(config)],
+            self._build_pool_specs(),
+            partial(_build_roles, redact_secrets(self.config)),  # ranks need no secrets
+            opened.path / "logs",
+            self._build_deadlines(),
+            has_engines=self.replay is None and config.job == "train",
+            keeps_routes=config.actor.router_replay == "r3",
+        )
+        return run_ray_driver(run_with_ray_group, job, stop)
+
+    def _build_deadlines(self) -> RunDeadlines:
+        from rlhf_megatron.runtime.host_control import RunDeadlines
+
+        trainer = self.config.trainer
+        return RunDeadlines(
+            startup_s=self.config.rollout.startup_timeout_s,
+            call_s=max(trainer.stage_timeout_s, *trainer.stage_timeouts_s.values(), 0.0),
+            stop_s=trainer.stop_grace_s,
+        )
+
+    def _run_host(self) -> int:
+        from rlhf_megatron.runtime.torchrun.torchrun_launcher import run_torchrun_host
+
+        problems = check_world_size(self.config, int(os.environ["WORLD_SIZE"]))
+        if problems:
+            raise ConfigError(problems)
+        inherited: list[int] = []
+        if os.environ["RANK"] == "0":
+            opened = self._open_run_dir()
+            inherited = opened.lock.descriptors
+            os.environ |= {
+                CONTROLLER_ENV: str(opened.path),
+                LOCK_ENV: ",".join(map(str, inherited)),
+            }
+        return run_torchrun_host(
+            partial(_build_roles, self.config),
+            self._build_pool_specs(),
+            ["-m", "rlhf_megatron", *self.build_arguments()],
+            self.run_dir / "logs",
+            self._build_deadlines(),
+            backend=self._choose_distributed_backend(),
+            setting_lines=[
+                f"{key}: {format_yaml_value(get_config_value(redact_secrets(self.config), key))}"
+                for key in list_leaf_keys(RunConfig)
+            ],
+            controller_descriptors=inherited,
+            keeper_machines=()
+            if (keepers := self._find_keeper_pool()) is None
+            else keepers.machines,
+        )
+
+    def _find_keeper_pool(self) -> KeeperPoolSpec | None:
+        from rlhf_megatron.runtime.torchrun.machine_servers import ServerMachines
+
+        return ServerMachines.from_config(self.config).keeper_pool if self.replay is None else None
+
+    def _run_keeper(self, machine: int) -> int:
+        from rlhf_megatron.runtime.torchrun.machine_keeper import run_keeper
+        from rlhf_megatron.runtime.torchrun.machine_servers import ServerMachines
+
+        return run_keeper(
+            machine, ServerMachines.from_config(self.config), self.run_dir, self._build_deadlines()
+        )
+
+    def _choose_distributed_backend(self) -> str:
+        from rlhf_megatron.device import has_accelerator
+
+        return (
+            "cpu:gloo,cuda:nccl"
+            if self.config.trainer.device != "cpu" and has_accelerator()
+            else "gloo"
+        )
+
+    def _run_torchrun_controller(self, run_dir: Path) -> int:
+        from rlhf_megatron.controller.observe.run_dir import RunLock
+        from rlhf_megatron.runtime.torchrun.torchrun_launcher import run_torchrun_controller
+
+        lock = RunLock.take_over_inherited(
+            run_dir, [int(number) for number in os.environ.pop(LOCK_ENV).split(",")]
+        )
+        stop = StopRequest()
+
+        keepers = self._find_keeper_pool()
+
+        def run_with_rank_groups(group: RoutedWorkerGroup) -> int:
+            from rlhf_megatron.rewards.service.run_placement import RunPlacement
+            from rlhf_megatron.runtime.torchrun.machine_servers import (
+                MachineServerPlacer,
+                ServerMachines,
+            )
+
+            is_spread = self.config.trainer.nnodes > 1 or keepers is not None
+            servers = (
+                MachineServerPlacer(ServerMachines.from_config(self.config), group, run_dir)
+                if is_spread
+                else None
+            )
+            places = (
+                RunPlacement(servers, servers.place_reward_server) if servers is not None else None
+            )
+            return self._run_controller(run_dir, lock, stop, lambda: group, places)
+
+        pools = (*self._build_pool_specs(), *([] if keepers is None else [keepers]))
+        return run_torchrun_controller(run_with_rank_groups, pools, self._build_deadlines(), stop)
+
+
+def _build_roles(config: RunConfig, pool: PoolMember) -> dict[str, object]:
+    """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
+    from rlhf_megatron.device import make_deterministic
+    from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
+
+    # Before the roles import it: it says what is wrong with what is installed, and saves 2 s of imports without CUDA.
+    prepare_megatron()
+    from rlhf_megatron.runtime.rank_roles import RoleBuilder
+
+    load_plugins(config.plugins)  # an actor of Ray has not read the file
+    if config.trainer.deterministic:
+        make_deterministic()
+    return RoleBuilder(config)(pool)

@@ -1,0 +1,149 @@
+"""What a weight sync costs on a named network: bytes over each link, the busiest one, and the time that it needs at
+least. Pure arithmetic on a plan; bandwidths are the makers' figures, of one direction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.shard_plan import EngineLayout, StageLinkBytes, count_serving_copies
+
+
+@dataclass(frozen=True)
+class NetworkBandwidths:
+    """Machines of GPUs that are alike. Bytes a second of one GPU, in each direction."""
+
+    gpus_per_machine: int  # a machine
+    memory_bytes_per_s: float  # of a GPU with itself: read and written
+    nvlink_bytes_per_s: float
+    network_bytes_per_s: float  # of its share of the machine's network
+
+    def get_bytes_per_s(self, medium: str) -> float:
+        return {
+            "own GPU": self.memory_bytes_per_s,
+            "NVLink": self.nvlink_bytes_per_s,
+            "network": self.network_bytes_per_s,
+        }[medium]
+
+
+MEDIA = ("own GPU", "NVLink", "network")
+NETWORKS = {
+    "a100-8x200g": NetworkBandwidths(8, 1.0e12, 300e9, 25e9),
+    "h100-8x400g": NetworkBandwidths(8, 1.6e12, 450e9, 50e9),
+    "h200-8x400g": NetworkBandwidths(8, 2.4e12, 450e9, 50e9),
+    "h20-8x400g": NetworkBandwidths(8, 2.0e12, 450e9, 50e9),
+    "b200-8x400g": NetworkBandwidths(8, 4.0e12, 900e9, 50e9),
+}
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Engines that are alike, one rank a GPU, in the trainer's own order or on machines behind the trainer's."""
+
+    layout: EngineLayout
+    num_engines: int
+    is_colocated: bool = False
+
+
+@dataclass(frozen=True)
+class BusiestEndpoint:
+    """The GPU with the most bytes over a medium in one direction."""
+
+    medium: str
+    is_sending: bool
+    endpoint: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class SyncNetworkCost:
+    """The bytes that travel, by medium."""
+
+    network: NetworkBandwidths
+    bytes_by_link: dict[str, Counter[tuple[int, str]]] = field(
+        default_factory=dict
+    )  # (sending rank, "engine2 rank 3")
+    sent_bytes: dict[str, Counter[int]] = field(default_factory=dict)
+    received_bytes: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def sum_bytes(self, medium: str) -> int:
+        return sum(self.bytes_by_link[medium].values())
+
+    def find_busiest_endpoints(self) -> Iterator[BusiestEndpoint]:
+        """One a medium and direction that is used."""
+        for medium in MEDIA:
+            speed = self.network.get_bytes_per_s(medium)
+            if self.sent_bytes[medium]:
+                rank, num_bytes = self.sent_bytes[medium].most_common(1)[0]
+                yield BusiestEndpoint(medium, True, f"rank {rank}", num_bytes, num_bytes / speed)
+                name, num_bytes = self.received_bytes[medium].most_common(1)[0]
+                yield BusiestEndpoint(medium, False, name, num_bytes, num_bytes / speed)
+
+    def find_slowest_endpoint(self) -> BusiestEndpoint:
+        """Return the link that takes longest: media and GPUs work at once."""
+        return max(self.find_busiest_endpoints(), key=lambda one: one.seconds)
+
+
+def compute_sync_cost(
+    stage_links: Sequence[StageLinkBytes],
+    layout: ParallelLayout,
+    engines: EngineGroup,
+    network: NetworkBandwidths,
+) -> SyncNetworkCost:
+    """The cost shard to shard: an engine is served by one copy of each stage, the copies in turn."""
+    cost = _make_empty_cost(network)
+    copies = count_serving_copies(layout)
+    for engine in range(engines.num_engines):
+        for stage, found in enumerate(stage_links):
+            first = stage * layout.stage_size + engine % copies * layout.copy_size
+            for (place, target), num_bytes in found.bytes_by_link.items():
+                _add_transfer(cost, first + place, engine, target, num_bytes, layout, engines)
+    return cost
+
+
+def estimate_broadcast_seconds(
+    stage_bytes: Sequence[int], engines: EngineGroup, network: NetworkBandwidths
+) -> float:
+    """Seconds that broadcasts of whole tensors need at least, engines apart: the first rank of each stage sends its
+    stage to every engine, each rank of which takes all stages."""
+    return (
+        max(max(stage_bytes) * engines.num_engines, sum(stage_bytes)) / network.network_bytes_per_s
+    )
+
+
+def _make_empty_cost(network: NetworkBandwidths) -> SyncNetworkCost:
+    return SyncNetworkCost(
+        network,
+        {medium: Counter() for medium in MEDIA},
+        {medium: Counter() for medium in MEDIA},
+        {medium: Counter() for medium in MEDIA},
+    )
+
+
+def _add_transfer(
+    cost: SyncNetworkCost,
+    sender_rank: int,
+    engine_index: int,
+    engine_rank: int,
+    num_bytes: int,
+    layout: ParallelLayout,
+    engines: EngineGroup,
+) -> None:
+    gpus = cost.network.gpus_per_machine
+    place = engine_index * engines.layout.tp + engine_rank
+    if not engines.is_colocated:
+        place += -(-layout.world_size // gpus) * gpus
+    medium = (
+        "own GPU"
+        if place == sender_rank
+        else "NVLink"
+        if place // gpus == sender_rank // gpus
+        else "network"
+    )
+    name = f"engine{engine_index} rank {engine_rank}"
+    cost.bytes_by_link[medium][sender_rank, name] += num_bytes
+    cost.sent_bytes[medium][sender_rank] += num_bytes
+    cost.received_bytes[medium][name] += num_bytes

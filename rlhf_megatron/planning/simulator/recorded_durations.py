@@ -1,0 +1,293 @@
+"""Reads durations from the files of a finished run, and lists what had to be assumed.
+
+metrics.jsonl has the time of each stage and of each call to the hosts; `record/` (of --record) has all samples,
+samples.jsonl a few of each step. The first step is left out: it warms everything up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import yaml
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.part_rules import has_engine_setting
+from rlhf_megatron.config.schema import RolloutConfig
+from rlhf_megatron.planning.simulator.durations import (
+    DecodeConfig,
+    EngineDurations,
+    LengthsConfig,
+    RunDurations,
+    ScoreDurations,
+    SyncDurations,
+    TrainerDurations,
+)
+from rlhf_megatron.planning.simulator.simulation_plan import count_rollout_engines
+
+METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RECORD_DIR = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "config.yaml",
+    "record",
+)
+MIN_SAMPLES = 20  # whose lengths stand for all
+MAX_LENGTH_VALUES = 2000  # lengths that are kept, at even quantiles of those that there are
+MetricsLine = Mapping[str, Any]
+
+
+def read_recorded_durations(run_dir: Path) -> RunDurations:
+    """Raises ValueError, ConfigError where the run does not tell enough."""
+    rows = _read_step_rows_after_first(run_dir)
+    try:
+        config = read_run_config(run_dir / CONFIG_FILE).config
+    except ConfigError as error:
+        raise ConfigError(error.problems, f"durations {run_dir}") from None
+    assumed: list[str] = []
+    lengths = _derive_lengths(run_dir, rows, assumed)
+    return RunDurations(
+        lengths=lengths,
+        prompts=LengthsConfig(
+            "constant", median=max(1.0, mean(row["prompt_length/mean"] for row in rows))
+        ),
+        engine=EngineDurations(
+            DecodeConfig(
+                points=(
+                    (1, _derive_token_seconds(config.schedule.name, config.rollout, rows, assumed)),
+                )
+            ),
+            slots=_derive_num_slots(config.data.train_batch_size, config.rollout, assumed),
+        ),
+        trainer=_derive_trainer_durations(rows, assumed),
+        score=ScoreDurations(
+            per_sample_s=_derive_score_seconds(config.reward.num_workers, rows, assumed)
+        ),
+        sync=SyncDurations(
+            seconds=_compute_median_stage_seconds(rows, "sync"),
+            turns_s=_compute_median_stage_seconds(rows, "turns")
+            if config.rollout.colocated
+            else None,
+        ),
+        no_signal=_derive_no_signal_share(rows, assumed),
+        source=f"{len(rows)} steps of {run_dir.name}",
+        assumed=tuple(assumed),
+    )
+
+
+def _read_step_rows_after_first(run_dir: Path) -> list[MetricsLine]:
+    path = run_dir / METRICS_FILE
+    try:
+        found = _read_json_lines(path)
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path}: {error.strerror}; give a durations file, or the directory of a run with the logger"
+            " jsonl."
+        ) from error
+    by_step: dict[int, MetricsLine] = {}
+    for row in found:
+        if row["kind"] == "step":
+            by_step[row["step"]] = row
+    rows = [by_step[step] for step in sorted(by_step)]
+    if not rows:
+        raise ValueError(f"{path} has no step; wait for some, or give a durations file.")
+    return rows[1:] or rows
+
+
+def _read_json_lines(path: Path) -> list[MetricsLine]:
+    rows = []
+    for number, line in enumerate(
+        path.read_text().split("\n")[:-1], 1
+    ):  # the last one is empty, or cut off
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}:{number} is not JSON ({error}); remove the line, or give another run."
+            ) from None
+    return rows
+
+
+def _derive_lengths(
+    run_dir: Path, rows: Sequence[MetricsLine], assumptions: list[str]
+) -> LengthsConfig:
+    """Use the lengths of all recorded samples, else those of the random samples shown, else the mean of all."""
+    values = _read_recorded_lengths(
+        run_dir / RECORD_DIR, [row["step"] for row in rows]
+    ) or _read_sampled_lengths(run_dir / SAMPLES_FILE)
+    if len(values) >= MIN_SAMPLES:
+        values = sorted(values)
+        if len(values) > MAX_LENGTH_VALUES:
+            values = [
+                values[round((i + 0.5) * len(values) / MAX_LENGTH_VALUES - 0.5)]
+                for i in range(MAX_LENGTH_VALUES)
+            ]
+        assumptions.append("responses of one prompt are as different as those of several")
+        return LengthsConfig("values", values=tuple(float(max(1, value)) for value in values))
+    found = mean(row["response_length/mean"] for row in rows)
+    assumptions.append(
+        f"all responses are as long as their mean: there are neither {RECORD_DIR}/ nor {MIN_SAMPLES} samples"
+    )
+    return LengthsConfig("constant", median=max(1.0, found))
+
+
+def _read_recorded_lengths(directory: Path, steps: Sequence[int]) -> list[int]:
+    if not directory.is_dir():
+        return []
+    # The only place of the simulator that needs torch: recorded batches are tensors.
+    from rlhf_megatron.controller.observe.metrics.batch_metrics import count_sampled_tokens
+    from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
+
+    recorder = RolloutRecorder(directory)
+    is_there = {int(path.stem.removeprefix("step_")) for path in directory.glob("step_*.batch")}
+    return [
+        n
+        for step in steps
+        if step in is_there
+        for n in count_sampled_tokens(recorder.read_step(step)).tolist()
+    ]
+
+
+def _read_sampled_lengths(path: Path) -> list[int]:
+    if not path.exists():
+        return []
+    return [
+        line["num_tokens"]
+        for line in _read_json_lines(path)
+        if line["kind"] == "random" and line["num_tokens"]
+    ]
+
+
+def _derive_token_seconds(
+    schedule_name: str, rollout: RolloutConfig, rows: Sequence[MetricsLine], assumptions: list[str]
+) -> float:
+    """Return the seconds of a token of each response.
+
+    A generate call takes as long as its longest response, or as the slots allow.
+    """
+    if "timing_s/generate" not in rows[0]:
+        raise ValueError(
+            f"schedule.name ({schedule_name}) of this run does not tell how long generation takes; measure a"
+            " synchronous run, or give engine.decode in a durations file."
+        )
+    assumptions.append(
+        "an engine decodes as fast with many responses as with few, and prompts take no time"
+    )
+    slots = rollout.max_num_seqs if has_engine_setting(rollout, "rollout.max_num_seqs") else None
+
+    def count_sequential_tokens(row: MetricsLine) -> float:
+        total = (
+            row["response_length/mean"]
+            * row["rollout/num_samples"]
+            / count_rollout_engines(rollout)
+        )
+        return max(row["response_length/max"], total / slots if slots else 0.0, 1.0)
+
+    return median(row["timing_s/generate"] / count_sequential_tokens(row) for row in rows)
+
+
+def _derive_num_slots(
+    batch_size: int, rollout: RolloutConfig, assumptions: list[str]
+) -> int | None:
+    """Return the responses that an engine decodes at once; None where the run's settings have them."""
+    if (
+        has_engine_setting(rollout, "rollout.max_num_seqs")
+        or "max_running_requests" in rollout.sglang.args
+    ):
+        return None
+    slots = -(-batch_size * rollout.n // count_rollout_engines(rollout))
+    assumptions.append(
+        f"an engine decodes all of its share of a step's responses at once ({slots})"
+    )
+    return slots
+
+
+def _derive_trainer_durations(
+    rows: Sequence[MetricsLine], assumptions: list[str]
+) -> TrainerDurations:
+    """Use the time of calls to the hosts; where a run did not write it, the time of the stages."""
+
+    def measure_call_rate(call_name: str) -> float | None:
+        found = [
+            row[f"timing_per_token_ms/{call_name}"]
+            for row in rows
+            if row.get(f"timing_per_token_ms/{call_name}")
+        ]
+        return 1e3 / median(found) if found else None
+
+    def measure_stage_rate(stage_name: str) -> float:
+        found = [
+            row[f"timing_s/{stage_name}"] / row["perf/total_num_tokens"]
+            for row in rows
+            if f"timing_s/{stage_name}" in row
+        ]
+        return 1 / max(1e-12, median(found)) if found else float("inf")
+
+    update = measure_call_rate("update_actor")
+    if update is None:
+        assumptions.append(
+            "the actor alone takes the stages annotate and update: there are no times of calls"
+        )
+    epochs, critic_epochs = (
+        max(1.0, mean(row.get(f"{role}/num_epochs", 1.0) for row in rows))
+        for role in ("actor", "critic")
+    )
+    none = float("inf")
+    return TrainerDurations(
+        update_tokens_per_s=epochs * (update or measure_stage_rate("update")),
+        annotate_tokens_per_s=(measure_call_rate("old_log_prob") or none)
+        if update
+        else measure_stage_rate("annotate"),
+        reference_tokens_per_s=measure_call_rate("ref") or none,
+        critic_tokens_per_s=measure_call_rate("values") or none,
+        critic_update_tokens_per_s=critic_epochs * (measure_call_rate("update_critic") or none),
+        advantages_s=_compute_median_stage_seconds(rows, "advantages"),
+    )
+
+
+def _derive_score_seconds(
+    num_workers: int, rows: Sequence[MetricsLine], assumptions: list[str]
+) -> float:
+    assumptions.append(
+        f"all reward.num_workers ({num_workers}) workers take the same time for the reward of a sample"
+    )
+    per_sample = [row.get("timing_s/score", 0.0) / row["rollout/num_samples"] for row in rows]
+    return median(per_sample) * num_workers
+
+
+def _derive_no_signal_share(rows: Sequence[MetricsLine], assumptions: list[str]) -> float:
+    share = mean(row.get("reward/uniform_groups", 0.0) for row in rows)
+    if share < 1:
+        return share
+    assumptions.append("all groups have signal, though none of this run had")
+    return 0.0
+
+
+def _compute_median_stage_seconds(rows: Sequence[MetricsLine], stage_name: str) -> float:
+    return median(row.get(f"timing_s/{stage_name}", 0.0) for row in rows)
+
+
+def format_durations_yaml(durations: RunDurations) -> str:
+    """Write what is not a default, in the form that `read_durations` reads."""
+    return yaml.safe_dump(
+        _collect_changed_fields(durations), sort_keys=False, allow_unicode=True, width=100
+    )
+
+
+def _collect_changed_fields(section: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            found[item.name] = _collect_changed_fields(value)
+        elif item.default is MISSING or value != item.default:
+            found[item.name] = (
+                [list(e) if isinstance(e, tuple) else e for e in value]
+                if isinstance(value, tuple)
+                else value
+            )
+    return {name: value for name, value in found.items() if value != {}}

@@ -1,0 +1,1 @@
+"""What a rank runs: the parallel world, kernels, models, workers and sharded checkpoints."""

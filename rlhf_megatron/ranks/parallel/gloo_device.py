@@ -1,0 +1,45 @@
+"""One network thread a process for all gloo groups: torch starts one a group, and each wakes 100 times a second.
+
+A rank of megatron-core has some twenty groups, so on CPUs the idle threads took a quarter of all time. A torch whose
+gloo groups take no such options keeps a thread a group.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+_torch_init = ProcessGroupGloo.__init__
+
+
+def share_gloo_device() -> None:
+    """Make gloo groups of this process that are created from now on share their network threads. Safe to call again."""
+    if hasattr(ProcessGroupGloo, "_Options"):
+        ProcessGroupGloo.__init__ = _init_with_shared_device  # type: ignore[method-assign,assignment]
+
+
+def _init_with_shared_device(
+    group: ProcessGroupGloo, store: Any, rank: int, size: int, *args: Any, **named: Any
+) -> None:
+    timeout = named.get("timeout", args[0] if args else None)
+    if not isinstance(timeout, timedelta):  # the caller has options of its own
+        _torch_init(group, store, rank, size, *args, **named)
+        return
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = _get_shared_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    options._threads = 2 * len(options._devices)  # as torch has it
+    _torch_init(group, store, rank, size, options)
+
+
+@cache
+def _get_shared_devices(process_id: int, interface_names: str) -> list[Any]:
+    """`process_id`: its id; a forked child has none of its parent's threads. `interface_names`: as torch reads them."""
+    names = [name for name in interface_names.split(",") if name]
+    return [ProcessGroupGloo.create_device(interface=name) for name in names] or [
+        ProcessGroupGloo.create_default_device()
+    ]

@@ -1,0 +1,130 @@
+"""The patch modules share the form of an entry, the version check and the known warnings."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+OLDEST, NEWEST = (
+    (0, 16, 1),
+    (0, 19),
+)  # megatron-core versions that were run: from OLDEST, any patch release of NEWEST
+NEEDS_TRITON = (0, 18)  # from here on megatron-core imports triton wherever it runs
+
+KNOWN_WARNINGS = (
+    (
+        "(Apex|Transformer Engine|TransformerEngine|transformer_engine).*(not|Falling back|fall back)",
+        UserWarning,
+    ),
+    ("Apex is not installed", UserWarning),
+    (".*all_gather_into_tensor.*deprecated", FutureWarning),
+    (".*reduce_scatter_tensor.*deprecated", FutureWarning),
+    (".*_(all_gather_base|reduce_scatter_base).*", FutureWarning),
+    (".*torch.jit.script_method.*", DeprecationWarning),
+    (".*dynamic_context.py.*", DeprecationWarning),
+    ("full scope is deprecated", UserWarning),
+    (".*GPTModel is deprecated.*", Warning),
+    (
+        "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
+        UserWarning,
+    ),  # experts at etp 1
+)
+
+
+@dataclass(frozen=True)
+class MegatronPatch:
+    """One replaced symbol of megatron-core (or, where megatron leaves no other way, of torch).
+
+    `apply_patch` raises AttributeError, ImportError or KeyError where the symbol is gone.
+    """
+
+    symbol: str
+    reason: str
+    apply_patch: Callable[[], None]
+    affected_versions: str = "0.16.1 to 0.19.x"  # that need it: "FIRST to LAST", or one alone
+    is_needed: Callable[[], bool] | None = (
+        None  # looks whether the defect is there; None: nothing to look at
+    )
+
+    def covers_version(self, version: str) -> bool:
+        """Whether `affected_versions` covers a release of megatron-core; "0.19.x" covers every patch release."""
+        first, _, last = self.affected_versions.partition(" to ")
+        bound = _parse_version_numbers((last or first).removesuffix(".x"))
+        return (
+            _parse_version_numbers(first) <= _parse_version_numbers(version)
+            and _parse_version_numbers(version)[: len(bound)] <= bound
+        )
+
+
+def apply_needed_patches(patches: Sequence[MegatronPatch]) -> None:
+    """Apply in order what is needed. A failure names the symbol."""
+    for patch in patches:
+        try:
+            if patch.is_needed is None or patch.is_needed():
+                patch.apply_patch()
+        except (AttributeError, ImportError, KeyError) as error:
+            raise RuntimeError(
+                f"megatron-core {importlib.metadata.version('megatron-core')}: cannot replace {patch.symbol}"
+                f" ({patch.reason}): {error}. Install a version from {_format_version(OLDEST)} to {_format_version(NEWEST)}.x."
+            ) from error
+
+
+def check_megatron_version(installed_version: str | None = None) -> None:
+    """Raises RuntimeError naming the installed and the supported versions of megatron-core. None: look it up."""
+    version = _read_installed_version() if installed_version is None else installed_version
+    numbers = _parse_version_numbers(version)
+    if numbers < OLDEST or numbers[:2] > NEWEST:
+        raise RuntimeError(
+            f"megatron-core {version} is installed, supported are {_format_version(OLDEST)} to {_format_version(NEWEST)}.x;"
+            f" run: pip install --no-deps 'megatron-core>={_format_version(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+        )
+
+
+def check_undeclared_dependencies(installed_version: str | None = None) -> None:
+    """Raises RuntimeError where megatron-core would not import, for a package that it needs and does not name."""
+    version = _read_installed_version() if installed_version is None else installed_version
+    if (
+        _parse_version_numbers(version) >= NEEDS_TRITON
+        and importlib.util.find_spec("triton") is None
+    ):
+        raise RuntimeError(
+            f"megatron-core {version} imports triton, which is not installed (torch without CUDA does not bring it);"
+            " run: pip install --no-deps triton"
+        )
+
+
+def replace_symbol(owner: Any, name: str, value: Any) -> None:
+    """Like setattr; raises AttributeError where `owner` has no such name, so that nothing reads the new one."""
+    getattr(owner, name)
+    setattr(owner, name, value)
+
+
+def quiet_known_warnings() -> None:
+    """Hide what megatron-core says on every start without Transformer Engine or Apex, and nothing else."""
+    for message, category in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_rng_warning)
+
+
+def _is_not_rng_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _read_installed_version() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _parse_version_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+def _format_version(version: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in version)

@@ -1,0 +1,162 @@
+"""Optional packages: whether one is there, is the right one, and can be imported. Imports nothing heavy itself.
+
+What is broken raises whatever its authors thought of (Transformer Engine: AssertionError, RuntimeError and
+FileNotFoundError beside ImportError, of which megatron-core expects the last one only). Here it becomes a sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRANSFORMER_ENGINE = "transformer_engine"
+APEX = "apex"
+DEEP_EP = "deep_ep"
+GRADIENT_EXTENSION = (
+    "fused_weight_gradient_mlp_cuda"  # of Apex: adds a weight's gradient to a float32 buffer
+)
+INSTALL = {
+    TRANSFORMER_ENGINE: "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    APEX: (
+        "git clone https://github.com/NVIDIA/apex && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v"
+        " --no-build-isolation ./apex (its README has the flags of older versions)"
+    ),
+    "flash_attn": "pip install --no-build-isolation flash-attn",
+    "flash_attn_interface": (
+        "git clone https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation"
+        " ./flash-attention/hopper"
+    ),
+    "triton": "pip install --no-deps triton",
+    DEEP_EP: "git clone https://github.com/deepseek-ai/DeepEP && pip install --no-build-isolation ./DeepEP",
+}
+NOT_NVIDIAS = (
+    "it is not NVIDIA's Apex: PyPI has another project of this name, NVIDIA's is built from source"
+)
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """The facts of a package that need no import."""
+
+    module: str
+    is_present: bool
+    version: str = ""  # empty: not present, or installed without metadata
+    why_not: str = ""  # one sentence: absent, or present and of no use
+
+    @property
+    def is_usable(self) -> bool:
+        return not self.why_not
+
+
+def find_package(module_name: str, distribution_names: Sequence[str] = ()) -> OptionalPackage:
+    """Return a module and the version of the first of `distribution_names` (none: its own name) that has one."""
+    if not _has_module(module_name):
+        return OptionalPackage(module_name, False, why_not=f"{module_name} is not installed")
+    names = distribution_names or (module_name,)
+    return OptionalPackage(
+        module_name,
+        True,
+        next((found for name in names if (found := read_package_version(name))), ""),
+    )
+
+
+def read_package_version(distribution: str) -> str:
+    """Return the installed version; empty for none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def find_transformer_engine() -> OptionalPackage:
+    """Transformer Engine. The package without its library for torch (a plain `pip install`) is of no use."""
+    found = find_package(TRANSFORMER_ENGINE, ("transformer-engine", "transformer_engine"))
+    if not found.is_present:
+        return found
+    folder = _find_package_folder(TRANSFORMER_ENGINE)
+    if folder is None or not (folder / "pytorch").is_dir():
+        return OptionalPackage(
+            found.module,
+            True,
+            found.version,
+            f"{folder or found.module} has no transformer_engine.pytorch",
+        )
+    return found
+
+
+def find_apex() -> OptionalPackage:
+    """NVIDIA's Apex with its CUDA extensions."""
+    found = find_package(APEX)
+    if not found.is_present:
+        return found
+    folder = _find_package_folder(APEX)
+    if folder is None or not all(
+        (folder / part).exists() for part in ("optimizers", "multi_tensor_apply")
+    ):
+        return OptionalPackage(APEX, True, found.version, NOT_NVIDIAS)
+    if not _has_module("amp_C"):
+        why_not = "it was built without its CUDA extensions (no module amp_C), which its optimizers and norms need"
+        return OptionalPackage(APEX, True, found.version, why_not)
+    return found
+
+
+def has_gradient_extension() -> bool:
+    """Whether Apex was built with the extension that megatron-core's layers add their weight gradients with."""
+    return _has_module(GRADIENT_EXTENSION)
+
+
+def explain_missing_deep_ep() -> str:
+    """Say why tokens cannot reach experts in DeepEP's kernels; empty when they can."""
+    return find_package(DEEP_EP).why_not or try_import_attribute(DEEP_EP, "Buffer")[1]
+
+
+def explain_missing_fused_permutation() -> str:
+    """Say why Transformer Engine cannot sort tokens by expert; empty when it can."""
+    name = "transformer_engine.pytorch.permutation"
+    return (
+        find_transformer_engine().why_not or try_import_attribute(name, "moe_permute_with_probs")[1]
+    )
+
+
+def explain_missing_compiler() -> str:
+    """Say what torch.compile for a GPU lacks here; empty when nothing is missing."""
+    if not _has_module("triton"):
+        return "triton is not installed"
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return "no C compiler is found, which triton needs for its launchers"
+    return ""
+
+
+@functools.cache
+def try_import_attribute(module: str, attribute_name: str) -> tuple[Any, str]:
+    """Return (`attribute_name` of `module`, "") or (None, what went wrong in one line)."""
+    try:
+        return getattr(importlib.import_module(module), attribute_name), ""
+    except Exception as error:  # a package that is broken raises what it likes
+        return None, format_error_line(error)
+
+
+def format_error_line(error: BaseException) -> str:
+    """Type and first line of the message."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # ValueError: it is in sys.modules without a spec
+        return False
+
+
+def _find_package_folder(module: str) -> Path | None:
+    spec = importlib.util.find_spec(module)
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    return Path(places[0]) if places else None

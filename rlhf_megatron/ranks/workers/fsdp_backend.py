@@ -1,0 +1,529 @@
+"""The trainer backend on FSDP2: any causal language model of transformers, its parameters cut over all ranks.
+
+Documents are packed, or have rows of their own where they would see each other. That they do not, and that the head's
+kernel gives what the model's own head gives, is measured when a model is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp, all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from rlhf_megatron.config.schema import FSDPConfig, KernelsConfig, LoRAConfig, OptimConfig
+from rlhf_megatron.ranks.checkpoint.sharded_checkpoint import (
+    StagedState,
+    load_dtensors,
+    stage_dtensors,
+)
+from rlhf_megatron.ranks.kernels.chosen_token_logits import apply_softcap
+from rlhf_megatron.ranks.kernels.log_prob import HeadOutputs
+from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.backend_protocols import PolicyHead as RowHead
+from rlhf_megatron.ranks.workers.backend_protocols import RowsFunction
+from rlhf_megatron.ranks.workers.expert_routes import ExpertRoutes
+from rlhf_megatron.ranks.workers.fsdp_optimizer import FSDPStepOptimizer
+from rlhf_megatron.ranks.workers.log_prob_head import LogProbHead
+from rlhf_megatron.ranks.workers.nonfinite import find_bad_tensors
+from rlhf_megatron.ranks.workers.offload import TrainerPart
+from rlhf_megatron.ranks.workers.rank_reports import HeadReport, ReplicaReport
+from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, PackedBatch
+from rlhf_megatron.weights.families.model_family import HFConfig, read_positive_int
+from rlhf_megatron.weights.lora import (
+    DOWN,
+    UP,
+    add_lora_layers,
+    compute_lora_scale,
+    get_layer_stem,
+    is_lora_matrix,
+    make_initial_lora_matrix,
+    merge_lora_weight,
+)
+from rlhf_megatron.weights.lora_adapter import read_peft_adapter
+from rlhf_megatron.weights.parallel_layout import GridCoordinates, ParallelLayout
+from rlhf_megatron.weights.transformers_causal_lm import build_causal_lm, make_causal_lm_table
+from rlhf_megatron.weights.weight_source import WeightSource
+from rlhf_megatron.weights.weight_table import HeadKind, WeightRule, slice_piece
+
+PACKING_CHECK_LENGTHS = (
+    7,
+    5,
+)  # tokens of the documents that are packed, to see whether they see each other
+PACKING_TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 6e-2,
+}  # relative errors; of a leak they are of order 1
+HEAD_TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+}  # the same products; a weak cap is off by 1e-4
+logger = logging.getLogger(__name__)
+
+
+class FSDPBackend:
+    """A `TrainedBackend`; with `is_frozen` a `Backend`. A rank is a replica, and holds a piece of each parameter.
+
+    Parameters are float32 where they learn; activations and gathered parameters have `dtype`, gradients are summed in
+    float32. `lora` of a rank above 0: only its matrices learn, which begin with `seed`, and the weights keep `dtype`.
+
+    Raises ValueError for a model that transformers cannot build, or whose packed documents leak.
+    """
+
+    def __init__(
+        self,
+        hf_config: HFConfig,
+        weight_source: WeightSource,
+        world: World,
+        dtype: torch.dtype,
+        fsdp_config: FSDPConfig,
+        head: HeadKind = "vocabulary",
+        is_frozen: bool = False,
+        lora: LoRAConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.lora = lora if lora is not None and lora.rank and not is_frozen else None
+        self.seed = seed
+        self.hf_config = hf_config
+        self.world = world
+        self.dtype = dtype
+        self.fsdp_config = fsdp_config
+        self.is_frozen = is_frozen
+        kind, own = hf_config.get("model_type"), dtype if is_frozen or self.lora else torch.float32
+        if (
+            fsdp_config.attn_implementation == "sdpa"
+            and hf_config.get("attn_logit_softcapping") is not None
+        ):
+            raise ValueError(
+                f"{kind}: sdpa drops attn_logit_softcapping; set actor.fsdp.attn_implementation to eager."
+            )
+        self.model = build_causal_lm(hf_config, fsdp_config.attn_implementation, head, own)
+        self.table: Sequence[WeightRule] = make_causal_lm_table(self.model, hf_config, head)
+        self.model.requires_grad_(not is_frozen)
+        if self.lora is not None:
+            add_lora_layers(self.model.decoder, self.lora)
+        if fsdp_config.activation_checkpointing and not is_frozen:
+            _enable_layer_recompute(self.model.decoder_layers, str(kind))
+        self._shard_model()
+        device = torch.device("cpu") if fsdp_config.cpu_offload else world.device
+        self.model._apply(
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(world.device)
+        )
+        self.load_weights(weight_source)
+        self.optimizer: FSDPStepOptimizer  # since `begin_phase`
+        with torch.no_grad():
+            self._ensure_documents_isolated(str(kind))
+            self.model.returns_logits = head == "vocabulary" and self._needs_full_logits()
+
+    @property
+    def export_world(self) -> World:
+        """The same ranks as those that hold one copy together: what a weight sync or an export gathers from."""
+        world, num_ranks = self.world, self.world.layout.world_size
+        layout, here = (
+            ParallelLayout(num_ranks, tp=num_ranks),
+            GridCoordinates(dp=0, pp=0, tp=self.world.rank),
+        )
+        return replace(
+            world,
+            layout=layout,
+            coordinates=here,
+            copy_group=world.dp_group,
+            leader_rank=0,
+            is_in_pieces=True,
+        )
+
+    @property
+    def run_passes(self) -> Callable[[PackedBatch, RowsFunction, bool], list[Tensor]]:
+        return self._run_micro_batches
+
+    has_router_terms = False
+    routes: ExpertRoutes | None = None
+
+    @property
+    def run_training_passes(self) -> Callable[[PackedBatch, RowsFunction], list[Tensor]]:
+        return partial(self._run_micro_batches, forward_only=False)
+
+    def begin_training_pass(self, packed_batch: PackedBatch) -> None:
+        self.optimizer.zero_grad()
+
+    def end_training_pass(self) -> dict[str, float]:
+        return {}
+
+    def update_router_biases(self) -> None:
+        """Do nothing: nothing moves beside the optimizer."""
+
+    def _run_micro_batches(
+        self, packed_batch: PackedBatch, process_rows: RowsFunction, forward_only: bool
+    ) -> list[Tensor]:
+        collected = []
+        for micro in (
+            packed_batch.micro_batches
+        ):  # as many on every rank: `data.replica_plan` fills up with no-op samples
+            lengths: dict[str, Any] = {}
+            if self.fsdp_config.attn_implementation.startswith(
+                "flash"
+            ):  # else each layer waits for the device
+                lengths = {f"cu_seq_lens_{side}": micro.cu_seqlens for side in "qk"}
+                lengths |= {f"max_length_{side}": micro.max_seqlen for side in "qk"}
+
+            def compute_rows(hidden_states: Tensor, micro_batch: MicroBatch = micro) -> Any:
+                return process_rows(micro_batch, hidden_states)
+
+            value, _, kept = self.model(
+                micro.token_ids, micro.position_ids, compute_rows, micro.rows, **lengths
+            )
+            if not forward_only:
+                value.backward()
+            collected.append(kept)
+        if forward_only:
+            self._reshard_modules()
+        return collected
+
+    def make_head(self, role: str, chunk_size: int, kernels: KernelsConfig) -> RowHead:
+        if self.model.returns_logits:
+            return FullLogitsHead(role, self.world)
+        vocab_size = read_positive_int(self.hf_config, "vocab_size")
+        return LogProbHead(
+            role,
+            lambda: self.model.output_layer.weight,
+            0,
+            vocab_size,
+            self.world,
+            self.dtype,
+            chunk_size,
+            kernels,
+            self.model.softcap,
+        )
+
+    def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        return self.model.compute_values(hidden_SH, rows_R)
+
+    @property
+    def watched_modules(self) -> Sequence[nn.Module]:
+        return [self.model]
+
+    def list_part_tensors(self, part: TrainerPart) -> Iterable[Tensor]:
+        if part == "optimizer":
+            return self.optimizer.list_state_tensors()
+        return (self.named_weights() if part == "parameters" else self.named_gradients()).values()
+
+    def begin_phase(
+        self, optim: OptimConfig, num_steps: int, keeps_main_params: bool = False
+    ) -> None:
+        named: dict[str, Any] = self.model.collect_tensors()
+        parameters = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+        self.optimizer = FSDPStepOptimizer(parameters, optim, num_steps, self.world)
+
+    def gather_parameters(self) -> None:
+        """Shards are always as the last step left them."""
+
+    def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
+        held, named = self.named_weights(), dict[str, Any](self.model.collect_tensors())
+        with (
+            torch.no_grad()
+        ):  # of each pair of matrices the first is wanted whole, of the second the weight's rows
+            downs = {name: named[name].full_tensor() for name in held if name.endswith(DOWN)}
+
+        def materialize_tensor(rule: WeightRule) -> Tensor:
+            own = held[rule.megatron_name].detach()  # copied only where it is kept in host memory
+            stem = get_layer_stem(rule.megatron_name)
+            if self.lora is not None and stem + DOWN in downs:
+                own = merge_lora_weight(
+                    own,
+                    downs[stem + DOWN].to(own.device),
+                    held[stem + UP].detach(),
+                    compute_lora_scale(self.lora),
+                )
+            return own.to(self.world.device)
+
+        return ((rule, materialize_tensor(rule)) for rule in self.table)
+
+    @torch.no_grad()
+    def load_weights(self, weight_source: WeightSource) -> None:
+        held, (rank, num_ranks) = (
+            self.named_weights(),
+            (self.world.rank, self.world.layout.world_size),
+        )
+        for rule in self.table:
+            full = rule.to_megatron(*weight_source.read_hf_tensors(rule))
+            target = held[rule.megatron_name]
+            target.copy_(
+                full[slice_piece(len(full), rank, num_ranks)] if rule.split == "pieces" else full
+            )
+        shapes = {
+            name: tensor.shape
+            for name, tensor in self.model.collect_tensors().items()
+            if is_lora_matrix(name)
+        }
+        lora = self.lora
+        given = (
+            read_peft_adapter(Path(lora.path), lora, shapes)
+            if lora is not None and lora.path is not None
+            else {}
+        )
+        for name, shape in shapes.items():
+            matrix = given[name] if given else make_initial_lora_matrix(name, shape, self.seed)
+            held[name].copy_(matrix[slice_piece(len(matrix), rank, num_ranks)])
+
+    @torch.no_grad()
+    def copy_weights_from(self, source_backend: FSDPBackend) -> None:
+        held = self.named_weights()
+        for rule, tensor in source_backend.export_shards():
+            assert tensor is not None, "every rank has a piece of every tensor"
+            held[rule.megatron_name].copy_(tensor)
+
+    def named_parameters(self) -> Mapping[str, Tensor]:
+        return {
+            name: to_local_tensor(tensor)
+            for name, tensor in self.model.collect_tensors().items()
+            if tensor.requires_grad
+        }
+
+    def named_gradients(self) -> Mapping[str, Tensor]:
+        return self.optimizer.get_local_gradients()
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        return {
+            name: to_local_tensor(tensor) for name, tensor in self.model.collect_tensors().items()
+        }
+
+    def check_replicas(self) -> ReplicaReport:
+        """Look for numbers that are not finite. No tensor is on two ranks, so there is nothing to compare."""
+        return ReplicaReport(str(self.world), 0, 0, 0.0, (), find_bad_tensors(self.named_weights()))
+
+    def estimate_save_bytes(self) -> int:
+        learning = self.named_parameters().values()
+        return sum(
+            tensor.nbytes for tensor in (*self.named_weights().values(), *learning, *learning)
+        )
+
+    def stage_state_for_save(self, common_values: dict[str, Any] | None) -> StagedState:
+        if common_values is None:
+            return stage_dtensors(self.model.collect_tensors(), {})
+        scheduler = self.optimizer.scheduler.state_dict()
+        return stage_dtensors(
+            {**self.model.collect_tensors(), **self.optimizer.get_moment_tensors()},
+            {**common_values, "scheduler": scheduler},
+        )
+
+    @torch.no_grad()
+    def restore_state(self, directory: Path, common_values: dict[str, Any] | None) -> None:
+        moments = {} if common_values is None else self.optimizer.get_moment_tensors()
+        load_dtensors(
+            directory,
+            {**{k: t.detach() for k, t in self.model.collect_tensors().items()}, **moments},
+        )
+        if common_values is not None:
+            self.optimizer.load_scheduler_state(common_values["scheduler"])
+
+    def _shard_model(self) -> None:
+        is_on_cpu, dtype = self.world.device.type == "cpu", self.dtype
+        policy: dict[str, Any] = {
+            "mesh": DeviceMesh.from_group(self.world.dp_group, self.world.device.type),
+            "reshard_after_forward": self.fsdp_config.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy(pin_memory=not is_on_cpu)
+            if self.fsdp_config.cpu_offload
+            else OffloadPolicy(),
+        }
+        if dtype != torch.float32:
+            policy["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32
+            )
+        for layer in self.model.decoder_layers:
+            fully_shard(layer, **policy)
+        fully_shard(self.model, **policy)
+        for module in self.model.modules():
+            if isinstance(
+                module, FSDPModule
+            ):  # losses arrive divided by a global count: gradients are only summed
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
+
+    def _reshard_modules(self) -> None:
+        """Let go of what stays whole without a backward pass: embedding and head, and layers that are kept."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _compute_hidden_states(self, *documents: Tensor) -> list[Tensor]:
+        """Return the model's hidden states of packed documents, apart again, float32."""
+        tokens = torch.cat(documents)[None].to(self.world.device)
+        positions = torch.cat([torch.arange(len(document)) for document in documents])[None].to(
+            self.world.device
+        )
+        rows = torch.arange(tokens.shape[1], device=self.world.device)
+        found: Tensor = self.model(
+            tokens, positions, lambda hidden: hidden[0].float().clone(), rows
+        )
+        self._reshard_modules()
+        return list(found.split([len(document) for document in documents]))
+
+    def _ensure_documents_isolated(self, model_type: str) -> None:
+        """Give each document a row of its own where it would depend on the one before it. Raises ValueError where it
+        does even so. All ranks see the same tokens."""
+        error = self._measure_document_leak()
+        if error <= PACKING_TOLERANCE.get(self.dtype, 1e-3):
+            return
+        self.model.find_max_over_ranks = self._all_reduce_max
+        if self.world.rank == 0:
+            logger.warning(
+                "%s with attn_implementation %r lets packed documents see each other (one changes by %.1e with the one"
+                " before it): each has a row of its own in padded batches, which takes more memory and time",
+                *(model_type, self.fsdp_config.attn_implementation, error),
+            )
+        if not (error := self._measure_document_leak()) <= PACKING_TOLERANCE.get(self.dtype, 1e-3):
+            raise ValueError(
+                f"{model_type} with attn_implementation {self.fsdp_config.attn_implementation!r} lets documents of a batch see"
+                f" each other: one changes by {error:.1e} with the others. Use another"
+                " actor.fsdp.attn_implementation, or actor.backend megatron where it has the family."
+            )
+
+    def _all_reduce_max(self, local_number: int) -> int:
+        """Return the largest of the numbers of all ranks."""
+        largest = torch.tensor([local_number], device=self.world.device)
+        all_reduce(largest, ReduceOp.MAX, group=self.world.dp_group)
+        return int(largest.item())
+
+    def _measure_document_leak(self) -> float:
+        """Return by how much a document depends on the one before it, relative."""
+        vocab_size, generator = (
+            read_positive_int(self.hf_config, "vocab_size"),
+            torch.Generator().manual_seed(0),
+        )
+        first, other, second = (
+            torch.randint(0, vocab_size, (n,), generator=generator)
+            for n in (PACKING_CHECK_LENGTHS[0], PACKING_CHECK_LENGTHS[0], PACKING_CHECK_LENGTHS[1])
+        )
+        behind, behind_other = (
+            self._compute_hidden_states(first, second)[1],
+            self._compute_hidden_states(other, second)[1],
+        )
+        (alone,) = self._compute_hidden_states(second)
+        errors = (
+            _compute_relative_distance(behind, alone),
+            _compute_relative_distance(behind, behind_other),
+        )
+        return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+    def _needs_full_logits(self) -> bool:
+        """Whether the head has more than a weight (a bias, which must learn), or hidden states times the weight,
+        capped, are not the model's logits, at nine tokens."""
+        tokens = torch.arange(9) % read_positive_int(self.hf_config, "vocab_size")
+        positions, rows = (
+            torch.arange(9)[None].to(self.world.device),
+            torch.arange(9, device=self.world.device),
+        )
+        tokens = tokens[None].to(self.world.device)
+
+        def multiply_head_weight(hidden: Tensor) -> Tensor:
+            weight: Tensor = self.model.output_layer.weight
+            return apply_softcap((hidden[0] @ weight.T).float(), self.model.softcap)
+
+        mine: Tensor = self.model(tokens, positions, multiply_head_weight, rows)
+        self.model.returns_logits = True
+        real: Tensor = self.model(tokens, positions, lambda logits: logits[0].float().clone(), rows)
+        self.model.returns_logits = False
+        self._reshard_modules()
+        error = _compute_relative_distance(mine, real)
+        has_more = len(list(self.model.output_layer.parameters())) > 1
+        is_unlike = has_more or not error <= HEAD_TOLERANCE.get(self.dtype, 1e-5)
+        if is_unlike and self.world.rank == 0:
+            logger.warning(
+                "the head of %s is more than a product with its weight (%s): all logits of the rows are made",
+                self.hf_config.get("model_type"),
+                "it has a bias" if has_more else f"off by {error:.1e}",
+            )
+        return is_unlike
+
+
+class FullLogitsHead:
+    """A `backend.Head` for models whose logits are more than a product: they come from the model's own head."""
+
+    def __init__(self, role: str, world: World) -> None:
+        self._head_report = HeadReport(
+            f"{role} {world}", "plain (the model's own head, all logits)", "reference", 0, ()
+        )
+
+    def compute_outputs(
+        self,
+        hidden_SH: Tensor,
+        micro_batch: MicroBatch,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_squares: bool,
+    ) -> HeadOutputs:
+        """`hidden_SH`: logits [R, V] of the rows."""
+        log_p_RV = (hidden_SH.float() / temperature).log_softmax(-1)
+        return HeadOutputs(
+            log_p_RV.gather(1, micro_batch.targets[:, None])[:, 0],
+            -(log_p_RV.exp() * log_p_RV).sum(-1) if with_entropy else None,
+            log_p_RV.detach().exp().square().sum(-1) if with_sum_squares else None,
+        )
+
+    def compute_log_probs_of(
+        self,
+        hidden_SH: Tensor,
+        micro_batch: MicroBatch,
+        temperature: float,
+        log_probs_R: Tensor,
+        token_ids_RK: Tensor,
+    ) -> Tensor:
+        return (hidden_SH.float() / temperature).log_softmax(-1).gather(1, token_ids_RK.long())
+
+    @torch.no_grad()
+    def find_likeliest_tokens(
+        self, hidden_SH: Tensor, micro_batch: MicroBatch, temperature: float, num_top: int
+    ) -> tuple[Tensor, Tensor]:
+        return _top_log_probs(hidden_SH, temperature, num_top)
+
+    def make_report(self) -> HeadReport:
+        return self._head_report
+
+
+def _top_log_probs(logits_RV: Tensor, temperature: float, num_top: int) -> tuple[Tensor, Tensor]:
+    log_probs_RK, ids_RK = (logits_RV.float() / temperature).log_softmax(-1).topk(num_top, -1)
+    return ids_RK, log_probs_RK
+
+
+def to_local_tensor(tensor: Any) -> Tensor:
+    """This rank's piece of a DTensor; another tensor as it is. The memory is the tensor's own."""
+    held: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return held
+
+
+def _compute_relative_distance(measured: Tensor, expected: Tensor) -> float:
+    return float((measured - expected).norm() / expected.norm())
+
+
+def _enable_layer_recompute(layers: Sequence[nn.Module], model_type: str) -> None:
+    """Keep only the inputs of each layer. The layer alone is told that it trains: what is in it has no dropout.
+    Raises ValueError where transformers' layers cannot."""
+    if not layers or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        raise ValueError(
+            f"{model_type}: its layers are not recomputed; set actor.fsdp.activation_checkpointing to false."
+        )
+    for layer in layers:
+        marked: Any = layer
+        marked.gradient_checkpointing = marked.training = True
+        marked._gradient_checkpointing_func = _checkpoint_layer
+
+
+def _checkpoint_layer(function: Any, *args: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False
+    )

@@ -1,0 +1,238 @@
+"""Memory that a rank gives up while others use its device: storages lose their bytes, a copy waits in host memory.
+
+Tensors stay the objects that they are, and views stay views: a parameter, the flat buffer that it lies in, this rank's
+shard of it and its gradient share a storage, and only that is emptied and filled again. The same on every device; on a
+CPU the "device" is host memory too. A tensor without its bytes must not be touched: torch would read at address 0.
+What works with a part calls `require` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.device import (
+    CopyQueue,
+    allocate_host_buffer,
+    empty_device_cache,
+    get_device_name,
+    measure_device_memory,
+    read_own_resident_bytes,
+)
+from rlhf_megatron.ranks.workers.rank_reports import MemoryReport
+
+TrainerPart = Literal["gradients", "optimizer", "parameters"]
+TRAINER_PARTS: tuple[TrainerPart, ...] = ("gradients", "optimizer", "parameters")
+
+PIECE_BYTES = (
+    64 << 20
+)  # torch rounds page-locked memory up to a power of two: only the last piece wastes some
+_ALIGNMENT = 64
+Storage = Any  # torch.UntypedStorage
+Tensors = Callable[[], Iterable[Tensor]]
+
+
+class OffloadableMemory:
+    """The parts of one model on this rank. `tensors`: of each part, asked for whenever it is dropped.
+
+    What several parts share belongs to the first of them in the order parameters, gradients, optimizer. Gradients are
+    not kept: they come back as zeros. `role`: in messages.
+    """
+
+    def __init__(
+        self, role: str, device: torch.device, tensor_getters: Mapping[TrainerPart, Tensors]
+    ) -> None:
+        self.role = role
+        self._device = device
+        self._tensor_getters = tensor_getters
+        self._queue = CopyQueue(device)
+        self._host_copies = {
+            part: _HostCopy(device) for part in tensor_getters if part != "gradients"
+        }
+        self._dropped_storages: dict[
+            TrainerPart, list[tuple[Storage, int]]
+        ] = {}  # part -> its storages, and their bytes
+        self._restore_marks: dict[
+            TrainerPart, Any
+        ] = {}  # part -> when its bytes are there, where that is not sure yet
+        self._unchanged_parts: set[TrainerPart] = (
+            set()
+        )  # parts whose host copy is what stands on the device
+
+    def drop_parts(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Empty these parts' storages; what is dropped already stays so. Returns when the memory is free."""
+        going = {
+            part: self._collect_storages(part)
+            for part in self._order_own_parts(parts)
+            if part not in self._dropped_storages
+        }
+        for part in going:
+            self._wait_for_restore(part)
+        with self._queue.copy_after_computation():
+            for part, storages in going.items():
+                if part in self._host_copies and part not in self._unchanged_parts:
+                    self._host_copies[part].copy_from_device(storages)
+        self._queue.wait_for_copies()
+        for part, storages in going.items():
+            self._dropped_storages[part] = storages
+            self._unchanged_parts.discard(part)
+            for storage, _ in storages:
+                storage.resize_(0)
+        if going:
+            empty_device_cache(self._device)
+
+    def restore_parts(
+        self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False
+    ) -> None:
+        """Undo `drop_parts`. On an accelerator the bytes are on their way when this returns; `require_parts` waits for them.
+
+        `is_read_only`: they are dropped again as they are, which then needs no copy; `require(is_changed=True)` is for
+        whoever changes them after all.
+        """
+        for part in self._order_own_parts(parts):
+            if part not in self._dropped_storages:
+                continue
+            storages = self._dropped_storages.pop(part)
+            for storage, num_bytes in storages:
+                storage.resize_(num_bytes)
+            if part in self._host_copies:
+                with self._queue.copy_after_computation():
+                    self._host_copies[part].copy_to_device(storages)
+                    self._restore_marks[part] = self._queue.record_mark()
+                if is_read_only:
+                    self._unchanged_parts.add(part)
+            else:
+                for storage, _ in storages:
+                    _view_as_bytes(storage).zero_()
+
+    def require_parts(self, *parts: TrainerPart, will_change: bool = False) -> None:
+        """Wait for parts. Call it before working with them; `will_change`: before changing them.
+
+        Raises RuntimeError where its bytes are not on the device.
+        """
+        missing = [part for part in parts if part in self._dropped_storages]
+        if missing:
+            raise RuntimeError(
+                f"{' and '.join(missing)} of the {self.role} are in host memory; restore them before they are used."
+            )
+        for part in parts:
+            self._wait_for_restore(part)
+        if will_change:
+            self._unchanged_parts.difference_update(parts)
+
+    def is_dropped(self, part: TrainerPart) -> bool:
+        return part in self._dropped_storages
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of the storages that are on the device."""
+        return sum(
+            size
+            for part in self._tensor_getters
+            if part not in self._dropped_storages
+            for _, size in self._collect_storages(part)
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the copies in host memory, which are kept to be used again."""
+        return sum(copy.num_bytes for copy in self._host_copies.values())
+
+    def make_report(self) -> MemoryReport:
+        """Report what is held now."""
+        stats = measure_device_memory(self._device)
+        return MemoryReport(
+            held_bytes=self.device_bytes,
+            copied_bytes=self.host_bytes,
+            process_bytes=stats.allocated_bytes,
+            used_bytes=stats.used_bytes,
+            resident_bytes=read_own_resident_bytes(),
+            peak_allocated_bytes=stats.peak_allocated_bytes,
+            peak_reserved_bytes=stats.peak_reserved_bytes,
+            device_name=get_device_name(self._device),
+        )
+
+    def _order_own_parts(self, parts: Sequence[TrainerPart]) -> Iterator[TrainerPart]:
+        """Yield the parts in the order in which they are needed again."""
+        return (
+            part
+            for part in ("parameters", "gradients", "optimizer")
+            if part in parts and part in self._tensor_getters
+        )
+
+    def _collect_storages(self, requested_part: TrainerPart) -> list[tuple[Storage, int]]:
+        """Return each storage once, with its bytes, without those that an earlier part has. The part, and earlier
+        ones, must not be dropped.
+        """
+        seen: set[int] = set()
+        for part in self._order_own_parts(TRAINER_PARTS):
+            found = []
+            for tensor in self._tensor_getters[part]():
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    found.append((storage, storage.nbytes()))
+            if part == requested_part:
+                return found
+        raise AssertionError(f"the {self.role} has no {requested_part}")
+
+    def _wait_for_restore(self, part: TrainerPart) -> None:
+        mark = self._restore_marks.pop(part, None)
+        if mark is not None:
+            self._queue.wait_for_mark(mark)
+
+
+class _HostCopy:
+    """Bytes of a part in host memory: pieces that are allocated once and used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.numel() for piece in self._pieces)
+
+    def copy_from_device(self, storages: Sequence[tuple[Storage, int]]) -> None:
+        """Copy them here."""
+        self._allocate_pieces(sum(_round_up_to_alignment(size) for _, size in storages))
+        for mine, theirs in self._pair_with_storages(storages):
+            mine.copy_(theirs, non_blocking=True)
+
+    def copy_to_device(self, storages: Sequence[tuple[Storage, int]]) -> None:
+        """Copy them back, in the order in which they were taken."""
+        for mine, theirs in self._pair_with_storages(storages):
+            theirs.copy_(mine, non_blocking=True)
+
+    def _allocate_pieces(self, num_bytes: int) -> None:
+        if self.num_bytes < num_bytes:
+            self._pieces = []  # before the larger ones are allocated
+            sizes = [PIECE_BYTES] * (num_bytes // PIECE_BYTES) + [num_bytes % PIECE_BYTES]
+            self._pieces = [allocate_host_buffer(size, self._device) for size in sizes if size]
+
+    def _pair_with_storages(
+        self, storages: Sequence[tuple[Storage, int]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(here, there): the storages one after the other, cut where a piece ends."""
+        at = 0
+        for storage, size in storages:
+            data = _view_as_bytes(storage)
+            done = 0
+            while done < size:
+                piece, start = divmod(at + done, PIECE_BYTES)
+                count = min(size - done, PIECE_BYTES - start)
+                yield self._pieces[piece][start : start + count], data[done : done + count]
+                done += count
+            at += _round_up_to_alignment(size)
+
+
+def _view_as_bytes(storage: Storage) -> Tensor:
+    """[bytes] uint8, a view."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _round_up_to_alignment(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,241 @@
+"""Moments and float32 parameters as one full tensor a parameter: checkpoints load under any layout and optimizer.
+
+Megatron's own formats differ between its plain and its distributed optimizer. And where the latter gathers its shards
+("fully_reshardable", 0.16.1), the padding between buckets is left out, though it is counted where the parameters are
+cut out again: what lies behind a padded bucket would be saved shifted, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from rlhf_megatron.ranks.workers.optimizer_state_format import (
+    MAIN,
+    MOMENTS,
+    decode_float32_state,
+    encode_float32_state,
+)
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """The state that this rank's optimizer has of one model parameter."""
+
+    model_param: nn.Parameter
+    main_param: (
+        Tensor | None
+    )  # what is stepped on: `model_param`, its float32 copy, or a flat shard of these; None: no part of it
+    element_range: (
+        slice | None
+    )  # the elements of the flattened parameter that `main_param` has; None: all of them
+    optimizer_state: dict[
+        str, Tensor
+    ]  # the inner optimizer's; that of `streamed_adam` also has the copy that `main_param` stands for
+    sharing_group: (
+        dist.ProcessGroup | None
+    )  # ranks that share the parameter out; None where `element_range` is
+
+    def decode_tensors(self) -> dict[str, Tensor]:
+        """Name in a checkpoint -> this rank's part of it. Float32 parameters are in the checkpoint as the model's."""
+        return {
+            name: decode_float32_state(kept, self.model_shard)
+            for name, kept in self.get_stored_tensors().items()
+        }
+
+    def get_stored_tensors(self) -> dict[str, Tensor]:
+        """The same tensors as they are kept between steps."""
+        names = [*MOMENTS, *([] if self.model_param.dtype == torch.float32 else [MAIN])]
+        empty = torch.empty(0, device=self.model_param.device)
+        if self.main_param is None:
+            return dict.fromkeys(names, empty)
+        parts = (
+            self.optimizer_state
+            if MAIN in self.optimizer_state
+            else {**self.optimizer_state, MAIN: self.main_param}
+        )
+        return {name: parts[name] for name in names}
+
+    @property
+    def model_shard(self) -> Tensor:
+        """The part of the model's parameter that this rank steps on."""
+        model = self.model_param.detach()
+        return model if self.element_range is None else model.view(-1)[self.element_range]
+
+    def load_tensor(self, state_name: str, value: Tensor) -> None:
+        """Put what a checkpoint has under a name of `decode_tensors` into place; the parameter is loaded already."""
+        encode_float32_state(self.get_stored_tensors()[state_name], value, self.model_shard)
+
+
+def iterate_parameter_states(optimizer: Any) -> Iterator[ParameterState]:
+    """All model parameters of this rank, in an order that is the same on all ranks that share them out."""
+    for part in optimizer.chained_optimizers:
+        if any(
+            len(part.optimizer.state[main]) == 0
+            for group in part.optimizer.param_groups
+            for main in group["params"]
+        ):
+            part.init_state_fn(part.optimizer, part.config)  # a fused Adam before its first step
+        yield from (
+            _iterate_sharded_states(part)
+            if isinstance(part, DistributedOptimizer)
+            else _iterate_unsharded_states(part)
+        )
+
+
+def make_sharded_optimizer_state(
+    optimizer: Any, model_state: dict[str, Any], is_loading: bool
+) -> dict[int, dict[str, Any]]:
+    """Sharded tensors for megatron's distributed checkpoint, by `iterate_parameter_states`' order. All ranks.
+
+    `model_state`: the model's, with the parameters themselves as data.
+    """
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    of_parameter = {id(entry.data): entry for entry in nested_values(sharded)}
+    all_held = list(iterate_parameter_states(optimizer))
+    writers = [0] * len(all_held) if is_loading else _choose_writer_ranks(all_held)
+    return {
+        number: {
+            name: make_sharded_optimizer_tensor(
+                _with_writer_rank(writer, of_parameter[id(held.model_param)], held),
+                _make_load_target(held, tensor)
+                if is_loading
+                else _gather_full_tensor(held, tensor, writer),
+                prefix=f"optimizer.state.{name}",
+            )
+            for name, tensor in held.decode_tensors().items()
+        }
+        for number, (held, writer) in enumerate(zip(all_held, writers, strict=True))
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    optimizer: Any, loaded_state: dict[int, dict[str, Tensor]], num_steps: int
+) -> None:
+    """Undo `make_sharded_optimizer_state`. `num_steps`: optimizer steps behind this state."""
+    for number, held in enumerate(iterate_parameter_states(optimizer)):
+        for name in held.get_stored_tensors():
+            full = loaded_state[number][name]
+            held.load_tensor(
+                name, full if held.element_range is None else full.flatten()[held.element_range]
+            )
+        if "step" in held.optimizer_state:  # torch's AdamW
+            held.optimizer_state["step"].fill_(num_steps)
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["step"] = num_steps  # where a fused Adam counts
+
+
+def _iterate_unsharded_states(chained_optimizer: Any) -> Iterator[ParameterState]:
+    if hasattr(chained_optimizer, "float16_groups"):
+        models = [
+            *chain(*chained_optimizer.float16_groups),
+            *chain(*chained_optimizer.fp32_from_fp32_groups),
+        ]
+        mains = [
+            *chain(*chained_optimizer.fp32_from_float16_groups),
+            *chain(*chained_optimizer.fp32_from_fp32_groups),
+        ]
+    else:
+        models = mains = chained_optimizer.get_parameters()
+    for model, main in zip(models, mains, strict=True):
+        yield ParameterState(model, main, None, chained_optimizer.optimizer.state[main], None)
+
+
+def _iterate_sharded_states(chained_optimizer: DistributedOptimizer) -> Iterator[ParameterState]:
+    for buffer in chained_optimizer.buffers:
+        for model in buffer.param_index_map:
+            if model not in chained_optimizer.model_param_gbuf_map:
+                yield ParameterState(
+                    model, None, slice(0, 0), {}, chained_optimizer.data_parallel_group
+                )
+                continue
+            group, index = chained_optimizer.model_param_group_index_map[model]
+            main = chained_optimizer.optimizer.param_groups[group]["params"][index]
+            span = chained_optimizer._get_model_param_range_map(model)["param"]
+            yield ParameterState(
+                model,
+                main,
+                slice(span.start, span.end),
+                chained_optimizer.optimizer.state[main],
+                chained_optimizer.data_parallel_group,
+            )
+
+
+def _make_load_target(parameter_state: ParameterState, local_shard: Tensor) -> Tensor:
+    """Return the tensor to load into. Rows that pad the vocabulary here but not in the file stay zero."""
+    return (
+        local_shard
+        if parameter_state.element_range is None
+        else torch.zeros(parameter_state.model_param.shape)
+    )
+
+
+def _choose_writer_ranks(parameter_states: Sequence[ParameterState]) -> list[int]:
+    """Choose, for each parameter, the rank of its group that writes what is put together of it, about as many bytes
+    each.
+
+    Megatron has the first rank write all model parameters.
+    """
+    loads: dict[int, list[int]] = {}
+    writers = []
+    for held in parameter_states:
+        if held.element_range is None:
+            writers.append(0)
+            continue
+        load = loads.setdefault(
+            id(held.sharing_group), [0] * dist.get_world_size(held.sharing_group)
+        )
+        load[0] += held.model_param.nbytes
+        writers.append(load.index(min(load)))
+        load[writers[-1]] += 4 * held.model_param.numel() * len(held.decode_tensors())
+    return writers
+
+
+def _with_writer_rank(
+    writer_rank: int, sharded_tensor: Any, parameter_state: ParameterState
+) -> Any:
+    """`sharded_tensor` of the model, as one whose first replica is the one on rank `writer_rank` of the group."""
+    if writer_rank == 0:
+        return sharded_tensor
+    *others, number = (
+        sharded_tensor.replica_id
+    )  # the last one counts the ranks of the data-parallel group
+    return replace(
+        sharded_tensor,
+        replica_id=(
+            *others,
+            (number - writer_rank) % dist.get_world_size(parameter_state.sharing_group),
+        ),
+    )
+
+
+def _gather_full_tensor(
+    parameter_state: ParameterState, local_shard: Tensor, writer_rank: int
+) -> Tensor:
+    """The whole tensor of a shard, on the rank of the group that writes it; a blank on the others."""
+    if parameter_state.element_range is None:
+        return local_shard
+    full = torch.zeros(
+        parameter_state.model_param.numel(), device=parameter_state.model_param.device
+    )
+    full[parameter_state.element_range] = local_shard.detach()
+    dist.all_reduce(full, group=parameter_state.sharing_group)
+    is_writer = dist.get_rank(parameter_state.sharing_group) == writer_rank
+    return (
+        full.view(parameter_state.model_param.shape).cpu()
+        if is_writer
+        else torch.zeros(()).expand(parameter_state.model_param.shape)
+    )

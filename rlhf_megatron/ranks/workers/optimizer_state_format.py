@@ -1,0 +1,83 @@
+"""Where an optimizer keeps its moments and float32 parameters between steps, and in how many bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.config.schema import MegatronConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+
+
+@dataclass(frozen=True)
+class OptimizerStateFormat:
+    """How an optimizer keeps its state; without arguments in float32 on the device, as any Adam does."""
+
+    is_on_host: bool = False
+    exp_avg: torch.dtype = torch.float32
+    exp_avg_sq: torch.dtype = torch.float32
+    main_param: torch.dtype = (
+        torch.float32
+    )  # of parameters in bfloat16; int16: see `decode_float32_state`
+
+    @staticmethod
+    def from_megatron_config(megatron: MegatronConfig) -> OptimizerStateFormat:
+        """Read a layout's settings."""
+        first, second = (
+            getattr(torch, name) for name in (megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype)
+        )
+        main = torch.int16 if megatron.use_precision_aware_optimizer else torch.float32
+        return OptimizerStateFormat(megatron.optimizer_cpu_offload, first, second, main)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether torch's or another Adam keeps it as it is."""
+        return self == OptimizerStateFormat()
+
+    def get_state_dtypes(self) -> dict[str, torch.dtype]:
+        """Types by name in the state of a parameter."""
+        return {
+            **dict(zip(MOMENTS, (self.exp_avg, self.exp_avg_sq), strict=True)),
+            MAIN: self.main_param,
+        }
+
+    def count_bytes_per_parameter(self, param_dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of a parameter of that type: (main parameter, both moments)."""
+        return self.main_param.itemsize * (
+            param_dtype != torch.float32
+        ), self.exp_avg.itemsize + self.exp_avg_sq.itemsize
+
+
+def decode_float32_state(stored_state: Tensor, model_param: Tensor) -> Tensor:
+    """Return the float32 numbers that `encode_float32_state` put into `stored_state`, on the device of `model_param`; `stored_state` where it is float32.
+
+    int16 is what a float32 parameter has beyond the bfloat16 one beside it: the difference of their bits.
+    """
+    if stored_state.dtype == torch.float32:
+        return stored_state
+    here = stored_state.to(
+        model_param.device, non_blocking=True
+    )  # torch converts what it copies to another device on the host
+    if stored_state.dtype != torch.int16:
+        return here.float()
+    return (
+        here.to(torch.int32)
+        .add_(model_param.view(torch.int16).to(torch.int32) << 16)
+        .view(torch.float32)
+    )
+
+
+def encode_float32_state(stored_state: Tensor, float32_value: Tensor, model_param: Tensor) -> None:
+    """Keep float32 numbers in the type of `stored_state`. Exact as int16, where `model_param` is `float32_value` rounded to bfloat16, but for
+    numbers in the middle of two: they may come back smaller by one unit of float32.
+    """
+    if stored_state.dtype == torch.int16:
+        bits = float32_value.to(model_param.device).view(torch.int32) - (
+            model_param.view(torch.int16).to(torch.int32) << 16
+        )
+        float32_value = bits.clamp_(-(1 << 15), (1 << 15) - 1)
+    stored_state.copy_(float32_value.to(stored_state.dtype), non_blocking=True)

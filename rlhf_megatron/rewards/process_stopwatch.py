@@ -1,0 +1,69 @@
+"""How long a process has been at a sample, where time that the machine kept it waiting does not count."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.process_tree import iterate_descendants, list_children, read_stat_fields
+
+POLL_S = 0.05  # between two looks
+MAX_COUNTED_S = (
+    2 * POLL_S
+)  # of the time since the last look: the one who looks was kept waiting himself
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+RUNS, DISK = b"R", b"D"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
+
+
+@dataclass
+class ProcessStopwatch:
+    """Counts the seconds of one process that are not spent waiting for a CPU. The first look starts it."""
+
+    pid: int
+    counted_s: float = 0.0
+    _updated_at: float | None = None
+    _last_cpu_s: float = 0.0
+
+    def reset(self) -> None:
+        self.counted_s, self._updated_at = 0.0, None
+
+    def update_counted_s(self) -> float:
+        """Return the seconds that count so far. Call it every POLL_S."""
+        now = time.monotonic()
+        seen = list(_iterate_thread_times(self.pid))
+        cpu_s = sum(seconds for _, seconds in seen)
+        if self._updated_at is not None:
+            used = max(
+                0.0, cpu_s - self._last_cpu_s
+            )  # a child that nobody waited for takes its time with it
+            asleep = (
+                0.0
+                if any(state in (RUNS, DISK) for state, _ in seen)
+                else min(now - self._updated_at, MAX_COUNTED_S)
+            )
+            self.counted_s += max(used, asleep)
+        self._updated_at, self._last_cpu_s = now, cpu_s
+        return self.counted_s
+
+
+def _iterate_thread_times(root_pid: int) -> Iterator[tuple[bytes, float]]:
+    """(state, CPU seconds) of each thread of a process and of those below it, and of children that have ended: their
+    parent, or who reaps in its place, has their time. Nothing where there is no /proc.
+
+    A process with children that seems to wait for a disk may wait for one of them (vfork), however long that sleeps.
+    """
+    for pid in (root_pid, *iterate_descendants(root_pid)):
+        if whole := read_stat_fields(pid):
+            yield b"", _ticks_to_seconds(whole[13:15])
+        asleep = DISK if list_children(pid) else b""
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                if own := read_stat_fields(f"{pid}/task/{thread}"):
+                    yield b"" if own[0] == asleep else own[0], _ticks_to_seconds(own[11:13])
+
+
+def _ticks_to_seconds(ticks: Sequence[bytes]) -> float:
+    return sum(map(int, ticks)) / TICKS_PER_S

@@ -1,0 +1,224 @@
+"""Requests of rewards to servers, with limits that hold over all worker processes of a run, and with retries.
+
+The limits of an address are locks on files that all processes of the user share: the kernel frees those of a process
+that ends. Where a run has workers on several machines, each has its share. A request that fails in a way that may pass
+is sent again, after a pause that doubles and varies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import random
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that may answer later
+OWN_FAULT = 500  # the one of these that the request itself may cause
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+LOOK_S = 0.02
+MAX_ANSWER_BYTES = 1 << 26
+_num_machines = 1  # that have workers of the run
+
+
+def divide_endpoint_limits(num_machines: int) -> None:
+    """Divide what a server may be asked between so many machines, in this process and those that it forks."""
+    global _num_machines
+    _num_machines = num_machines
+
+
+class RewardEndpointError(RuntimeError):
+    """A server did not answer, or not as it should: not the policy's doing."""
+
+    mask_reason = "endpoint"  # of the masked sample
+
+
+class RewardEndpointRefusedError(RewardEndpointError):
+    """A server answered, and would answer so again."""
+
+    mask_reason = "refused"
+
+
+@dataclass(frozen=True)
+class RewardEndpoint:
+    """A server, and how it may be asked."""
+
+    url: str  # http:// or https://, with the path
+    timeout_s: float = 60.0  # of one request
+    patience_s: float = 120.0  # after the first request, in which failed ones are sent again
+    concurrency: int = 16  # requests at a time, over all workers (on each machine one at least)
+    requests_per_s: float | None = None  # over all workers; null: no limit
+    key_file: str | None = None  # holds the bearer token
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"url ({self.url!r}) must begin with http:// or https:// and name a host."
+            )
+        if min(self.timeout_s, self.patience_s) <= 0 or self.concurrency < 1:
+            raise ValueError(
+                f"timeout_s ({self.timeout_s}), patience_s ({self.patience_s}) must be above 0, concurrency"
+                f" ({self.concurrency}) at least 1."
+            )
+        if self.requests_per_s is not None and self.requests_per_s <= 0:
+            raise ValueError(
+                f"requests_per_s ({self.requests_per_s}) must be above 0; null: no limit."
+            )
+
+    @property
+    def max_wait_s(self) -> float:
+        """The longest that an answer takes once it is this request's turn."""
+        return self.patience_s + self.timeout_s
+
+    def post_with_retries(self, body: Any, probe: Any = None) -> RewardEndpointAnswer:
+        """Post `body` as JSON. Raises EndpointError when the server gives no answer in time, Refused when it refuses.
+
+        `probe`: what a sound server answers. One that does, and fails at `body` twice with status 500, refuses it.
+        """
+        first: float | None = None
+        pause, num_retries = FIRST_PAUSE_S, 0
+        while True:
+            with self.hold_turn():
+                sent = time.monotonic()
+                first = (
+                    sent if first is None else first
+                )  # waiting for a turn is no failure of the server
+                status, text, wait_s = self._post_once(json.dumps(body).encode())
+            if status == 200:
+                try:
+                    return RewardEndpointAnswer(
+                        json.loads(text), num_retries, time.monotonic() - sent
+                    )
+                except (ValueError, RecursionError) as error:
+                    raise RewardEndpointError(
+                        f"{self.url} answered what is no JSON: {text[:200]!r}."
+                    ) from error
+            is_own_fault = (
+                status == OWN_FAULT
+                and num_retries > 0
+                and probe is not None
+                and self._answers_probe(probe)
+            )
+            if is_own_fault or (status is not None and status not in PASSING):
+                raise RewardEndpointRefusedError(f"{self.url} answered {status}: {text[:200]!r}.")
+            pause_s = max(wait_s, pause * random.uniform(0.5, 1.5))
+            if time.monotonic() + pause_s - first > self.patience_s:
+                told = (
+                    f"status {status}: {text[:200]!r}"
+                    if status
+                    else text[:200].decode(errors="replace")
+                )
+                raise RewardEndpointError(
+                    f"{self.url} gave no answer in {self.patience_s:g} s ({told})."
+                )
+            time.sleep(pause_s)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            num_retries += 1
+
+    def _answers_probe(self, probe: Any) -> bool:
+        with self.hold_turn():
+            return self._post_once(json.dumps(probe).encode())[0] == 200
+
+    def _post_once(self, body: bytes) -> tuple[int | None, bytes, float]:
+        """(status, answer, seconds that the server asks to wait). No status: it could not be reached, and why."""
+        parts = urlsplit(self.url)
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        headers = {"Content-Type": "application/json"}
+        if self.key_file is not None:
+            headers["Authorization"] = f"Bearer {Path(self.key_file).read_text().strip()}"
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            after = answer.headers.get("Retry-After", "")
+            return (
+                answer.status,
+                answer.read(MAX_ANSWER_BYTES),
+                min(float(after) if after.isdigit() else 0.0, 60.0),
+            )
+        except (OSError, http.client.HTTPException) as error:
+            return None, f"{type(error).__name__}: {error}".encode(), 0.0
+        finally:
+            connection.close()
+
+    @contextlib.contextmanager
+    def hold_turn(self) -> Iterator[None]:
+        """Wait until this request may be sent; hold its place until it is answered."""
+        folder = _open_limits_dir(self.url)
+        held = _lock_free_place(folder, max(1, self.concurrency // _num_machines))
+        try:
+            if self.requests_per_s is not None:
+                _wait_for_rate_slot(folder / "next", _num_machines / self.requests_per_s)
+            yield
+        finally:
+            os.close(held)
+
+
+@dataclass(frozen=True)
+class RewardEndpointAnswer:
+    """The answer of a server."""
+
+    answer: Any
+    num_retries: int
+    latency_s: float  # of the request that was answered
+
+
+def _open_limits_dir(url: str) -> Path:
+    """The files of an address's limits. Raises EndpointError where another user has made the folder."""
+    folder = Path(
+        tempfile.gettempdir(),
+        f"rlhf-megatron-limits-{os.getuid()}",
+        hashlib.sha256(url.encode()).hexdigest(),
+    )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(folder.parent)
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise RewardEndpointError(f"{folder.parent} belongs to another user; remove it.")
+    return folder
+
+
+def _lock_free_place(limits_dir: Path, num_places: int) -> int:
+    """An open, locked file of one of `num_places` places; closing it gives the place back."""
+    order = list(range(num_places))
+    while True:
+        random.shuffle(order)
+        for number in order:
+            descriptor = os.open(
+                limits_dir / f"place-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+        time.sleep(LOOK_S * random.uniform(0.5, 1.5))
+
+
+def _wait_for_rate_slot(clock_path: Path, interval_s: float) -> None:
+    """Take the next free moment of a clock that all processes of the machine share, and wait for it."""
+    descriptor = os.open(clock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        data = os.pread(descriptor, 8, 0)
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        is_of_this_boot = os.fstat(descriptor).st_mtime > time.time() - now
+        mine = max(now, struct.unpack("d", data)[0]) if len(data) == 8 and is_of_this_boot else now
+        os.pwrite(descriptor, struct.pack("d", mine + interval_s), 0)
+    finally:
+        os.close(descriptor)
+    time.sleep(max(0.0, mine - now))

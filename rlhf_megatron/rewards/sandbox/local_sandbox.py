@@ -1,0 +1,319 @@
+"""Programs in sandboxes of this machine. A guardian process makes them ahead; each is used for one program, and ended.
+
+A run is over its limit by CPU time and sleep; time that a busy machine keeps it waiting does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from rlhf_megatron.rewards.process_stopwatch import POLL_S, ProcessStopwatch
+from rlhf_megatron.rewards.sandbox.sandbox_layers import (
+    LANDLOCK,
+    LAYERS,
+    NAMESPACES,
+    SECCOMP,
+    SandboxLimits,
+)
+from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
+    Ending,
+    ProgramResult,
+    SandboxProgram,
+    SandboxUnavailableError,
+)
+
+ROOT = Path(__file__).parents[3]
+BOOT = (
+    "import sys; sys.path[0] = {root!r}; from rlhf_megatron.rewards.sandbox.guardian import main;"
+    " del sys.path[0]; main()"
+)
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+MESSAGE_BYTES = 1 << 16
+START_S = 120.0
+OVERLOAD = (
+    20  # times its limit that a run may take in all, with the time that the machine kept it waiting
+)
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/tmp",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+OPEN_WITHOUT: dict[str, tuple[str, ...]] = {
+    NAMESPACES: (
+        "many small files and processes are ended at a look every 20 ms, not refused",
+        "the names of files and folders outside can be asked for (stat), not opened",
+        "files that are removed while open count one by one only, not together",
+    ),
+    LANDLOCK: (
+        "the files that the user can read and write",
+        "signals and /proc of the user's other processes",
+    ),
+    SECCOMP: (
+        "the kernel's rarely used calls (io_uring, keyctl, new namespaces)",
+        "memory in memfd and SysV segments",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """The settings of a local sandbox."""
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    python: str | None = None  # interpreter of the programs; None: this one
+    readable: tuple[str, ...] = ()  # further files and folders that programs may read
+    preload: tuple[str, ...] = ()  # modules that are imported before programs are started
+    num_warm: int = 1  # sandboxes that wait
+    layers: tuple[str, ...] = LAYERS
+    allow_open: bool = False  # also where the kernel gives too few layers
+
+
+def list_unprotected_accesses(active_layers: tuple[str, ...]) -> list[str]:
+    """List what the missing layers would have closed."""
+    if NAMESPACES in active_layers:
+        missing = [SECCOMP] if SECCOMP not in active_layers else []
+        return [text for name in missing for text in OPEN_WITHOUT[name][:1]]
+    network = [] if SECCOMP in active_layers else ["the network"]
+    return [
+        text for name in LAYERS if name not in active_layers for text in OPEN_WITHOUT[name]
+    ] + network
+
+
+class LocalSandbox:
+    """See `base.Sandbox`. Started at the first program, by the thread that uses it."""
+
+    def __init__(self, settings: SandboxSettings, timeout_s: float) -> None:
+        """`timeout_s`: of one run."""
+        self.settings = settings
+        self.timeout_s = timeout_s
+        self.active_layers: tuple[str, ...] = ()
+        self.layers_note = ""  # which layers are in force, which not and why, what is open
+        self.peak_mib = 0  # of the last program
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start_guardian(self) -> None:
+        """Start the guardian, which finds the layers. Raises ValueError where they are too few."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        python = self.settings.python or sys.executable
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, "-c", BOOT.format(root=str(ROOT)), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd="/",
+                env=ENVIRONMENT,
+            )
+        places = (*SYSTEM, sys.prefix, sys.base_prefix, *self.settings.readable)
+        if self.settings.python is not None:
+            places = (*places, str(Path(self.settings.python).absolute().parents[1]))
+        message = {
+            "limits": asdict(self.settings.limits),
+            "readable": [os.path.abspath(place) for place in places],
+            "preload": self.settings.preload,
+            "num_warm": self.settings.num_warm,
+            "layers": self.settings.layers,
+        }
+        self._control.settimeout(START_S)
+        try:
+            self._control.send(json.dumps(message).encode())
+            told = json.loads(self._control.recv(MESSAGE_BYTES) or b'{"error": "it ended"}')
+        except OSError as error:
+            told = {"error": str(error)}
+        if "error" in told:
+            self.close()
+            raise ValueError(f"the sandbox cannot be started with {python}: {told['error']}.")
+        self.active_layers = tuple(told["in_force"])
+        self._check_layers(told["missing"])
+
+    def _check_layers(self, missing_layers: dict[str, str]) -> None:
+        """Note what holds. Two layers that do not reach files, or one alone, are too few."""
+        why = "; ".join(f"{name}: {reason}" for name, reason in missing_layers.items())
+        is_enough = NAMESPACES in self.active_layers or {LANDLOCK, SECCOMP} <= set(
+            self.active_layers
+        )
+        still_open = list_unprotected_accesses(self.active_layers)
+        if not is_enough and not self.settings.allow_open:
+            self.close()
+            raise ValueError(
+                f"this machine has too few layers for a sandbox (in force: {', '.join(self.active_layers) or 'none'};"
+                f" {why}). Open would be: {'; '.join(still_open)}. Use a sandbox server (server), a machine whose"
+                " kernel allows namespaces, or Landlock and seccomp; or say allow_open: true to run programs all the"
+                " same."
+            )
+        self.layers_note = (
+            f"sandbox: {', '.join(self.active_layers) or 'no layer'} and limits are in force"
+        )
+        self.layers_note += f"; not {why}" if why else ""
+        self.layers_note += f"; open: {'; '.join(still_open)}" if still_open else ""
+
+    @contextlib.contextmanager
+    def open_session(self, program: SandboxProgram) -> Iterator[LocalSandboxSession]:
+        """See `base.Sandbox`."""
+        if self._control is None:
+            self.start_guardian()
+        session = LocalSandboxSession(self, program)
+        try:
+            yield session
+        finally:
+            session.end_lane()
+
+    def take_lane(self) -> tuple[int, socket.socket]:
+        """Return a sandbox that waits: the process that it is, and a socket to it."""
+        assert self._control is not None, "not started"
+        try:
+            self._control.send(b'{"take": true}')
+            data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+        except OSError as error:
+            data, descriptors = str(error).encode(), []
+        if not descriptors:
+            self.close()
+            raise SandboxUnavailableError(
+                f"the process that guards sandboxes has ended {data.decode()!r}."
+            )
+        return json.loads(data)["lane"], socket.socket(fileno=descriptors[0])
+
+    def end_lane(self) -> str | None:
+        """End the sandbox that was taken. Return why the guardian has ended it before, if so."""
+        assert self._control is not None, "not started"
+        try:
+            self._control.send(b'{"end": true}')
+            told = json.loads(self._control.recv(MESSAGE_BYTES))
+        except (OSError, ValueError) as error:
+            self.close()
+            raise SandboxUnavailableError(
+                f"the process that guards sandboxes has ended ({error})."
+            ) from error
+        self.peak_mib = told["peak_mib"]
+        return str(told["why"]) if told["why"] else None
+
+    def close(self) -> None:
+        """See `base.Sandbox`."""
+        control, process = self._control, self._process
+        self._control = self._process = None
+        if control is not None:
+            control.close()
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(START_S / 10)
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class HarnessAnswer:
+    """A sandbox's answer about a run."""
+
+    code: int
+    stdout: str
+    stderr: str
+    value: str | None
+
+
+class LocalSandboxSession:
+    """See `base.Session`. A sandbox that had to be ended is replaced for the next run."""
+
+    def __init__(self, sandbox: LocalSandbox, program: SandboxProgram) -> None:
+        self.sandbox = sandbox
+        self.program = program
+        self._connection: socket.socket | None = None
+        self._pid = 0
+        self._unread_bytes = b""
+
+    def run_program(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> ProgramResult:
+        """See `base.Session`."""
+        if self._connection is None:
+            self._open_lane()
+        given = {"arguments": arguments} if self.program.function is not None else {"stdin": stdin}
+        line = self._exchange_line(given)
+        if isinstance(line, bytes):
+            try:
+                answer = msgspec.convert(json.loads(line), HarnessAnswer)
+                return ProgramResult(
+                    "exit", answer.code, answer.stdout, answer.stderr, answer.value
+                )
+            except (ValueError, RecursionError):
+                line = None  # something else than the harness wrote into its socket
+        why = self.end_lane()
+        if line == "overloaded":
+            raise SandboxUnavailableError(
+                f"the machine kept a run waiting for over {OVERLOAD} times its limit."
+            )
+        ending = why if why in get_args(Ending) else line or "died"
+        return ProgramResult(ending)  # type: ignore[arg-type]
+
+    def _open_lane(self) -> None:
+        self._pid, self._connection = self.sandbox.take_lane()
+        self._unread_bytes = b""
+        first = self._exchange_line(None)
+        said = json.loads(first) if isinstance(first, bytes) else {"error": first or "it ended"}
+        if "error" in said:
+            self.end_lane()
+            raise SandboxUnavailableError(f"a sandbox could not be made: {said['error']}.")
+        self._send_message({"code": self.program.code, "function": self.program.function})
+
+    def _send_message(self, message: Any) -> bool:
+        assert self._connection is not None
+        self._connection.settimeout(self.sandbox.timeout_s + START_S)
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def _exchange_line(self, message: Any) -> bytes | str | None:
+        """The line that answers; "timeout" or "overloaded"; None where the sandbox ended."""
+        if message is not None and not self._send_message(message):
+            return None
+        assert self._connection is not None
+        most = 20 * self.sandbox.settings.limits.output_bytes  # three texts, escaped
+        watch, start = ProcessStopwatch(self._pid), time.monotonic()
+        while b"\n" not in self._unread_bytes:
+            if not select.select([self._connection], [], [], POLL_S)[0]:
+                if watch.update_counted_s() > self.sandbox.timeout_s and message is not None:
+                    return "timeout"
+                if time.monotonic() - start > OVERLOAD * self.sandbox.timeout_s + START_S * (
+                    message is None
+                ):
+                    return "overloaded"
+                continue
+            try:
+                data = self._connection.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data or len(self._unread_bytes) > most:
+                return None
+            self._unread_bytes += data
+        line, _, self._unread_bytes = self._unread_bytes.partition(b"\n")
+        return line
+
+    def end_lane(self) -> str | None:
+        """End the sandbox. Return why the guardian had done so before."""
+        if self._connection is None:
+            return None
+        self._connection.close()
+        self._connection = None
+        return self.sandbox.end_lane()

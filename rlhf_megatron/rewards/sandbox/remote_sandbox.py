@@ -1,0 +1,147 @@
+"""Programs in a sandbox server: SandboxFusion's protocol, or a plain one.
+
+plain: POST {"language": "python", "code", "stdin", "timeout_s", "memory_mib"}; the answer is {"ending": "exit" |
+"timeout" | "memory", "code", "stdout", "stderr"}.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint, RewardEndpointError
+from rlhf_megatron.rewards.sandbox.harness import PRELUDE
+from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
+    ProgramResult,
+    SandboxProgram,
+    SandboxUnavailableError,
+)
+
+Protocol = Literal["sandbox_fusion", "plain"]
+PROBE = {"code": "print(1)", "stdin": ""}
+VALUE_MARK = "\u2407value "  # begins the last line, which holds what a function returned
+CALL = """
+import json as _json, sys as _sys
+_target = Solution() if "Solution" in globals() and hasattr(Solution, {name!r}) else None
+_function = getattr(_target, {name!r}) if _target is not None else globals()[{name!r}]
+_value = _json.dumps(_function(*_json.loads(_sys.stdin.read())), default=lambda one: one.tolist())
+print("\\n" + {mark!r} + _value)
+"""
+
+
+@dataclass(frozen=True)
+class RemoteSandbox:
+    """See `base.Sandbox`."""
+
+    endpoint: RewardEndpoint
+    protocol: Protocol
+    timeout_s: float
+    memory_mib: int
+
+    @contextlib.contextmanager
+    def open_session(self, program: SandboxProgram) -> Iterator[RemoteSandboxSession]:
+        """See `base.Sandbox`. Each run is a request of its own."""
+        yield RemoteSandboxSession(self, program)
+
+    def close(self) -> None:
+        """See `base.Sandbox`."""
+
+
+@dataclass(frozen=True)
+class RemoteSandboxSession:
+    """See `base.Session`."""
+
+    sandbox: RemoteSandbox
+    program: SandboxProgram
+
+    def run_program(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> ProgramResult:
+        """See `base.Session`."""
+        code = insert_prelude(self.program.code)
+        if self.program.function is not None:
+            stdin = json.dumps(arguments)
+            code += CALL.format(name=self.program.function, mark=VALUE_MARK)
+        ask = (
+            run_on_sandbox_fusion
+            if self.sandbox.protocol == "sandbox_fusion"
+            else run_on_plain_server
+        )
+        try:
+            result = ask(self.sandbox, code, stdin)
+        except (RewardEndpointError, msgspec.ValidationError, KeyError, TypeError) as error:
+            raise SandboxUnavailableError(f"{type(error).__name__}: {error}") from error
+        printed, mark, value = result.stdout.rpartition("\n" + VALUE_MARK)
+        if self.program.function is None or not mark:
+            return result
+        return ProgramResult(
+            result.ending, result.exit_code, printed, result.stderr, value.rstrip("\n")
+        )
+
+
+def insert_prelude(code: str) -> str:
+    """Return `code` behind the prelude, but for imports from __future__, which must stand in front."""
+    lines = code.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the server's to tell
+        body = []
+    ends = [
+        one.end_lineno or 0
+        for one in body
+        if isinstance(one, ast.ImportFrom) and one.module == "__future__"
+    ]
+    place = max(ends, default=0)
+    return "\n".join([*lines[:place], PRELUDE, *lines[place:]])
+
+
+class SandboxFusionRun(msgspec.Struct):
+    status: Literal["Finished", "TimeLimitExceeded", "Error"]
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+def run_on_sandbox_fusion(sandbox: RemoteSandbox, code: str, stdin: str) -> ProgramResult:
+    """https://github.com/bytedance/SandboxFusion: POST /run_code."""
+    body = {
+        "compile_timeout": sandbox.timeout_s,
+        "run_timeout": sandbox.timeout_s,
+        "code": code,
+        "stdin": stdin,
+        "memory_limit_MB": sandbox.memory_mib,
+        "language": "python",
+        "files": {},
+        "fetch_files": [],
+    }
+    answer = sandbox.endpoint.post_with_retries(body, body | PROBE).answer
+    if answer["status"] == "SandboxError":
+        raise RewardEndpointError(f"the sandbox server failed: {answer.get('message')!r}")
+    if answer.get("run_result") is None:
+        return ProgramResult(
+            "exit", 1, stderr=str(answer.get("message") or "")
+        )  # it did not get to run
+    run = msgspec.convert(answer["run_result"], SandboxFusionRun)
+    ending: Literal["timeout", "exit"] = "timeout" if run.status == "TimeLimitExceeded" else "exit"
+    return ProgramResult(
+        ending, run.return_code or int(run.status == "Error"), run.stdout or "", run.stderr or ""
+    )
+
+
+class PlainProtocolRun(msgspec.Struct):
+    ending: Literal["exit", "timeout", "memory"]
+    code: int = 0
+    stdout: str = ""
+    stderr: str = ""
+
+
+def run_on_plain_server(sandbox: RemoteSandbox, code: str, stdin: str) -> ProgramResult:
+    limits = {"timeout_s": sandbox.timeout_s, "memory_mib": sandbox.memory_mib}
+    body = {"language": "python", "code": code, "stdin": stdin, **limits}
+    answer = sandbox.endpoint.post_with_retries(body, body | PROBE).answer
+    run = msgspec.convert(answer, PlainProtocolRun)
+    return ProgramResult(run.ending, run.code, run.stdout, run.stderr)

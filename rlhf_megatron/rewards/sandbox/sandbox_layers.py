@@ -1,0 +1,456 @@
+"""The kernel's layers around an untrusted program: namespaces, limits, Landlock, capabilities, seccomp.
+
+Standard library and ctypes only; none of them needs a privilege. A process takes them in this order: namespaces, view,
+limits, `forbid_new_privileges`, Landlock, capabilities, seccomp. Linux on x86-64 and aarch64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+NAMESPACES, LANDLOCK, SECCOMP = "namespaces", "landlock", "seccomp"
+LAYERS = (NAMESPACES, LANDLOCK, SECCOMP)  # limits and the guardian's clock are always there
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """The resources that one program may use."""
+
+    memory_mib: int = (
+        1024  # address space of a process, and resident memory of all its processes together
+    )
+    cpu_s: int = 10  # of a process
+    processes: int = 32  # and threads, of one program
+    file_mib: int = 64  # of one file, and of its folder
+    files: int = 1000  # in its folder
+    output_bytes: int = 1 << 20  # that are read of what it prints
+
+
+def raise_on_error(result: int, action: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{action}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def invoke_syscall(syscall_number: int, *arguments: object) -> int:
+    return int(
+        LIBC.syscall(
+            ctypes.c_long(syscall_number),
+            *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments],
+        )
+    )
+
+
+def invoke_prctl(*arguments: int) -> int:
+    return raise_on_error(
+        LIBC.prctl(*[ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0, 0)[:5]]), "prctl"
+    )
+
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
+NEW_NAMESPACES = (
+    0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
+)
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+AUDIT_ARCH = 0xC00000B7 if IS_ARM else 0xC000003E
+
+
+def parse_syscall_numbers(table: str) -> tuple[int, ...]:
+    """Return this machine's numbers of entries "name x86-64/aarch64". One number: the same on both; -: aarch64 has no
+    such call.
+    """
+    found = []
+    for entry in table.replace("\n", " ").split(","):
+        on_x86, _, on_arm = entry.split()[1].partition("/")
+        number = (on_arm or on_x86) if IS_ARM else on_x86
+        found += [int(number)] if number != "-" else []
+    return tuple(found)
+
+
+DENIED = parse_syscall_numbers("""
+    socket 41/198, connect 42/203, bind 49/200, listen 50/201, accept 43/202, accept4 288/242, sendto 44/206,
+    ptrace 101/117, process_vm_readv 310/270, process_vm_writev 311/271, unshare 272/97, setns 308/268,
+    mount 165/40, umount2 166/39, pivot_root 155/41, chroot 161/51, bpf 321/280, perf_event_open 298/241,
+    keyctl 250/219, add_key 248/217, request_key 249/218, userfaultfd 323/282, memfd_create 319/279,
+    kexec_load 246/104, kexec_file 320/294, init_module 175/105, finit_module 313/273, delete_module 176/106,
+    reboot 169/142, swapon 167/224, swapoff 168/225, open_by_handle_at 304/265, name_to_handle_at 303/264,
+    personality 135/92, quotactl 179/60, acct 163/89, settimeofday 164/170, clock_settime 227/112, adjtimex 159/171,
+    clock_adjtime 305/266, sethostname 170/161, setdomainname 171/162, shmget 29/194, msgget 68/186, semget 64/190,
+    shmat 30/196, shmctl 31/195, semop 65/193, semctl 66/191, semtimedop 220/192, msgsnd 69/189, msgrcv 70/188,
+    msgctl 71/187, mq_open 240/180, mq_unlink 241/181, sendmsg 46/211, sendmmsg 307/269, inotify_init 253/-,
+    inotify_init1 294/26, flock 73/32, modify_ldt 154/-, quotactl_fd 443,
+    iopl 172/-, ioperm 173/-, syslog 103/116, lookup_dcookie 212/18, vhangup 153/58, fanotify_init 300/262,
+    move_pages 279/239, migrate_pages 256/238, mbind 237/235, kcmp 312/272, sched_setscheduler 144/119,
+    sched_setattr 314/274, setpriority 141/140, ioprio_set 251/30, io_setup 206/0, pidfd_send_signal 424,
+    io_uring_setup 425, io_uring_enter 426, io_uring_register 427, open_tree 428, move_mount 429, fsopen 430,
+    fsconfig 431, fsmount 432, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447,
+    sched_setaffinity 203/122, sched_setparam 142/118, process_madvise 440, process_mrelease 448
+""")
+# Landlock knows no right for them (for truncate from version 3 on; of openat2 no filter can read the flags), so without
+# a mount namespace they would reach all files of the user.
+METADATA = parse_syscall_numbers("""
+    chmod 90/-, fchmod 91/52, fchmodat 268/53, fchmodat2 452, chown 92/-, lchown 94/-, fchown 93/55,
+    fchownat 260/54, utime 132/-, utimes 235/-, futimesat 261/-, utimensat 280/88, setxattr 188/5, lsetxattr 189/6,
+    fsetxattr 190/7, removexattr 197/14, lremovexattr 198/15, fremovexattr 199/16, setxattrat 463,
+    removexattrat 466, truncate 76/45, openat2 437, fallocate 285/47
+""")
+SIGNALS = parse_syscall_numbers(
+    "kill 62/129, tkill 200/130, tgkill 234/131, rt_sigqueueinfo 129/138, rt_tgsigqueueinfo 297/240"
+)
+# Of all disks of the machine, or waits that count as the machine's own: they succeed and do nothing.
+SYNCS = parse_syscall_numbers(
+    "sync 162/81, syncfs 306/267, fsync 74/82, fdatasync 75/83, msync 26/227, sync_file_range 277/84"
+)
+LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
+
+
+def find_syscall_number(name: str) -> int:
+    """Return this machine's number of a call that is used here."""
+    known = {
+        "capset": (126, 91),
+        "seccomp": (317, 277),
+        "pivot_root": (155, 41),
+        "mount_setattr": (442, 442),
+    }
+    return known[name][IS_ARM]
+
+
+def unshare_namespaces() -> None:
+    """New user, mount, network, IPC, UTS, cgroup and (for the next fork) PID namespaces."""
+    raise_on_error(LIBC.unshare(NEW_NAMESPACES), "unshare")
+
+
+INSIDE = 1000  # user and group of a program in its user namespace
+
+
+def map_namespace_users(pid: int) -> None:
+    """Called by the parent of a process that is in a new user namespace.
+
+    An ordinary user is INSIDE there. Root maps itself, and a user that nobody else is, whom the program becomes: the
+    kernel holds root to no limit of processes.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    choices = [f"{INSIDE} {uid} 1"]
+    if uid == 0:
+        choices = [f"0 0 1\n{INSIDE} {one} 1" for one in (1_000_000_000 + pid, 65534)]
+    for number, text in enumerate(choices):
+        try:
+            if uid != 0:
+                _write_file(f"/proc/{pid}/setgroups", "deny")
+            _write_file(f"/proc/{pid}/gid_map", text if uid == 0 else f"{INSIDE} {gid} 1")
+            _write_file(f"/proc/{pid}/uid_map", text)
+            return
+        except OSError:
+            if number == len(choices) - 1:
+                raise
+
+
+def _write_file(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def become_inside_user() -> None:
+    """Drop root's rights after `enter_private_root`."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(INSIDE, INSIDE, INSIDE)
+        os.setresuid(INSIDE, INSIDE, INSIDE)
+
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
+    2,
+    4,
+    8,
+    4096,
+    16384,
+    1 << 18,
+    2,
+)
+AT_FDCWD, AT_RECURSIVE, READ_ONLY = -100, 0x8000, 1 | 2 | 4
+
+
+def mount_file_system(
+    source: str | None,
+    target: str,
+    file_system_type: str | None,
+    flags: int,
+    data: str | None = None,
+) -> None:
+    texts = [
+        None if text is None else os.fsencode(text)
+        for text in (source, target, file_system_type, data)
+    ]
+    raise_on_error(
+        LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}"
+    )
+
+
+def _make_read_only(target: str) -> None:
+    attributes = ctypes.create_string_buffer(struct.pack("<QQQQ", READ_ONLY, 0, 0, 0), 32)
+    path = ctypes.c_char_p(os.fsencode(target))
+    raise_on_error(
+        invoke_syscall(
+            find_syscall_number("mount_setattr"), AT_FDCWD, path, AT_RECURSIVE, attributes, 32
+        ),
+        f"read-only {target}",
+    )
+
+
+STAGE = "/tmp"  # a folder that every system has; the namespace covers it by a file system of its own at once
+NEW_ROOT = (
+    f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the machine bears the name
+)
+
+
+def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> None:
+    """Give the process a root: `readable_paths` read-only, an empty /tmp of limited size, four devices, own /proc.
+
+    No /dev/zero: mapped by several, it is memory that need not be resident.
+    """
+    mount_file_system(None, "/", None, MS_REC | MS_PRIVATE)
+    mount_file_system(
+        "tmpfs", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=20,mode=755"
+    )
+    root = NEW_ROOT
+    os.mkdir(root)
+    mount_file_system(
+        "tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=400,mode=755"
+    )
+    for path in readable_paths:
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            os.makedirs(root + path, exist_ok=True)
+            _bind_read_only(path, root)
+        elif os.path.exists(path):
+            _bind_read_only(path, root, is_file=True)
+    os.makedirs(root + "/dev")
+    for device in ("null", "full", "random", "urandom"):
+        open(f"{root}/dev/{device}", "w").close()
+        mount_file_system(f"/dev/{device}", f"{root}/dev/{device}", None, MS_BIND)
+    for folder in ("/tmp", "/proc", "/old"):
+        os.makedirs(root + folder, exist_ok=True)
+    size = f"size={limits.file_mib}m,nr_inodes={limits.files},mode=1777"
+    mount_file_system("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
+    with contextlib.suppress(
+        OSError
+    ):  # where parts of /proc are masked, the kernel gives no new one
+        mount_file_system("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    raise_on_error(
+        invoke_syscall(
+            find_syscall_number("pivot_root"),
+            ctypes.c_char_p(root.encode()),
+            ctypes.c_char_p(f"{root}/old".encode()),
+        ),
+        "pivot",
+    )
+    os.chdir("/")
+    raise_on_error(LIBC.umount2(b"/old", MNT_DETACH), "umount")
+    os.rmdir("/old")
+    attributes = ctypes.create_string_buffer(struct.pack("<QQQQ", READ_ONLY, 0, 0, 0), 32)
+    raise_on_error(
+        invoke_syscall(
+            find_syscall_number("mount_setattr"), AT_FDCWD, ctypes.c_char_p(b"/"), 0, attributes, 32
+        ),
+        "read-only root",
+    )
+    os.chdir("/tmp")
+
+
+def _bind_read_only(path: str, root: str, is_file: bool = False) -> None:
+    if is_file:
+        open(root + path, "w").close()
+    mount_file_system(path, root + path, None, MS_BIND | MS_REC)
+    _make_read_only(root + path)
+
+
+def set_resource_limits(limits: SandboxLimits, counts_all_of_user: bool) -> None:
+    """`counts_all_of_user`: the kernel would count the user's processes outside too, so the guardian counts alone."""
+    mib = 1 << 20
+    sizes = {
+        resource.RLIMIT_AS: limits.memory_mib * mib,
+        resource.RLIMIT_FSIZE: limits.file_mib * mib,
+        resource.RLIMIT_NOFILE: 64,  # what pipes and socket pairs hold counts in no process
+        resource.RLIMIT_SIGPENDING: 64,  # which count for all of the user
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if not counts_all_of_user:
+        sizes[resource.RLIMIT_NPROC] = limits.processes
+    for what, size in sizes.items():
+        hard = resource.getrlimit(what)[1]
+        size = size if hard == resource.RLIM_INFINITY else min(size, hard)
+        resource.setrlimit(what, (size, size))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
+
+
+def forbid_new_privileges() -> None:
+    invoke_prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+    """A process that was forked and not executed keeps those of its new user namespace until then."""
+    for capability in range(64):
+        if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    LIBC.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    raise_on_error(
+        invoke_syscall(find_syscall_number("capset"), header, (ctypes.c_uint32 * 6)()), "capset"
+    )
+
+
+EXECUTE, WRITE, READ, READ_FOLDER, TRUNCATE = 1, 2, 4, 8, 1 << 14
+
+
+def query_landlock_version() -> int:
+    """0 where the kernel has none."""
+    return max(0, invoke_syscall(444, 0, 0, 1))
+
+
+def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str]) -> None:
+    """Files: these only. From version 4 on no TCP; from 6 on no abstract socket and no signal out of the sandbox."""
+    version = query_landlock_version()
+    if version < 1:
+        raise OSError(errno.ENOSYS, "this kernel has no Landlock")
+    files = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    files |= 1 << 15 if version >= 5 else 0
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    rights = struct.pack("<QQQ", files, 3, 3)[:size]
+    rules = raise_on_error(
+        invoke_syscall(444, ctypes.create_string_buffer(rights, size), size, 0), "Landlock"
+    )
+    for paths, access in ((readable_paths, EXECUTE | READ | READ_FOLDER), (writable_paths, files)):
+        for path in paths:
+            try:
+                place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            allowed = (
+                access
+                if os.path.isdir(path)
+                else access & (EXECUTE | WRITE | READ | TRUNCATE) & files
+            )
+            rule = ctypes.create_string_buffer(struct.pack("<Qi", allowed, place), 12)
+            raise_on_error(invoke_syscall(445, rules, 1, rule, 0), f"Landlock rule for {path}")
+            os.close(place)
+    raise_on_error(invoke_syscall(446, rules, 0), "Landlock")
+    os.close(rules)
+
+
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH = (
+    0,
+    4,
+    16,
+    24,
+    32,
+    40,
+)  # offsets of what a filter reads
+ALL_BITS, NAMESPACE_FLAGS, SHARED_ANONYMOUS = 0xFFFFFFFF, 0x7E020000, 0x21
+# Others reach flags of files that are open for reading, leases on them, input of terminals, and signals to owners.
+IOCTLS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+FCNTLS = (
+    *range(8),
+    36,
+    37,
+    38,
+    1030,
+    1032,
+)  # descriptors, their flags, locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
+TRUNCATES, ACCESS = 0x200, 3  # of the flags of open
+WRITES_THROUGH = 0x1000 | (
+    0x10000 if IS_ARM else 0x4000
+)  # O_DSYNC, which is in O_SYNC, and O_DIRECT
+
+
+def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
+    """A denied call gives EPERM. clone3 gives ENOSYS: the C library takes clone then, whose flags can be read."""
+    clone, ioctl, prlimit, mmap, fcntl, openat = (
+        (220, 29, 261, 222, 25, 56) if IS_ARM else (56, 16, 302, 9, 72, 257)
+    )
+    denied = DENIED + (METADATA if denies_metadata else ()) + (SIGNALS if denies_signals else ())
+    code: list[bytes] = []
+
+    def add_instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> None:
+        code.append(struct.pack("<HBBI", operation, if_true, if_false, value))
+
+    def answer_syscall(syscall_number: int, error: int) -> None:
+        add_instruction(EQUAL, syscall_number, 0, 1)
+        add_instruction(RETURN, ERROR | error)
+
+    add_instruction(LOAD, ARCHITECTURE)
+    add_instruction(EQUAL, AUDIT_ARCH, 1, 0)
+    add_instruction(RETURN, KILL)
+    add_instruction(LOAD, NUMBER)
+    add_instruction(AT_LEAST, 0x40000000, 0, 1)  # the x32 way into the same calls
+    add_instruction(RETURN, KILL)
+    add_instruction(AT_LEAST, LAST_KNOWN + 1, 0, 1)
+    add_instruction(RETURN, ERROR | errno.ENOSYS)
+    answer_syscall(435, errno.ENOSYS)
+    for number in SYNCS:
+        answer_syscall(number, 0)
+    for number in denied:
+        answer_syscall(number, errno.EPERM)
+    calls = [
+        (clone, FIRST, ALL_BITS, ANY_BIT, NAMESPACE_FLAGS),
+        (prlimit, FIRST, ALL_BITS, ANY_BIT, ALL_BITS),  # of another process than the caller
+        (
+            mmap,
+            FOURTH,
+            SHARED_ANONYMOUS,
+            EQUAL,
+            SHARED_ANONYMOUS,
+        ),  # memory that can be kept and not be resident
+    ]
+    if (
+        denies_metadata
+    ):  # truncating without opening for writing, which Landlock sees from version 3 on
+        opens = [(openat, THIRD)] if IS_ARM else [(openat, THIRD), (2, SECOND)]
+        calls += [
+            (call, flags, TRUNCATES | ACCESS, EQUAL, TRUNCATES | mode)
+            for call, flags in opens
+            for mode in (0, 3)
+        ]
+        calls += [(call, flags, WRITES_THROUGH, ANY_BIT, WRITES_THROUGH) for call, flags in opens]
+    for call, offset, mask, test, value in calls:
+        add_instruction(LOAD, NUMBER)
+        add_instruction(EQUAL, call, 0, 4)
+        add_instruction(LOAD, offset)
+        add_instruction(AND, mask)
+        add_instruction(test, value, 0, 1)
+        add_instruction(RETURN, ERROR | errno.EPERM)
+    for call, commands in ((ioctl, IOCTLS), (fcntl, FCNTLS)):
+        add_instruction(LOAD, NUMBER)
+        add_instruction(EQUAL, call, 0, len(commands) + 2)
+        add_instruction(LOAD, SECOND)
+        for place, command in enumerate(commands):
+            add_instruction(EQUAL, command, len(commands) - place, 0)
+        add_instruction(RETURN, ERROR | errno.EPERM)
+    add_instruction(RETURN, ALLOW)
+    text = ctypes.create_string_buffer(b"".join(code), 8 * len(code))
+    program = ctypes.create_string_buffer(
+        struct.pack("<HxxxxxxQ", len(code), ctypes.addressof(text)), 16
+    )
+    raise_on_error(invoke_syscall(find_syscall_number("seccomp"), 1, 0, program), "seccomp")

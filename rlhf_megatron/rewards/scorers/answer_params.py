@@ -1,0 +1,97 @@
+"""Finds the answer in a response."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE, RewardSample, check_pattern
+
+BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)(?:^[ \t]*```|```[ \t]*$)", re.DOTALL | re.MULTILINE)
+ONE_TEXT = "name the key of one text or number in data.label_key"
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class AnswerParams:
+    """Parameters of a reward that reads an answer. A subclass may have more, or other defaults."""
+
+    pattern: str | None = (
+        None  # regular expression; group 1 of its last match is the answer. null: the whole response
+    )
+    max_answer_chars: int = 256  # a longer answer is malformed
+    allow_truncated: bool = False  # true: also read a response that ended by length
+    wrong_score: float = (
+        0.0  # of an answer that is not right, malformed or too slow; a right one scores 1
+    )
+
+    def __post_init__(self) -> None:
+        if not -MAX_SCORE <= self.wrong_score <= 0:
+            raise ValueError(
+                f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual."
+            )
+        if self.max_answer_chars < 1:
+            raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
+        if self.pattern is not None:
+            check_pattern(self.pattern, num_groups=1)
+
+    @property
+    def needs_process(self) -> bool:
+        """Tell whether a pattern is searched, which can take for ever on a response that is made so."""
+        return self.pattern is not None
+
+    def find_label_problem(self, label: str, is_json: bool = False) -> str:
+        """See `base.Labelled`: the answer's text must be able to equal the label's."""
+        if is_json:
+            return f"is no text; {ONE_TEXT}, or use short_answer, which takes several right answers"
+        if not label.strip():
+            return "is empty, which no answer is; correct the row"
+        if len(label.strip()) > self.max_answer_chars:
+            return (
+                f"has {len(label.strip())} characters, and a longer answer than max_answer_chars"
+                f" ({self.max_answer_chars}) is malformed; cut the answer out of it, or raise that"
+            )
+        return ""
+
+    def can_read_response(self, sample: RewardSample) -> bool:
+        return sample.finish_reason != "length" or self.allow_truncated
+
+    def extract_answer(self, sample: RewardSample) -> str | None:
+        """Return the answer; None if the response is malformed."""
+        answer = (
+            parse_answer(sample.response, self.pattern) if self.can_read_response(sample) else None
+        )
+        return answer if answer and len(answer) <= self.max_answer_chars else None
+
+
+def parse_answer(response: str, pattern: str | None) -> str | None:
+    """Return the stripped group 1 of the last match of `pattern`, None without one. No pattern: the whole response."""
+    if pattern is None:
+        return response.strip()
+    answers = [match.group(1) for match in re.finditer(pattern, response)]
+    return answers[-1].strip() if answers and answers[-1] is not None else None
+
+
+def find_last_block(response: str, languages: Sequence[str]) -> str | None:
+    """Return the last fenced block with one of `languages` behind its fence; without one the last that has no mark."""
+    blocks = [(mark.strip().lower(), text) for mark, text in BLOCK.findall(response)]
+    for wanted in (languages, ("",)):
+        if found := [text for mark, text in blocks if mark in wanted]:
+            return found[-1]
+    return None
+
+
+def find_last_boxed(response: str) -> str | None:
+    r"""Return the content of the \boxed{...} that is closed last, or None. The time is linear in the length."""
+    answer = None
+    opened: list[int | None] = []  # of each open brace, where its content starts if it is a box
+    for match in BRACES.finditer(response):
+        text = match.group()
+        if text == "}":
+            start = opened.pop() if opened else None
+            if start is not None:
+                answer = response[start : match.start()]
+        elif text.endswith("{") and text != r"\{":
+            opened.append(match.end() if text != "{" else None)
+    return answer.strip() if answer is not None else None

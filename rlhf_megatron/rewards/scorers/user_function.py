@@ -1,0 +1,208 @@
+"""A function of the user's own, named by a dotted path or a file: the way to a reward without touching this package.
+
+It may be async. It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and
+num_tokens that its signature has, also by verl's names, and `kwargs`. `label` is text, `ground_truth` the label as the
+row has it. It returns a number, or a mapping with the number "score" and further numbers for metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
+from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
+from rlhf_megatron.rewards.scorers.reward_types import (
+    OWN_PROCESS,
+    REWARDS,
+    BadResultError,
+    RewardResult,
+    RewardSample,
+)
+
+OF_VERL = {
+    "solution_str": "response",
+    "ground_truth": "label",
+    "data_source": "source",
+    "extra_info": "extra",
+}
+GIVEN = (*(f.name for f in fields(RewardSample)), *OF_VERL)
+NO_METRIC = (str, list, tuple, dict, type(None))
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class FunctionParams:
+    path: str  # "package.module:function" or "path/to/file.py:function" (beside the YAML file)
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
+    max_memory_gib: float = 4.0  # that the worker process may use
+    server: RewardEndpoint | None = (
+        None  # that it asks itself: each sample takes a turn of its limits, and is masked if late
+    )
+
+    def __post_init__(self) -> None:
+        module, _, name = self.path.rpartition(":")
+        if not module or not name.isidentifier():
+            raise ValueError(
+                f"path ({self.path!r}) must name a module and a function in it; write package.module:function or"
+                " path/to/file.py:function."
+            )
+        if not self.max_memory_gib > 0:
+            raise ValueError(
+                f"max_memory_gib ({self.max_memory_gib}) must be above 0; 4 is the default."
+            )
+        clash = sorted(set(self.kwargs) & set(GIVEN))
+        if clash:
+            raise ValueError(
+                f"kwargs ({clash}) must not have the names of what a sample has; rename them."
+            )
+
+    @property
+    def waits_s(self) -> float | None:
+        """Seconds that a sample may wait for a server, whose fault it is then."""
+        return None if self.server is None else self.server.max_wait_s
+
+    def prepare(self) -> None:
+        """Import the module and look at the signature. Raises ValueError."""
+        load_user_function(self.path, tuple(self.kwargs))
+
+
+@cache
+def load_user_function(
+    path: str, kwargs: tuple[str, ...]
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return the function, and which of a sample's fields it takes. Raises ValueError for what cannot be called."""
+    module_name, _, name = path.rpartition(":")
+    module = (
+        _import_file(path, module_name)
+        if module_name.endswith(".py")
+        else _import_module(path, module_name)
+    )
+    function = getattr(module, name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(
+            f"path ({path!r}): the module has no {name!r}; its functions are {', '.join(known) or 'none'}."
+        )
+    if not callable(function):
+        raise ValueError(
+            f"path ({path!r}): {name!r} is a {type(function).__name__}, and must be a function."
+        )
+    return function, _find_accepted_fields(path, function, kwargs)
+
+
+def _import_module(path: str, name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise  # something that the module itself imports: its traceback tells
+        raise ValueError(
+            f"path ({path!r}): there is no module {error.name!r} in {os.getcwd()} or among the installed packages;"
+            " correct it, or name the file: path/to/file.py:function."
+        ) from error
+
+
+def _import_file(path: str, file: str) -> Any:
+    location = Path(file).expanduser().resolve()
+    if not location.is_file():
+        raise ValueError(f"path ({path!r}): {location} is not a file; correct the path.")
+    sys.path.insert(0, str(location.parent))  # so that it may import its neighbours
+    spec = importlib.util.spec_from_file_location(location.stem, location)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[location.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _find_accepted_fields(
+    path: str, function: Callable[..., Any], kwargs: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Which of a sample's fields a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in NAMED}
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    missing = [name for name in needed if name not in (*GIVEN, *kwargs) or name not in names]
+    if missing:
+        raise ValueError(
+            f"path ({path!r}): the function needs {', '.join(missing)}, which a sample does not have; it may take"
+            f" {', '.join(GIVEN)} by name, and what stands in kwargs."
+        )
+    unused = [name for name in kwargs if name not in names]
+    if unused and not takes_all:
+        raise ValueError(
+            f"path ({path!r}): the function does not take {', '.join(unused)} of kwargs; remove that."
+        )
+    return tuple(name for name in GIVEN if name in names or (takes_all and name not in OF_VERL))
+
+
+@REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
+def score_by_user_function(sample: RewardSample, params: FunctionParams) -> RewardResult:
+    """Score with the user's function. A sample for which it raises is masked, not held against the policy."""
+    call, names = load_user_function(params.path, tuple(params.kwargs))
+    given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
+    if {"extra", "extra_info", "ground_truth"} & given.keys():
+        extra = json.loads(sample.extra) if sample.extra else {}
+        label = json.loads(sample.label) if extra.pop(JSON_LABEL_KEY, False) else sample.label
+        read = {"extra": extra, "extra_info": extra.get("extra_info") or {}, "ground_truth": label}
+        given |= {name: value for name, value in read.items() if name in given}
+    with params.server.hold_turn() if params.server is not None else nullcontext():
+        value = call(**given, **params.kwargs)
+        return convert_user_result(
+            _get_event_loop().run_until_complete(value) if inspect.iscoroutine(value) else value
+        )
+
+
+@cache
+def _get_event_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+def convert_user_result(value: object) -> RewardResult:
+    """Return the result of what a user's function returned. Beside the score, text, lists, objects and None are left
+    out, which verl's users return too. Raises BadResultError for what is not a score."""
+    if not isinstance(value, Mapping):
+        return RewardResult(_convert_number("what the function returned", value))
+    if "score" not in value:
+        raise BadResultError(
+            f"what the function returned has no 'score', only {sorted(map(str, value))}."
+        )
+    others = {
+        name: part
+        for name, part in value.items()
+        if name != "score" and not isinstance(part, NO_METRIC)
+    }
+    parts = {str(name): _convert_number(str(name), part) for name, part in others.items()}
+    return RewardResult(_convert_number("score", value["score"]), parts=parts)
+
+
+def _convert_number(name: str, value: object) -> float:
+    """Numbers and booleans, also those of numpy and torch. Text is none, even if it reads as one."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # an array of several
+        plain = None
+    if not isinstance(plain, int | float):
+        raise BadResultError(
+            f"{name} ({value!r:.80}) must be a number, not {type(value).__name__}."
+        )
+    return plain if isinstance(plain, int) and not isinstance(plain, bool) else float(plain)

@@ -1,0 +1,370 @@
+"""Servers of a reward model that the run starts: stock SGLang, watched, started again at the same address, put to sleep
+while others have their devices. They stand where the launcher places them. A model with one label gives numbers, a
+judge (`served.judge`) writes verdicts.
+
+SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack, and leaves it as it
+was made: random, another one on each replica. It is served from a directory of links that adds the bias 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import save_file
+
+from rlhf_megatron.config.schema import RewardModelConfig, RewardTermConfig
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.rewards.reward_endpoint import RewardEndpointError
+from rlhf_megatron.rewards.scorers.llm_judge import PROBE as JUDGE_PROBE
+from rlhf_megatron.rewards.scorers.llm_judge import read_first_log_prob
+from rlhf_megatron.rewards.scorers.reward_server import (
+    PROBE,
+    TOLERANCE,
+    check_same_scores,
+    read_single_score,
+)
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+from rlhf_megatron.rollout.fleet.server_process import (
+    EngineServers,
+    LaunchPlacement,
+    StartProgress,
+    launch_here,
+    write_private_file,
+)
+from rlhf_megatron.rollout.http_client import HttpClient
+from rlhf_megatron.rollout.sglang.rendezvous import (
+    PortAllocator,
+    RendezvousFiles,
+    make_loopback_environment,
+)
+from rlhf_megatron.rollout.sglang.sglang_environment import (
+    MachineGpus,
+    SGLangEnvironment,
+    check_sglang_environment,
+    runs_on_cpu,
+)
+from rlhf_megatron.rollout.sglang.sglang_launch import SGLangServerLaunch
+from rlhf_megatron.weights.hf_reader import INDEX, HFReader, read_json_object
+from rlhf_megatron.weights.shard_plan import EngineLayout
+
+logger = logging.getLogger(__name__)
+WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+HEAD, BIAS = "score.weight", "score.bias"
+BIAS_FILE = "score_bias.safetensors"
+FOLDER, SERVER = "reward_servers", "reward"  # in the run directory; begins their names
+SCORE, CHAT = "/classify", "/v1/chat/completions"
+JUDGE_TOLERANCE = (
+    0.5  # of a log-prob: half-precision kernels differ by less, lost or other weights by more
+)
+MEMORY_S = 120.0  # to release memory, or to get it
+CPU_BACKUP = (
+    "enable-weights-cpu-backup"  # or the weights of a server that slept come back without contents
+)
+
+
+def check_model_servers(engine_setup: EngineSetup, reward_model: RewardModelConfig) -> None:
+    """Raises ValueError where servers of the reward model cannot be started. Starts none."""
+    load_tokenizer(str(reward_model.path))
+    _check_server_environment(engine_setup, reward_model)
+
+
+class RewardModelServers:
+    """A context manager, which stops the servers in the end. Thread-safe."""
+
+    def __init__(
+        self,
+        engine_setup: EngineSetup,
+        reward_model: RewardModelConfig,
+        run_dir: Path,
+        progress: StartProgress | None = None,
+        place: LaunchPlacement = launch_here,
+    ) -> None:
+        """Start all, and have each score a text. `engine_setup`: of the run's engines.
+
+        Raises ValueError for what a user can mend, EngineError where a server does not start.
+        """
+        self.rollout_config, self.reward_model = engine_setup.rollout, reward_model
+        self._server_dir = run_dir / FOLDER
+        self.num_restarts = 0
+        self._is_judge = self.reward_model.served.judge is not None
+        self._tolerance = JUDGE_TOLERANCE if self._is_judge else TOLERANCE
+        self._probe_ids = list(load_tokenizer(Path(str(self.reward_model.path))).encode(PROBE))
+        self._lock = threading.RLock()  # held by who starts a server again, or puts them to sleep
+        self._is_asleep = False
+        self._abandoned_names: set[str] = set()
+        self._has_ended = threading.Event()
+        launches = make_server_launches(engine_setup, reward_model, run_dir)
+        self.servers = EngineServers(
+            [*map(place, launches)], self.rollout_config.startup_timeout_s, progress
+        )
+        try:
+            for launch, address in zip(launches, self.servers.addresses, strict=True):
+                launch.fixed_port = urlsplit(address.url).port  # for good: rewards know it
+                write_private_file(self._find_key_file(address), address.token)
+            self._probe_scores = {
+                address.name: self._score_probe(address) for address in self.servers.addresses
+            }
+            check_same_scores(self._probe_scores, self._tolerance)
+        except RewardEndpointError as error:
+            self.servers.stop()
+            raise ValueError(str(error)) from error
+        except BaseException:
+            self.servers.stop()
+            raise
+        self._watch_thread = threading.Thread(
+            target=self._restart_failed_servers, name="reward-servers", daemon=True
+        )
+
+    def __enter__(self) -> RewardModelServers:
+        self._watch_thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self.servers.stop()
+        self._watch_thread.join()
+
+    def _find_key_file(self, address: EngineAddress) -> Path:
+        return self._server_dir / f"{address.name}.key"
+
+    def make_reward_term(self) -> RewardTermConfig:
+        """Return the reward by which they score samples."""
+        model, rollout, path = (
+            self.reward_model,
+            self.rollout_config,
+            CHAT if self._is_judge else SCORE,
+        )
+        params: dict[str, Any] = {
+            "servers": [
+                {"url": f"{address.url}{path}", "key_file": str(self._find_key_file(address))}
+                for address in self.servers.addresses
+            ],
+            "patience_s": rollout.startup_timeout_s
+            + rollout.health_interval_s,  # so long one that ended is away
+        }
+        if model.served.judge is not None:
+            return RewardTermConfig("llm_judge", model.weight, params | model.served.judge)
+        params |= {"ending": model.served.ending, "tokenizer": model.path}
+        params |= {"mean": model.mean, "std": model.std, "activation": model.activation}
+        return RewardTermConfig("reward_server", model.weight, params)
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Return the metrics of the run so far."""
+        return {
+            "reward/server_restarts": float(self.num_restarts),
+            "reward/servers": float(len(self._list_live_addresses())),
+        }
+
+    def sleep(self) -> None:
+        """The servers give their devices' memory back; one that does not is ended. Safe to call twice."""
+        with self._lock:
+            if self._is_asleep:
+                return
+            for address in self._list_live_addresses():
+                try:  # a server ends itself when it is asked to before it has put its last batch away
+                    HttpClient(address).post(f"/flush_cache?timeout={MEMORY_S / 2:g}", {}, MEMORY_S)
+                    HttpClient(address).post("/release_memory_occupation", {}, MEMORY_S)
+                except EngineError as error:
+                    logger.warning(
+                        "%s does not give its memory back, and is ended: %s", address.name, error
+                    )
+                    self.servers.kill_server(address.name)
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`: each scores as before, or is started again. Safe to call twice."""
+        with self._lock:
+            if not self._is_asleep:
+                return
+            self._is_asleep = False
+            for address in self._list_live_addresses():
+                try:
+                    HttpClient(address).post("/resume_memory_occupation", {}, MEMORY_S)
+                    self._check_probe_score(address)
+                except (EngineError, RewardEndpointError) as error:
+                    self._restart_server(address, str(error))
+
+    def _list_live_addresses(self) -> list[EngineAddress]:
+        return [
+            one for one in self.servers.addresses if self.servers.describe_exit(one.name) is None
+        ]
+
+    def _check_probe_score(self, address: EngineAddress) -> None:
+        score, before = self._score_probe(address), self._probe_scores[address.name]
+        if abs(score - before) > self._tolerance * max(1.0, abs(before)):
+            raise EngineError(
+                f"{address.name} gives a probe {score:g} and gave it {before:g}: its weights have changed."
+            )
+
+    def _score_probe(self, address: EngineAddress) -> float:
+        """Return the score of a probe; of a judge, the log-prob of its first token."""
+        client, limit_s = HttpClient(address), self.rollout_config.health_timeout_s
+        if self._is_judge:
+            return read_first_log_prob(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
+        return read_single_score(
+            client.post(SCORE, {"input_ids": self._probe_ids}, limit_s), address.url
+        )
+
+    def _restart_failed_servers(self) -> None:
+        """Start servers again that have ended, or do not score as they did."""
+        while not self._has_ended.wait(self.rollout_config.health_interval_s):
+            for address in self.servers.addresses:
+                with self._lock:
+                    if (
+                        self._is_asleep
+                        or self._has_ended.is_set()
+                        or address.name in self._abandoned_names
+                    ):
+                        continue
+                    if (why := self._find_trouble(address)) is not None:
+                        self._restart_server(address, why)
+
+    def _find_trouble(self, address: EngineAddress) -> str | None:
+        try:
+            self._check_probe_score(address)
+        except (EngineError, RewardEndpointError) as error:
+            return self.servers.describe_exit(address.name) or str(error)
+        return None
+
+    def _restart_server(self, address: EngineAddress, reason: str) -> None:
+        """Restart a server, at most `rollout_config.max_engine_restarts` times in all; then the others score alone."""
+        most = self.rollout_config.max_engine_restarts
+        if self._has_ended.is_set():
+            return
+        if self.num_restarts >= most:
+            self._abandoned_names.add(address.name)
+            self.servers.kill_server(address.name)
+            logger.error(
+                "%s is left out: %s. rollout.max_engine_restarts (%d) are used up.",
+                address.name,
+                reason,
+                most,
+            )
+            return
+        self.num_restarts += 1
+        logger.warning("%s is started again: %s", address.name, reason)
+        try:
+            found = self.servers.restart_server(address.name)
+            if found.url != address.url:
+                raise EngineError(
+                    f"it got another port ({found.url}) than rewards ask ({address.url}); the others score"
+                )
+            self._check_probe_score(found)
+        except (EngineError, RewardEndpointError) as error:
+            logger.error("%s was not started again: %s", address.name, error)
+
+
+def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = False) -> Path:
+    """Return the directory to serve: `model_dir`, or `target_dir`, where that needs a bias 0 of the head: links to its files.
+    `may_exist`: another process has made it, if this machine sees its folder."""
+    reader = HFReader(model_dir)
+    architectures = read_json_object(model_dir / "config.json").get("architectures") or ()
+    if not set(WITHOUT_BIAS).intersection(architectures) or BIAS in reader.names:
+        return model_dir
+    if may_exist and (target_dir / INDEX).exists():
+        return target_dir
+    target_dir.mkdir(parents=True, exist_ok=True)
+    for file in [*target_dir.iterdir()]:
+        file.unlink()
+    for file in model_dir.iterdir():
+        if file.name != INDEX:
+            (target_dir / file.name).symlink_to(file.resolve())
+    weight_map = {name: reader.get_file_name(name) for name in reader.names} | {BIAS: BIAS_FILE}
+    (target_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file(
+        {BIAS: torch.zeros(reader.read_shape(HEAD)[0])}, target_dir / BIAS_FILE, {"format": "pt"}
+    )
+    return target_dir
+
+
+def _check_server_environment(
+    engine_setup: EngineSetup, reward_model: RewardModelConfig
+) -> SGLangEnvironment:
+    """Raises ValueError."""
+    served = reward_model.served
+    try:
+        return check_sglang_environment(
+            served.python,
+            served.args,
+            served.env,
+            num_engines=served.num_servers,
+            machine_gpus=_describe_machine(engine_setup),
+        )
+    except ValueError as error:
+        text = str(error).replace("rollout.sglang.", "reward_model.served.")
+        text = text.replace("rollout.num_engines", "reward_model.served.num_servers")
+        raise ValueError(
+            text.replace("rollout.engine: local", "reward_model.served.num_servers: 0")
+        ) from error
+
+
+def _describe_machine(engine_setup: EngineSetup) -> MachineGpus:
+    """This machine's GPUs: the trainer's ranks and the engines take the first of them."""
+    rollout = engine_setup.rollout
+    given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
+    found = engine_setup.make_machine_gpus(
+        is_placed_by_launcher=engine_setup.trainer.runtime == "ray"
+        or engine_setup.trainer.nnodes > 1
+    )
+    taken = found.num_trainer_gpus
+    if not rollout.endpoints and not runs_on_cpu(given, rollout.sglang.env):
+        taken += rollout.num_engines * EngineLayout.from_rollout_config(rollout).tp
+    return replace(found, num_trainer_gpus=taken)
+
+
+def make_server_launches(
+    engine_setup: EngineSetup,
+    reward_model: RewardModelConfig,
+    run_dir: Path,
+    may_exist: bool = False,
+) -> list[SGLangServerLaunch]:
+    """Return how each server is started. `may_exist`: see `make_served_model_dir`. Raises ValueError."""
+    served, installed, folder = (
+        reward_model.served,
+        _check_server_environment(engine_setup, reward_model),
+        run_dir / FOLDER,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    files = make_served_model_dir(Path(str(reward_model.path)), folder / "model", may_exist)
+    if installed.warning is not None:
+        logger.warning("%s", installed.warning)
+    of_user = installed.arguments.value_by_option
+    own: dict[str, object] = {
+        "model-path": str(files.absolute()),
+        "host": "127.0.0.1",
+        "dtype": served.dtype or engine_setup.model.dtype,
+    }
+    if served.judge is None:
+        own |= {"is-embedding": True, "skip-tokenizer-init": True}
+    if engine_setup.rollout.colocated and not runs_on_cpu(of_user, served.env):
+        own[CPU_BACKUP] = True
+    settings = {
+        name: value for name, value in own.items() if name not in of_user
+    } | installed.arguments.file_settings
+    ports, meeting_place, key = PortAllocator(), RendezvousFiles(), secrets.token_hex(32)
+    return [
+        SGLangServerLaunch(
+            name=f"{SERVER}{index}",
+            folder=folder,
+            environment=installed,
+            settings={**settings, **devices},
+            server_env=installed.server_env,
+            interface_env=make_loopback_environment(served.env, os.environ, is_one_machine=True),
+            transfer_dir=folder,
+            port_allocator=ports,
+            rendezvous_files=meeting_place,
+            shared_key=key,
+            is_engine=False,
+        )
+        for index, devices in enumerate(installed.device_arguments)
+    ]

@@ -1,0 +1,293 @@
+"""Samples to rewards: each is scored by the main reward of its source and by all terms, in one weighted sum.
+
+Also: A run stops when too many of its rewards fail: what is left out trains nothing, and silently so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.rules.data_rules import find_unknown_reward_sources
+from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
+from rlhf_megatron.data.data_rows import has_json_label
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MASKED,
+    LabelCheckingParams,
+    ResultKeyParams,
+    RewardResult,
+    RewardSample,
+    ServerWaitingParams,
+    is_masked,
+    make_masked_result,
+)
+from rlhf_megatron.rewards.service.reward_components import (
+    RewardComponent,
+    RewardComponents,
+    combine_results,
+    load_reward_components,
+)
+from rlhf_megatron.rewards.service.reward_worker import call_reward
+from rlhf_megatron.rewards.service.run_placement import RewardPool, RewardPoolFactory
+from rlhf_megatron.rewards.service.worker_messages import RewardTask
+from rlhf_megatron.rewards.service.worker_pool import RewardWorkerPool
+
+logger = logging.getLogger(__name__)
+ABORTED = MASKED + "aborted"
+RESPONSE_CHARS = 200  # of the sample that the message shows
+
+
+class RewardErrorRateError(ValueError):
+    """Too many rewards failed for reasons other than the policy."""
+
+
+def check_reward_error_rate(
+    samples: Sequence[RewardSample],
+    results: Sequence[RewardResult],
+    max_error_rate: float,
+    log_name: str,
+) -> None:
+    """Raises RewardError when more than `max_error_rate` of the results are masked. Aborted samples do not count.
+
+    `log_name`: the file of what rewards print.
+    """
+    scored = [(s, r) for s, r in zip(samples, results, strict=True) if r.status != ABORTED]
+    failed = [(s, r) for s, r in scored if is_masked(r.status)]
+    if not failed or len(failed) / len(scored) <= max_error_rate:
+        return
+    [(status, count)] = Counter(result.status for _, result in failed).most_common(1)
+    sample, result = next((s, r) for s, r in failed if r.status == status)
+    raise RewardErrorRateError(
+        f"{len(failed)} of {len(scored)} rewards failed ({len(failed) / len(scored):.1%}), more than"
+        f" reward.max_error_rate ({max_error_rate:g}), and the policy is not to blame. Most of them: {status}"
+        f" ({count}). One sample, of the source {sample.source!r}: label {_shorten_text(sample.label)}, response"
+        f" {_shorten_text(sample.response)}.\n{result.error or '(it left no traceback)'}\n"
+        f"Correct the reward; {log_name} has what it printed. To train on with such samples left out, raise"
+        " reward.max_error_rate."
+    )
+
+
+def _shorten_text(text: str) -> str:
+    return repr(text if len(text) <= RESPONSE_CHARS else f"{text[:RESPONSE_CHARS]}…")
+
+
+REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker processes print
+
+
+class RewardScorer:
+    """Used in a `with` block, on the controller's main thread: rewards may have processes of their own. Any thread may
+    call it."""
+
+    def __init__(
+        self,
+        components: RewardComponents,
+        config: RewardConfig,
+        log_path: Path,
+        make_pool: RewardPoolFactory = RewardWorkerPool,
+    ) -> None:
+        self.components = components
+        self.config = config
+        self.log_path = log_path
+        self._lock = threading.Lock()
+        self._process_components = _select_process_components(components)
+        self._worker_pool = (
+            _make_worker_pool(self._process_components, config, log_path, make_pool)
+            if self._process_components
+            else None
+        )
+
+    def __enter__(self) -> RewardScorer:
+        """Start the processes without waiting: they import while the engines start."""
+        if self._worker_pool:
+            self._worker_pool.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._worker_pool:
+            self._worker_pool.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the processes have loaded the rewards. Raises as `check_rewards_load`."""
+        if self._worker_pool:
+            self._worker_pool.wait_until_ready()
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Return one result a sample, in order. Raises RewardError if more than `reward.max_error_rate` failed."""
+        results = self.score_without_limit(samples)
+        check_reward_error_rate(samples, results, self.config.max_error_rate, str(self.log_path))
+        return results
+
+    def score_without_limit(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score samples however many rewards fail. One thread at a time: others wait."""
+        aborted = make_masked_result("aborted")
+        scored = [sample for sample in samples if sample.finish_reason != "abort"]
+        with self._lock:
+            found = iter(self._score_samples(scored))
+        return [aborted if sample.finish_reason == "abort" else next(found) for sample in samples]
+
+    def _score_samples(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        tasks = make_process_tasks(self.components, self._process_components, samples)
+        results = self._worker_pool.score_tasks(list(tasks.values())) if self._worker_pool else []
+        remote = dict(zip(tasks, results, strict=True))
+
+        def find_result(component: RewardComponent, sample: RewardSample) -> RewardResult:
+            if component.needs_process:
+                return remote[
+                    self._process_components.index(component), _make_task_key(component, sample)
+                ]
+            return call_reward(component.entry.build, sample, component.params)
+
+        of_samples = [
+            (self.components.select_for_source(sample.source), sample) for sample in samples
+        ]
+        return [
+            combine_results(components, [find_result(c, sample) for c in components])
+            for components, sample in of_samples
+        ]
+
+
+TaskKey = tuple[int, object]  # position among the rewards in processes, key of the sample
+
+
+def make_process_tasks(
+    components: RewardComponents,
+    process_components: Sequence[RewardComponent],
+    samples: Sequence[RewardSample],
+) -> dict[TaskKey, RewardTask]:
+    """Return the calls that need a process. Samples of one key share one."""
+    tasks: dict[TaskKey, RewardTask] = {}
+    for sample in samples:
+        for component in components.select_for_source(sample.source):
+            if component.needs_process:
+                number = process_components.index(component)
+                tasks.setdefault(
+                    (number, _make_task_key(component, sample)), RewardTask(number, sample)
+                )
+    return tasks
+
+
+def _make_task_key(component: RewardComponent, sample: RewardSample) -> object:
+    return (
+        component.params.make_result_key(sample)
+        if isinstance(component.params, ResultKeyParams)
+        else id(sample)
+    )
+
+
+def _select_process_components(components: RewardComponents) -> list[RewardComponent]:
+    return [component for component in components if component.needs_process]
+
+
+def _make_worker_pool(
+    process_components: Sequence[RewardComponent],
+    config: RewardConfig,
+    log_path: Path | None,
+    make_pool: RewardPoolFactory = RewardWorkerPool,
+) -> RewardPool:
+    named = [
+        {"name": c.entry.name, "params": c.written_params, "key": c.config_key}
+        for c in process_components
+    ]
+    waits_s = [
+        c.params.waits_s if isinstance(c.params, ServerWaitingParams) else None
+        for c in process_components
+    ]
+    return make_pool(named, config.num_workers, config.timeout_s, log_path, waits_s)
+
+
+def make_reward_scorer(
+    config: RewardConfig,
+    log_path: Path,
+    model_term: RewardTermConfig | None = None,
+    make_pool: RewardPoolFactory = RewardWorkerPool,
+) -> RewardScorer:
+    """`log_path`: takes what worker processes print; `model_term`: see `load_reward_components`; `make_pool`: of worker processes.
+    Raises ConfigError with all unknown names and wrong parameters."""
+    return RewardScorer(load_reward_components(config, model_term), config, log_path, make_pool)
+
+
+def check_sources_exist(config: RewardConfig, known_sources: Iterable[str]) -> None:
+    """Raises ConfigError for rewards of sources that the run's data does not have."""
+    problems = list(find_unknown_reward_sources(config.by_source, sorted(set(known_sources))))
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, str]]) -> None:
+    """Look at the labels of a run's data: (source, label, extra) of each row. Warns of labels that are JSON within
+    text. Raises ConfigError for those that no answer could score with: more than `reward.max_error_rate` of a source's,
+    or lists and objects. `check_rewards_load` tells of rewards that cannot be loaded.
+    """
+    try:
+        components = load_reward_components(config)
+    except ConfigError:
+        return
+    by_source: dict[str, list[tuple[str, bool]]] = {}
+    for source, label, extra in labels:
+        by_source.setdefault(source, []).append((label, has_json_label(label, extra)))
+    problems = []
+    for source, found in by_source.items():
+        for component in components.select_for_source(source):
+            if not isinstance(component.params, LabelCheckingParams):
+                continue
+            if component.params.find_label_problem("1", is_json=True) and all(
+                _is_json_text(one) for one, _ in found
+            ):
+                logger.warning(
+                    "all labels of the source %r are JSON within text, such as %s; %s (%s) compares them as they are",
+                    *(
+                        source,
+                        _shorten_text(found[0][0]),
+                        component.config_key,
+                        component.entry.name,
+                    ),
+                )
+            bad = [
+                (one, is_json, why)
+                for one, is_json in found
+                if (why := component.params.find_label_problem(one, is_json))
+            ]
+            if len(bad) > config.max_error_rate * len(found) or any(
+                is_json for _, is_json, _ in bad
+            ):
+                label, _, why = bad[0]
+                problems.append(
+                    f"{component.config_key} ({component.entry.name}): {len(bad)} of {len(found)} labels of the source"
+                    f" {source!r} could score with no answer. The label {_shorten_text(label)} {why}."
+                )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_json_text(label: str) -> bool:
+    try:
+        return label[:1] in tuple('"[{') and json.loads(label) is not None
+    except (ValueError, RecursionError):
+        return False
+
+
+def check_rewards_load(config: RewardConfig) -> None:
+    """Raises ConfigError with all that is wrong with the rewards, the code that they import included.
+
+    That is imported in a process of its own, for a moment. Looked at before a run is started.
+    """
+    remote = _select_process_components(load_reward_components(config))
+    if not remote:
+        return
+    pool = _make_worker_pool(remote, config, log_path=None)
+    pool.start()
+    try:
+        pool.wait_until_ready()
+    finally:
+        pool.close()

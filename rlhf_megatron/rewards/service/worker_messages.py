@@ -1,0 +1,88 @@
+"""Messages between controller, template and workers: a line of JSON each. Nothing that a worker sends is unpickled."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
+
+CONTROL_BYTES = 1 << 17  # of a message between controller and template, at most
+READ_BYTES = 1 << 20
+REPLY_BYTES = 1 << 24  # of a line that a worker writes, at most
+
+
+@dataclass(frozen=True)
+class RewardTask:
+    """One call of a reward. `component_index` is its position among the rewards that run in processes."""
+
+    component_index: int
+    sample: RewardSample
+
+
+def encode_json_line(message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def encode_tasks(batch_token: str, tasks: dict[int, RewardTask]) -> bytes:
+    """`batch_token`: a secret of this message, which every reply to it has. The keys number the tasks."""
+    return encode_json_line(
+        [
+            batch_token,
+            [
+                [number, task.component_index, *asdict(task.sample).values()]
+                for number, task in tasks.items()
+            ],
+        ]
+    )
+
+
+def decode_tasks(line: bytes) -> tuple[str, dict[int, RewardTask]]:
+    token, tasks = json.loads(line)
+    return token, {
+        number: RewardTask(component, RewardSample(*fields)) for number, component, *fields in tasks
+    }
+
+
+@dataclass(frozen=True)
+class RewardTaskReply:
+    """The answer of a worker to one task."""
+
+    token: str  # with the number it tells a reply from whatever a reward writes into the worker's socket
+    number: int
+    result: RewardResult
+    is_last: bool  # it ends now, its memory being used up
+
+
+def decode_reply(line: bytes) -> RewardTaskReply:
+    """Raises ValueError for what is no reply."""
+    try:
+        return msgspec.convert(json.loads(line), RewardTaskReply)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"{line[:80]!r} is no reply: {error}.") from None
+
+
+class SocketLineReader:
+    """Reads whole lines from a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._unread_bytes = b""
+
+    def read_lines(self) -> Iterator[bytes]:
+        """Return the lines that one read completes. Raises EOFError at the end, ValueError for an endless line."""
+        try:
+            data = self.connection.recv(READ_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError
+        *lines, self._unread_bytes = (self._unread_bytes + data).split(b"\n")
+        if len(self._unread_bytes) > REPLY_BYTES:
+            raise ValueError(f"a line of more than {REPLY_BYTES} bytes is no reply.")
+        yield from lines

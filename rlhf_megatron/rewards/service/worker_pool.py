@@ -1,0 +1,300 @@
+"""Worker processes that are killed when a sample hangs, and replaced in milliseconds.
+
+The library `pebble` kills on wall time alone: of 40 samples of 0.4 CPU seconds under a limit of 1 s, its pool of four
+ended all 40 on a busy machine with two cores, each a mistaken timeout. Here time without a CPU does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.rewards.process_stopwatch import POLL_S
+from rlhf_megatron.rewards.scorers.reward_types import TIMEOUT, RewardResult, make_masked_result
+from rlhf_megatron.rewards.service.worker_messages import RewardTask
+from rlhf_megatron.rewards.service.worker_processes import (
+    RewardWorkerProcess,
+    TemplateProcess,
+    WorkerEnd,
+)
+
+MAX_CHUNK = 16  # tasks that a worker is given at once
+CHUNKS_PER_WORKER = 4  # as long as there are enough tasks
+OVERLOAD = 20  # times its limit that a sample may take in all, with the time that the machine kept it waiting
+MAX_DEATHS = 2  # of workers, at one sample
+MAX_RESTARTS = 3  # of the template, in one batch
+MAX_LOG_BYTES = 1 << 24
+
+
+class RewardWorkerPool:
+    """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position. `waits_s`: of each the
+    seconds that a sample may wait for a server, also since another had its answer, which are not the policy's doing;
+    None: it waits for none.
+    `num_machines`: that have pools of the run, which share the limits of servers."""
+
+    def __init__(
+        self,
+        rewards: Sequence[Mapping[str, Any]],
+        num_workers: int,
+        timeout_s: float,
+        log_path: Path | None,
+        waits_s: Sequence[float | None] = (),
+        num_machines: int = 1,
+    ) -> None:
+        self.rewards = rewards
+        self.waits_s = waits_s or [None] * len(rewards)
+        self.num_workers = num_workers
+        self.timeout_s = timeout_s
+        self.log_path = log_path
+        self.num_machines = num_machines
+        self.workers: dict[int, RewardWorkerProcess] = {}
+        self.template_process: TemplateProcess | None = None
+        self.num_forking = 0
+        self._is_ready = False
+        self._selector = selectors.DefaultSelector()
+
+    def start(self) -> None:
+        """Start without waiting. Call it on the main thread: the processes end with the thread that started them."""
+        self.template_process = TemplateProcess(self.rewards, self.log_path, self.num_machines)
+        self._selector.register(self.template_process.control, selectors.EVENT_READ)
+
+    def wait_until_ready(self) -> TemplateProcess:
+        """Raises what `TemplateProcess.await_ready` does."""
+        assert self.template_process is not None, "the pool is not started"
+        if not self._is_ready:
+            self.template_process.wait_until_ready()
+            self._is_ready = True
+        return self.template_process
+
+    def score_tasks(self, tasks: Sequence[RewardTask]) -> list[RewardResult]:
+        """Return one result a task, in order."""
+        if not tasks:
+            return []
+        self.wait_until_ready()
+        self.shorten_log()
+        for worker in [worker for worker in self.workers.values() if worker.task_numbers]:
+            self.kill_worker(worker)  # of a batch that was interrupted
+        return _TaskBatch(self, tasks).score_batch()
+
+    def ensure_workers(self, num_workers: int) -> None:
+        """Fork workers until there are `num_workers`."""
+        missing = num_workers - len(self.workers) - self.num_forking
+        if missing > 0:
+            self.wait_until_ready().request_workers(missing)
+            self.num_forking += missing
+
+    def add_worker(self, worker: RewardWorkerProcess) -> None:
+        self.num_forking -= 1
+        self.workers[worker.pid] = worker
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+
+    def kill_worker(self, worker: RewardWorkerProcess) -> None:
+        """Kill a worker and all that it started, and forget it."""
+        self.workers.pop(worker.pid, None)
+        self.disconnect_worker(worker)
+        self.wait_until_ready().kill_worker(worker.pid)
+
+    def disconnect_worker(self, worker: RewardWorkerProcess) -> None:
+        if worker.is_connected:
+            self._selector.unregister(worker.connection)
+            worker.connection.close()
+
+    def wait_for_messages(self, timeout_s: float) -> list[RewardWorkerProcess | None]:
+        """Return the workers that have something to read; None stands for the template."""
+        return [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
+
+    def restart_template(self) -> None:
+        """Start anew after the template has gone, and all workers with it."""
+        self.close()
+        self.start()
+        self.wait_until_ready()
+
+    def shorten_log(self) -> None:
+        """Keep the last half of a log that has grown too long; who writes to it appends."""
+        with contextlib.suppress(OSError):
+            if self.log_path is not None and self.log_path.stat().st_size > MAX_LOG_BYTES:
+                with self.log_path.open("r+b") as file:
+                    file.seek(-MAX_LOG_BYTES // 2, os.SEEK_END)
+                    rest = file.read(MAX_LOG_BYTES // 2)
+                    file.seek(0)
+                    file.write(b"[what was before is left out]\n" + rest)
+                    file.truncate()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        for worker in self.workers.values():
+            self.disconnect_worker(worker)
+        self.workers.clear()
+        if self.template_process is not None:
+            self._selector.unregister(self.template_process.control)
+            self.template_process.close()
+        self.template_process, self._is_ready, self.num_forking = None, False, 0
+
+
+class _TaskBatch:
+    """The tasks of one call: which worker has which, and their results."""
+
+    def __init__(self, pool: RewardWorkerPool, tasks: Sequence[RewardTask]) -> None:
+        self.pool = pool
+        self.tasks = tasks
+        self.results: dict[int, RewardResult] = {}
+        self.waiting_numbers = deque(range(len(tasks)))
+        self.retry_numbers: deque[int] = (
+            deque()
+        )  # their worker died: each is for a fresh one, alone
+        self.num_deaths: Counter[int] = Counter()
+        self.last_reply_at: dict[
+            int, float
+        ] = {}  # component -> when a worker answered for it: others may await their turn
+        self.num_restarts = 0
+
+    def score_batch(self) -> list[RewardResult]:
+        looked_at = time.monotonic()
+        while len(self.results) < len(self.tasks):
+            in_hand = sum(len(worker.task_numbers) for worker in self.pool.workers.values())
+            self.pool.ensure_workers(
+                min(
+                    self.pool.num_workers,
+                    len(self.waiting_numbers) + len(self.retry_numbers) + in_hand,
+                )
+            )
+            for worker in tuple(self.pool.workers.values()):
+                if worker.is_idle:
+                    self._assign_tasks(worker)
+            for speaker in self.pool.wait_for_messages(POLL_S):
+                if speaker is None:
+                    self._handle_template_messages()
+                elif speaker.pid in self.pool.workers:
+                    self._read_worker_replies(speaker)
+            if time.monotonic() - looked_at >= POLL_S:
+                looked_at = time.monotonic()
+                self._check_time_limits()
+        return [self.results[number] for number in range(len(self.tasks))]
+
+    def _assign_tasks(self, worker: RewardWorkerProcess) -> None:
+        if self.retry_numbers and not worker.is_used:
+            chunk = [self.retry_numbers.popleft()]
+        else:
+            share = len(self.waiting_numbers) // (CHUNKS_PER_WORKER * self.pool.num_workers)
+            size = min(max(1, share), MAX_CHUNK, len(self.waiting_numbers))
+            chunk = [self.waiting_numbers.popleft() for _ in range(size)]
+        if not chunk:
+            if self.retry_numbers:
+                self.pool.kill_worker(worker)  # it makes room for a fresh one
+            return
+        try:
+            worker.send_tasks({number: self.tasks[number] for number in chunk})
+        except OSError:
+            if worker.task_numbers:
+                self._handle_worker_loss(worker, "could not be reached")
+            else:  # it had ended before, with the template: that is not the sample's doing
+                self.pool.kill_worker(worker)
+                (
+                    self.retry_numbers if self.num_deaths[chunk[0]] else self.waiting_numbers
+                ).extendleft(reversed(chunk))
+
+    def _read_worker_replies(self, worker: RewardWorkerProcess) -> None:
+        """Replies of a worker. At the end of its stream it is on its way out: what ended it comes from the template."""
+        try:
+            for reply in worker.read_replies():
+                self.results[reply.number] = reply.result
+                self.last_reply_at[self.tasks[reply.number].component_index] = time.monotonic()
+        except ValueError:
+            self._handle_worker_loss(
+                worker, "was ended because something else than its reply came through its socket"
+            )
+        except (EOFError, OSError):
+            self.pool.disconnect_worker(worker)
+            self.pool.wait_until_ready().kill_worker(worker.pid)
+
+    def _handle_template_messages(self) -> None:
+        template = self.pool.wait_until_ready()
+        try:
+            for message in template.read_messages():
+                if isinstance(message, WorkerEnd):
+                    self._handle_worker_end(message)
+                else:
+                    self.pool.add_worker(message)
+        except EOFError:
+            self._restart_template()
+
+    def _handle_worker_end(self, worker_end: WorkerEnd) -> None:
+        worker = self.pool.workers.get(worker_end.pid)
+        if worker is None:
+            return  # dismissed before
+        if worker.is_connected:
+            worker.connection.setblocking(False)
+        while worker.is_connected:  # what it said before it ended
+            self._read_worker_replies(worker)
+        how = (
+            f"was ended by signal {-worker_end.exit_code}"
+            if worker_end.exit_code < 0
+            else f"ended with code {worker_end.exit_code}"
+        )
+        self._handle_worker_loss(worker, how)
+
+    def _handle_worker_loss(self, worker: RewardWorkerProcess, cause: str) -> None:
+        """Account for a dead worker: it died at the first of the tasks in its hands, and had not begun the others."""
+        self.pool.kill_worker(worker)
+        numbers = list(worker.task_numbers)
+        worker.task_numbers.clear()
+        if numbers and not worker.is_ending:
+            first = numbers.pop(0)
+            self.num_deaths[first] += 1
+            if self.num_deaths[first] < MAX_DEATHS:
+                self.retry_numbers.append(first)
+            else:
+                error = (
+                    f"The worker process {cause} at this sample, and one before it died at it too."
+                )
+                self.results[first] = make_masked_result("worker_died", error)
+        self.waiting_numbers.extendleft(reversed(numbers))
+
+    def _restart_template(self) -> None:
+        self.num_restarts += 1
+        if self.num_restarts > MAX_RESTARTS:
+            raise ValueError(
+                f"the process that reward workers are forked off died {self.num_restarts} times in one batch of"
+                f" samples; look at the memory of this machine and at {self.pool.log_path}."
+            )
+        lost = [number for worker in self.pool.workers.values() for number in worker.task_numbers]
+        self.pool.restart_template()
+        self.waiting_numbers.extendleft(reversed(lost))
+
+    def _check_time_limits(self) -> None:
+        limit = self.pool.timeout_s
+        self.pool.shorten_log()
+        for worker in tuple(self.pool.workers.values()):
+            took = time.monotonic() - worker.started_at
+            if not worker.task_numbers or not worker.is_connected or took < POLL_S:
+                continue
+            component = self.tasks[worker.task_numbers[0]].component_index
+            if (waits_s := self.pool.waits_s[component]) is not None:
+                if min(took, time.monotonic() - self.last_reply_at.get(component, 0.0)) < waits_s:
+                    continue
+                verdict = make_masked_result(
+                    "endpoint", f"After {took:.0f} s a server had not answered."
+                )
+            elif (counted := worker.stopwatch.update_counted_s()) > limit:
+                verdict = RewardResult(0.0, TIMEOUT)
+            elif took > OVERLOAD * limit:
+                verdict = make_masked_result(
+                    "overloaded",
+                    f"Of {took:.1f} s the machine kept it waiting for {took - counted:.1f} s.",
+                )
+            else:
+                continue
+            if worker not in self.pool.wait_for_messages(0.0):  # it has answered after all
+                self._end_sample(worker, verdict)
+
+    def _end_sample(self, worker: RewardWorkerProcess, result: RewardResult) -> None:
+        self.results[worker.task_numbers.popleft()] = result
+        self.waiting_numbers.extendleft(reversed(worker.task_numbers))
+        worker.task_numbers.clear()
+        self.pool.kill_worker(worker)

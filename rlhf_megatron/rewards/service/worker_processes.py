@@ -1,0 +1,223 @@
+"""The processes behind a pool, as the controller sees them: one template, and the workers that it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.plugins import list_loaded_plugins
+from rlhf_megatron.rewards.process_stopwatch import ProcessStopwatch
+from rlhf_megatron.rewards.service.worker_messages import (
+    CONTROL_BYTES,
+    RewardTask,
+    RewardTaskReply,
+    SocketLineReader,
+    decode_reply,
+    encode_json_line,
+    encode_tasks,
+)
+
+logger = logging.getLogger(__name__)
+STARTUP_S = 300.0  # for imports
+SEND_S = 30.0  # a worker that reads nothing for so long is broken
+STOP_S = 5.0
+MODULE = "rlhf_megatron.rewards.service.worker_template"
+
+
+@dataclass(eq=False)
+class RewardWorkerProcess:
+    """One forked process. Its tasks are set by the batch that it works for."""
+
+    pid: int
+    connection: socket.socket
+    line_reader: SocketLineReader = field(init=False)
+    task_numbers: deque[int] = field(
+        default_factory=deque
+    )  # numbers of the tasks that it has, the one it works at first
+    batch_token: str = ""  # of these
+    started_at: float = 0.0  # that one, as far as the controller knows
+    stopwatch: ProcessStopwatch = field(init=False)  # of that one, once it has taken a while
+    is_used: bool = False
+    is_ending: bool = False  # it has said that it ends
+
+    def __post_init__(self) -> None:
+        self.line_reader = SocketLineReader(self.connection)
+        self.stopwatch = ProcessStopwatch(self.pid)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.connection.fileno() >= 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_connected and not self.is_ending and not self.task_numbers
+
+    def start_task_clock(self) -> None:
+        """Begin with the first task in hand."""
+        self.started_at = time.monotonic()
+        self.stopwatch.reset()
+
+    def send_tasks(self, tasks: dict[int, RewardTask]) -> None:
+        """Raises OSError when it cannot be reached; with nothing in hand where it had ended before."""
+        self.batch_token = secrets.token_hex(16)
+        data = encode_tasks(self.batch_token, tasks)
+        self.connection.settimeout(SEND_S)
+        num_sent = self.connection.send(data)
+        self.task_numbers.extend(tasks)
+        self.is_used = True
+        self.start_task_clock()
+        if num_sent < len(
+            data
+        ):  # sending nothing fails, too, where the task has ended the worker already
+            self.connection.sendall(data[num_sent:])
+
+    def read_replies(self) -> Iterator[RewardTaskReply]:
+        """Yield the replies that one read completes, each to the task in work, which it ends.
+
+        Raises ValueError for anything else that was written into its socket, EOFError and OSError at its end.
+        """
+        for line in self.line_reader.read_lines():
+            reply = decode_reply(line)
+            if not self.task_numbers or (reply.token, reply.number) != (
+                self.batch_token,
+                self.task_numbers[0],
+            ):
+                raise ValueError(f"a reply to task {reply.number} was not asked for.")
+            self.task_numbers.popleft()
+            self.start_task_clock()
+            self.is_ending = reply.is_last
+            yield reply
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """A worker process is gone."""
+
+    pid: int
+    exit_code: int  # negative: the signal that ended it
+
+
+@cache
+def log_note_once(note: str) -> None:
+    logger.warning(note)
+
+
+class TemplateProcess:
+    """Started in the background; `wait_until_ready` comes first. Made on a thread that outlives it, such as the main one."""
+
+    def __init__(
+        self, rewards: Sequence[Mapping[str, Any]], log_path: Path | None, num_machines: int
+    ) -> None:
+        """`rewards`: name, params and key in the configuration of each. `log_path`: what it prints; None: nowhere.
+        `num_machines`: that have workers of the run."""
+        message = encode_json_line(
+            {
+                "plugins": list_loaded_plugins(),
+                "rewards": list(rewards),
+                "num_machines": num_machines,
+            }
+        )
+        if len(message) > CONTROL_BYTES:
+            raise ValueError(
+                f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES} can be sent; put"
+                " long texts into a file that the function reads."
+            )
+        self.log_path = log_path
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, open(log_path or os.devnull, "ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is not for it
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                },
+            )
+        self.control.send(message)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        """Raises ConfigError with what is wrong with the rewards, ValueError when it ends or takes too long."""
+        self.control.settimeout(STARTUP_S)
+        try:
+            data = self.control.recv(CONTROL_BYTES)
+        except TimeoutError:
+            raise ValueError(
+                f"the rewards were not loaded after {STARTUP_S:.0f} s; look for a module that waits or downloads when"
+                " it is imported."
+            ) from None
+        except ConnectionResetError:
+            data = b""
+        message = json.loads(data) if data else {}
+        if "problems" in message:
+            raise ConfigError(message["problems"])
+        if "ready" not in message:
+            code = self._process.wait(STOP_S)
+            raise ValueError(
+                f"the process that loads the rewards ended with code {code}{self._format_log_tail()}"
+            )
+        for note in message["notes"]:
+            log_note_once(note)
+
+    def request_workers(self, num_workers: int) -> None:
+        """Ask for new workers; `read_messages` returns a `RewardWorkerProcess` for each."""
+        with contextlib.suppress(OSError):  # it has gone itself, which `read_messages` tells
+            self.control.send(encode_json_line({"fork": num_workers}))
+
+    def kill_worker(self, pid: int) -> None:
+        """Kill a worker and all that it started; `read_messages` returns `WorkerEnd`, as for any other end."""
+        with contextlib.suppress(OSError):
+            self.control.send(encode_json_line({"kill": pid}))
+
+    def read_messages(self) -> Iterator[RewardWorkerProcess | WorkerEnd]:
+        """Read one message: a worker was forked, or one is gone. Raises EOFError when the template is gone."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, CONTROL_BYTES, 1)
+        except ConnectionResetError:
+            data, descriptors = b"", []
+        if not data:
+            raise EOFError
+        message = json.loads(data)
+        if "worker" in message:
+            yield RewardWorkerProcess(message["worker"], socket.socket(fileno=descriptors[0]))
+        else:
+            yield WorkerEnd(message["ended"], message["code"])
+
+    def close(self) -> None:
+        """End the template and all workers. Safe to call twice."""
+        self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self._process.kill()
+        self._process.wait()
+
+    def _format_log_tail(self, num_lines: int = 20) -> str:
+        if self.log_path is None:
+            return "."
+        lines = self.log_path.read_text(errors="replace").splitlines()[-num_lines:]
+        return f"; the end of {self.log_path}:\n" + "\n".join(lines)

@@ -1,0 +1,169 @@
+"""Start the engines of a run, or attach to running ones, and make the fleet; planned faults kill or stop one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+from rlhf_megatron import faults
+from rlhf_megatron.config.rules.run_rules import count_actor_ranks
+from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlhf_megatron.device import count_devices
+from rlhf_megatron.rollout.drivers.driver_pool import DriverPool, choose_driver_counts
+from rlhf_megatron.rollout.engine_kinds import get_balancer_kind, get_engine_kind
+from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.engine_supervisor import SupervisionSettings
+from rlhf_megatron.rollout.fleet.server_process import (
+    EngineServers,
+    LaunchPlacement,
+    StartProgress,
+    launch_here,
+)
+from rlhf_megatron.rollout.sglang.attached_engines import AttachedEngines
+from rlhf_megatron.rollout.sglang.sglang_environment import MachineGpus
+from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES
+from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.hf_reader import read_hf_config
+from rlhf_megatron.weights.parallel_layout import make_parallel_layout
+from rlhf_megatron.weights.shard_plan import count_serving_copies
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The settings by which a run's engines are checked, started or attached to."""
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    trainer: TrainerConfig
+    num_senders: int  # buffers of weights at once: one a pipeline stage, for each copy of it that serves engines
+    max_sample_tokens: int  # of the longest sample
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> EngineSetup:
+        megatron, num_engines = (
+            config.actor.megatron,
+            len(config.rollout.endpoints) or config.rollout.num_engines,
+        )
+        pp = megatron.pipeline_model_parallel_size
+        copies = count_serving_copies(make_parallel_layout(megatron, count_actor_ranks(config)))
+        num_senders = pp * max(1, min(copies, num_engines))
+        num_tokens = config.data.max_prompt_length + config.data.max_response_length
+        return cls(config.rollout, config.model, config.trainer, num_senders, num_tokens)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the engines' weight type."""
+        return self.rollout.dtype or self.model.dtype
+
+    def get_transfer_parent(self, run_dir: Path) -> str | Path | None:
+        """The parent of the transfer directory; None: `make_transfer_dir` finds room in memory."""
+        return self.rollout.transfer_dir or (
+            run_dir if self.rollout.weight_transport == "disk" else None
+        )
+
+    def compute_transfer_bytes(self) -> int:
+        """Room that all senders need in the transfer directory, bytes: two buffers each, or two versions of the
+        weights; for broadcasts, none."""
+        if self.rollout.weight_transport == "process_group":
+            return 0
+        if self.rollout.weight_transport == "disk":
+            table = make_weight_table(read_hf_config(Path(self.model.path)))
+            return (
+                2
+                * sum(prod(hf.shape) for rule in table for hf in rule.hf_tensors)
+                * DTYPE_BYTES[self.dtype]
+            )
+        return 2 * self.num_senders * self.rollout.update_weights_bucket_megabytes * MIB
+
+    @property
+    def is_placed_by_launcher(self) -> bool:
+        """Whether the launcher says where servers run, and gives them their devices there."""
+        return (
+            self.trainer.runtime == "ray"
+            or self.trainer.nnodes > 1
+            or bool(self.rollout.engine_machines)
+        )
+
+    def make_machine_gpus(self, is_placed_by_launcher: bool = False) -> MachineGpus:
+        """This machine's GPUs: the trainer's ranks take the first of them. `is_placed_by_launcher`: see there."""
+        if is_placed_by_launcher:
+            return MachineGpus(is_shared=self.rollout.colocated, is_placed_by_launcher=True)
+        num_trainer = 0 if self.trainer.device == "cpu" else self.trainer.n_gpus_per_node
+        return MachineGpus(count_devices(), num_trainer, self.rollout.colocated)
+
+    def check_servers(self) -> None:
+        """Raise ValueError where there is no environment for servers, or running ones do not fit. Starts and changes
+        nothing."""
+        get_balancer_kind(self.rollout.router).check_rollout(self.rollout)
+        get_engine_kind(self.rollout.engine).check_setup(self)
+
+    def start_servers(
+        self,
+        run_dir: Path,
+        transfer_dir: Path,
+        progress: StartProgress | None,
+        placement: LaunchPlacement = launch_here,
+    ) -> EngineServers | AttachedEngines:
+        """Servers of `rollout.engine`, where `placement` says, without weights: the first sync brings them. Raises
+        EngineError."""
+        get_balancer_kind(self.rollout.router).check_rollout(
+            self.rollout
+        )  # servers take a minute to start
+        return get_engine_kind(self.rollout.engine).start_servers(
+            self, run_dir, transfer_dir, progress, placement
+        )
+
+    def make_fleet(
+        self,
+        servers: EngineServers | AttachedEngines,
+        run_dir: Path,
+        transfer_dir: Path,
+        check_stop: Callable[[], None],
+    ) -> EngineFleet:
+        """Make a supervised fleet of the servers. Attached ones are neither killed nor started again. `check_stop`:
+        see EngineFleet. WeightSync sets its `resync`.
+        """
+        rollout = self.rollout
+        balancer = get_balancer_kind(rollout.router)
+        gates = [
+            address.drivers if balancer.sends_to_engines else "" for address in servers.addresses
+        ]
+        num_drivers = choose_driver_counts(gates, rollout.num_drivers)
+        make_client = partial(
+            get_engine_kind(rollout.engine).make_client, transfer_dir=transfer_dir
+        )
+        own = None if isinstance(servers, AttachedEngines) else servers
+        limits = (rollout.health_interval_s, rollout.health_timeout_s, rollout.max_engine_restarts)
+        return EngineFleet(
+            [make_client(address) for address in servers.addresses],
+            rollout.request_timeout_s,
+            rollout.request_retries,
+            supervision=SupervisionSettings(own, make_client, *limits),
+            balancer=balancer.build_balancer(self, run_dir),
+            is_isolated=self.trainer.deterministic,
+            check_stop=check_stop,
+            driver_pool=DriverPool(*num_drivers) if any(num_drivers) else None,
+        )
+
+
+def register_engine_faults(servers: EngineServers | AttachedEngines) -> None:
+    """The actions kill_engine and stop_engine of this process's plan; nothing without one."""
+    faults.define_fault_action("kill_engine", _make_signal_action(servers, signal.SIGKILL))
+    faults.define_fault_action("stop_engine", _make_signal_action(servers, signal.SIGSTOP))
+
+
+def _make_signal_action(
+    servers: EngineServers | AttachedEngines, signal_number: int
+) -> Callable[[faults.PlannedFault], None]:
+    def signal_first_live(fault: faults.PlannedFault) -> None:
+        live = [process for process in servers.processes if process.exit_code is None]
+        if live:
+            live[0].send_signal(signal_number)
+
+    return signal_first_live

@@ -1,0 +1,166 @@
+"""Generation that goes on over weight syncs: what is submitted comes back once, whoever else uses the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from rlhf_megatron.rollout.engine_interface import EngineError, GenerateRequest, SampleGroups
+from rlhf_megatron.rollout.fleet.chunk_generation import POLL_S, ChunkGeneration, FleetResources
+from rlhf_megatron.rollout.fleet.request_balancer import OutstandingLoad, RequestChunk
+
+_WATCH_PURPOSE = "session"
+
+
+class GenerationSession:
+    """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context manager that closes it.
+
+        session.submit(7, requests)             # a key and its requests, which travel together
+        for key, groups in session.poll(): ...  # again and again; each key once
+
+    One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with fleet.exclusive():`), call
+    `fleet.generate`, and must call `mend_engines` where engines may have died: nothing else gives them weights between syncs.
+    """
+
+    def __init__(
+        self,
+        resources: FleetResources,
+        get_other_load: Callable[[], OutstandingLoad],
+        on_close: Callable[[], None],
+        keeps_failures: bool = False,
+    ) -> None:
+        """`get_other_load`: work of the fleet beside the session's. `keeps_failures`: pieces that no engine can do are for
+        `take_failures`, and `poll_finished` raises for none of them."""
+        self._lock = resources.lock
+        self._supervisor = resources.supervisor
+        self._served_versions = resources.served_versions
+        self._get_other_load = get_other_load
+        self._on_close = on_close
+        self._chunk_by_key: dict[int, RequestChunk] = {}  # by key, of what runs
+        self._aborted_chunks: list[RequestChunk] = []  # that engines are still to be told of
+        self._is_closed = False
+        self._generation = ChunkGeneration(
+            resources, (), has_named_calls=True, is_session=True, keeps_failures=keeps_failures
+        )
+        with self._lock.hold_lock():
+            self._supervisor.start_watching(_WATCH_PURPOSE)
+
+    @property
+    def num_running(self) -> int:
+        """Keys that were submitted and neither came back nor were aborted."""
+        return len(self._chunk_by_key)
+
+    @property
+    def outstanding_load(self) -> OutstandingLoad:
+        """The samples on their way to engines. Only the thread that has the lock may read it."""
+        return self._generation.outstanding_load
+
+    def submit_requests(self, key: int, requests: Sequence[GenerateRequest]) -> None:
+        """A piece of work: all its requests go to one engine, as soon as one has room. Does not wait.
+
+        `key`: none that is running; one that came back or was aborted may be used again.
+        """
+        assert requests, f"key {key} has no request"
+        assert key not in self._chunk_by_key, f"key {key} is running"
+        assert not self._is_closed, "the session is closed"
+        self._chunk_by_key[key] = RequestChunk(key, tuple(requests), is_session=True)
+        self._generation.add_chunk(self._chunk_by_key[key])
+
+    def poll_finished(self) -> list[tuple[int, SampleGroups]]:
+        """Keys that have finished since the last time, with one list of samples a request. Returns at once when there
+        are any, else after at most about 0.1 s; so too while another thread syncs weights.
+
+        Raises EngineError when retries or engines run out, EngineRequestError when a request itself is wrong: the
+        session is to be closed then. Work for engines of which all are STALE waits for a sync or for `mend_engines`.
+        """
+        found = self._advance_and_collect()
+        if found == [] and self._generation.wait_for_answers():
+            found = self._advance_and_collect()
+        return found or []
+
+    def take_failures(self) -> list[tuple[int, EngineError]]:
+        """Keys that no engine could do since the last time, and why. To be called by the thread that polls."""
+        with self._lock.try_hold_lock(0.0) as is_mine:
+            if not is_mine:
+                return []
+            failed, self._generation.failed_chunks = self._generation.failed_chunks, []
+        found = [
+            (chunk.start, error)
+            for chunk, error in failed
+            if self._chunk_by_key.get(chunk.start) is chunk
+        ]
+        for key, _ in found:
+            del self._chunk_by_key[key]
+        return found
+
+    def wake_poll(self) -> None:
+        """End a `poll_finished` that waits: there is something to submit. Any thread may call it."""
+        self._generation.wake_waiter()
+
+    def abort_keys(self, keys: Collection[int]) -> None:
+        """They never come back; engines are told to end them, at the next `poll_finished` where another thread syncs weights.
+        Waits for at most about 0.1 s. Keys that do not run are ignored."""
+        self._aborted_chunks += [
+            self._chunk_by_key.pop(key) for key in keys if key in self._chunk_by_key
+        ]
+        with self._lock.try_hold_lock(POLL_S) as is_mine:
+            if is_mine and not self._is_closed:
+                self._drop_aborted_chunks()
+
+    def mend_engines(self) -> None:
+        """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
+        while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
+        closed it because of an error, which is to be heard."""
+        with self._lock.hold_lock():
+            if self._is_closed:
+                return
+            self._supervisor.advance_states(self._served_versions.current_version)
+            self._generation.take_back_chunks()
+            self._supervisor.mend_stale_members(self._served_versions.current_version)
+
+    def take_back_chunks(self) -> None:
+        """Sends pieces of engines that do not serve to others. Only the thread that has the lock may call it."""
+        self._generation.take_back_chunks()
+
+    def close(self) -> None:
+        """Engines end what still runs; nothing of it comes back. Safe to call twice."""
+        with self._lock.hold_lock():
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._supervisor.stop_watching(_WATCH_PURPOSE)
+            self._chunk_by_key.clear()
+            self._on_close()
+        self._generation.abandon_calls()
+
+    def __enter__(self) -> GenerationSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _advance_and_collect(self) -> list[tuple[int, SampleGroups]] | None:
+        """Sends work and returns what has come. None: another thread has the lock, or the session is closed."""
+        with self._lock.try_hold_lock(POLL_S) as is_mine:
+            if not is_mine or self._is_closed:
+                return None
+            version = self._served_versions.current_version
+            self._supervisor.advance_states(version)
+            self._generation.take_back_chunks()
+            self._drop_aborted_chunks()
+            self._generation.expire_late_calls()
+            finished = [
+                (chunk.start, groups) for chunk, groups in self._generation.harvest_answers(version)
+            ]
+            for key, _ in finished:
+                del self._chunk_by_key[key]
+            try:
+                self._generation.dispatch_chunks(version, self._get_other_load())
+            except EngineError:
+                if not finished:  # else it is raised the next time
+                    raise
+            return finished
+
+    def _drop_aborted_chunks(self) -> None:
+        """Drop aborted groups. Call it before harvesting, so that none of them comes back."""
+        dropped, self._aborted_chunks = self._aborted_chunks, []
+        self._generation.drop_chunks(dropped)

@@ -1,0 +1,425 @@
+"""Server processes: a log file each, awaited until healthy, started again by name. They and their children end with
+this process, however it ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rlhf_megatron.config.cuda_environment import remove_expandable_segments
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
+
+# Reads until this process says that all is well, or has ended and with it the other end of the pipe.
+_REAPER_SCRIPT = """trap '' TERM INT HUP USR1; read -r word || kill -s KILL -- "-$1" """
+# Begins only when it is watched, and is deaf to the signal with which a scheduler tells a whole job to stop.
+_GUARDED_START_SCRIPT = """trap '' USR1; read -r word && exec "$@" </dev/null"""
+
+
+def wrap_for_reaper(command: Sequence[str]) -> list[str]:
+    """`command` as a process that waits for its `ChildReaper`."""
+    return ["/bin/sh", "-c", _GUARDED_START_SCRIPT, "sh", *command]
+
+
+class ChildReaper:
+    """A shell that kills the process group of a child when this process ends. It costs a pipe and 1 MB."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        """`child`: started with `wrap_for_reaper`, as leader of its group and with a pipe as its standard input. It begins."""
+        self._shell_process = subprocess.Popen(
+            ["/bin/sh", "-c", _REAPER_SCRIPT, "sh", str(child.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        _send_go_signal(child)
+
+    def end_watch(self) -> None:
+        """The group has ended; its number may belong to somebody else soon. Safe to call twice."""
+        _send_go_signal(self._shell_process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._shell_process.wait(1.0)
+
+
+def _send_go_signal(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, or heard it before
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+
+
+StartProgress = Callable[[str, float, str], None]
+"""Called about once a second while a server starts: its name, seconds waited, the last line of its log."""
+
+logger = logging.getLogger(__name__)
+
+_TERM_GRACE_S = 5.0
+_KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
+_POLL_S = 0.05
+TAIL_LINES = 20
+_ENDING_LINES = 3
+HIDDEN_TOKEN = "********"
+LOOPBACK = "127.0.0.1"
+_running_servers: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+
+
+def make_throttled_progress(
+    report_line: Callable[[str], None], check_stop: Callable[[], None], interval_s: float = 10.0
+) -> StartProgress:
+    """Progress that says a line for each server every so often. `check_stop` is called each time: what it raises ends the
+    start."""
+    said: dict[str, float] = {}
+
+    def report_progress(name: str, seconds: float, line: str) -> None:
+        check_stop()
+        if seconds - said.get(name, 0.0) >= interval_s:
+            said[name] = seconds
+            report_line(f"{name} starts ({seconds:.0f} s) {line[-100:]}")
+
+    return report_progress
+
+
+class ServerProcess:
+    """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`, for this user
+    to read."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str],
+        secret_token: str = "",
+    ) -> None:
+        """`secret_token`: what must not be seen of its log, where some servers write their arguments."""
+        self.name = name
+        self.log = log
+        self._secret_token = secret_token
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(
+            os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab"
+        ) as out:
+            self._process = subprocess.Popen(
+                wrap_for_reaper(command),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**remove_expandable_segments(os.environ), **env},
+                start_new_session=True,
+            )
+        self._reaper = ChildReaper(self._process)
+        _running_servers.add(self)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, signal_number: int) -> None:
+        """Sends a signal to its process group."""
+        os.killpg(self.pid, signal_number)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    def read_log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.read_log().splitlines()[-num_lines:])
+
+    def read_log(self, start_byte: int = 0) -> str:
+        """Read its log from byte `start_byte` on, without the token."""
+        try:
+            text = self.log.read_bytes()[start_byte:].decode(errors="replace")
+        except OSError:
+            return ""
+        return text.replace(self._secret_token, HIDDEN_TOKEN) if self._secret_token else text
+
+    def hide_token_in_log(self) -> None:
+        """Write over the token wherever it stands in the log so far. The server only appends."""
+        if self._secret_token:
+            with contextlib.suppress(OSError), self.log.open("r+b") as file:
+                data, token, at = file.read(), self._secret_token.encode(), -1
+                while (at := data.find(token, at + 1)) >= 0:
+                    os.pwrite(file.fileno(), b"*" * len(token), at)
+
+    def request_stop(self) -> None:
+        """SIGTERM to the group; does not wait."""
+        if self not in _running_servers:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGTERM)
+            os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not see it
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what is left after a grace period. Safe to call twice."""
+        if self not in _running_servers:
+            return  # its number may belong to somebody else by now
+        self.request_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TERM_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the group. Safe to call twice."""
+        if self not in _running_servers:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        try:
+            self._process.wait(_KILL_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.error(
+                "%s (process %d) was killed %g s ago and has not ended",
+                self.name,
+                self.pid,
+                _KILL_GRACE_S,
+            )
+        self._reaper.end_watch()
+        _running_servers.discard(self)
+
+    def archive_log(self) -> None:
+        """Rename the log to a number; the next process of this name begins a new one."""
+        archive_log(self.log)
+
+
+class ServerProcessHandle(Protocol):
+    """A server, on this machine (`ServerProcess`) or another."""
+
+    name: str
+
+    @property
+    def log(self) -> Path:
+        """The path of its log, on its machine."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def exit_code(self) -> int | None: ...
+    def read_log_tail(self, num_lines: int = TAIL_LINES) -> str: ...
+    def send_signal(self, signal_number: int) -> None: ...
+    def request_stop(self) -> None: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+    def archive_log(self) -> None: ...
+
+
+def stop_processes(processes: Iterable[ServerProcessHandle]) -> None:
+    """Stop all; they use the grace period at the same time."""
+    processes = list(processes)
+    for process in processes:
+        process.request_stop()
+    for process in processes:
+        process.stop()
+
+
+@atexit.register
+def _stop_running_servers() -> None:
+    stop_processes(_running_servers)
+
+
+@dataclass(frozen=True)
+class ServerSeat:
+    """The machine and devices of a server, where somebody else than `EngineServers` chooses them."""
+
+    address: str = LOOPBACK  # of its machine, as the trainer reaches it; another one than the trainer's unless loopback
+    env: Mapping[str, str] = field(default_factory=dict)  # its devices
+
+
+class ServerLaunch(Protocol):
+    """One server, and how it is started. Before that it can be pickled, and started in another process."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def transfer_dir(self) -> Path:
+        """The directory through which its weights come."""
+
+    @property
+    def process(self) -> ServerProcessHandle | None:
+        """The process; None before `start`."""
+
+    rendezvous_address: str  # of a part of a server that spans machines: what the first part said that it `get_rendezvous_address`
+
+    def take_seat(self, seat: ServerSeat) -> None:
+        """Take a seat, before `start`. Raises EngineError where the server cannot run there."""
+
+    def get_rendezvous_address(self) -> str:
+        """Return, after `start`, HOST:PORT where other parts of this server find it; "": it has none."""
+
+    def start(self) -> None:
+        """A new process with a new token, and a new port."""
+
+    def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
+        """Waits until it is healthy. Raises EngineError."""
+
+
+LaunchPlacement = Callable[[ServerLaunch], ServerLaunch]
+"""Given how a server is started in this process, how it is started where it shall run."""
+
+
+def launch_here(launch: ServerLaunch) -> ServerLaunch:
+    """A `LaunchPlacement`: on this machine, as children of this process."""
+    return launch
+
+
+class EngineServers:
+    """Servers that were started together. A context manager: they stop when it ends. Thread-safe."""
+
+    def __init__(
+        self,
+        launches: Sequence[ServerLaunch],
+        startup_timeout_s: float,
+        progress: StartProgress | None = None,
+    ) -> None:
+        """Starts all and waits until they are healthy. Raises EngineError; no server is left running then."""
+        self._launch_by_name = {launch.name: launch for launch in launches}
+        self._address_by_name: dict[str, EngineAddress] = {}
+        self._startup_timeout_s = startup_timeout_s
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        deadline = time.monotonic() + startup_timeout_s
+        try:
+            for launch in launches:
+                launch.start()
+            for launch in launches:
+                self._address_by_name[launch.name] = launch.wait_until_healthy(deadline, progress)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def processes(self) -> tuple[ServerProcessHandle, ...]:
+        """The processes that run now: a server that was started again has another one."""
+        return tuple(
+            launch.process for launch in self._launch_by_name.values() if launch.process is not None
+        )
+
+    @property
+    def addresses(self) -> tuple[EngineAddress, ...]:
+        return tuple(self._address_by_name.values())
+
+    def __enter__(self) -> EngineServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Safe to call twice."""
+        with self._lock:
+            self._is_stopped = True
+        stop_processes(self.processes)
+
+    def get_process(self, name: str) -> ServerProcessHandle:
+        process = self._launch_by_name[name].process
+        assert process is not None, f"{name} was never started"
+        return process
+
+    def describe_exit(self, name: str) -> str | None:
+        """How that server ended, with the end of its log; None while it runs."""
+        process = self.get_process(name)
+        if process.exit_code is None:
+            return None
+        return f"it exited with code {process.exit_code}; the end of {process.log}:\n{process.read_log_tail(_ENDING_LINES)}"
+
+    def kill_server(self, name: str) -> None:
+        """SIGKILL to its process group, at once."""
+        self.get_process(name).kill()
+
+    def restart_server(self, name: str) -> EngineAddress:
+        """Kill what is left of that server and start it again: another port, another token, the log so far kept under a
+        number. Blocks until it is healthy.
+
+        Raises EngineError; it does not run then.
+        """
+        launch, old = self._launch_by_name[name], self.get_process(name)
+        old.kill()
+        old.archive_log()
+        with self._lock:
+            if self._is_stopped:
+                raise EngineError(
+                    f"{name} is not started again: the servers of the run are being stopped."
+                )
+            launch.start()
+        try:
+            self._address_by_name[name] = launch.wait_until_healthy(
+                time.monotonic() + self._startup_timeout_s, None
+            )
+        except BaseException:
+            self.get_process(name).kill()
+            raise
+        return self._address_by_name[name]
+
+
+def archive_log(log: Path) -> None:
+    """engine0.log becomes engine0.1.log, or the next free number."""
+    free = next(
+        path for n in itertools.count(1) if not (path := log.with_suffix(f".{n}.log")).exists()
+    )
+    with contextlib.suppress(FileNotFoundError):
+        log.rename(free)
+
+
+def await_server_ready(
+    server_process: ServerProcess,
+    is_ready: Callable[[], bool],
+    deadline: float,
+    progress: StartProgress | None = None,
+) -> None:
+    """Poll `is_ready` until it is true. `deadline`: of time.monotonic().
+
+    Raises EngineError with the end of the server's log when it exits, EngineTimeoutError at the deadline.
+    """
+    start = reported = time.monotonic()
+    while not is_ready():
+        now = time.monotonic()
+        if server_process.exit_code is not None:
+            raise EngineError(
+                f"{server_process.name} exited with code {server_process.exit_code} before it was ready; the end of {server_process.log}:\n"
+                f"{server_process.read_log_tail()}"
+            )
+        if now > deadline:
+            raise EngineTimeoutError(
+                f"{server_process.name} was not ready after {now - start:.0f} s (rollout.startup_timeout_s); the end of"
+                f" {server_process.log}:\n{server_process.read_log_tail()}"
+            )
+        if progress is not None and now - reported >= 1.0:
+            reported = now
+            progress(server_process.name, now - start, server_process.read_log_tail(1))
+        time.sleep(_POLL_S)
+
+
+def write_token_file(path: Path) -> str:
+    """A fresh random token in a file that only this user can read."""
+    token = secrets.token_hex(
+        32
+    )  # letters and digits: one that begins with - would be taken for an option
+    write_private_file(path, token)
+    return token
+
+
+def write_private_file(path: Path, text: str) -> Path:
+    """A file that only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(text)
+    return path

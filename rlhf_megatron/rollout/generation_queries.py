@@ -1,0 +1,116 @@
+"""What a server is asked to generate, as a value: this process asks it, or a driver does (`rollout.drivers`).
+
+A question goes out when the engine's client has let it pass (gate, limits, STALE): all of that stays with the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Collection, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    GenerateRequest,
+    SampleGroups,
+    TokenColumn,
+)
+from rlhf_megatron.rollout.http_client import HttpClient, run_in_thread_if_large
+
+T = TypeVar("T")
+_MAX_CACHED_VALUES = 4096  # values that many questions have: servers, sampling parameters
+_get_http_client = functools.lru_cache(_MAX_CACHED_VALUES)(HttpClient)
+
+
+@functools.lru_cache(_MAX_CACHED_VALUES)
+def _intern_value(value: T) -> T:
+    """Return the first value that equals this one."""
+    return value
+
+
+@dataclass(frozen=True)
+class GenerationQuery:
+    """A subclass says how its server is spoken to, and is registered with `data.codec`."""
+
+    server: EngineAddress
+    requests: tuple[GenerateRequest, ...]
+    timeout_s: float  # for messages
+    remaining_s: float  # of it, when the question is asked
+
+    refused_statuses: ClassVar[Collection[int]] = range(
+        400, 500
+    )  # statuses that say that the requests are wrong
+
+    @property
+    def bearer_key(self) -> str:
+        return self.server.api_key or self.server.token
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {}
+
+    def encode_body(self) -> bytes:
+        """JSON."""
+        raise NotImplementedError
+
+    def decode_answer(self, data: bytes) -> SampleGroups:
+        """The samples that an answer has. Raises ValueError or KeyError where it has others than were asked for."""
+        raise NotImplementedError
+
+    def fetch_groups(self) -> Coroutine[Any, Any, SampleGroups]:
+        """Ask the server. Raises EngineError. Thousands wait for answers: of the prompts that has columns."""
+        requests = (
+            replace(
+                each,
+                prompt_ids=TokenColumn(np.array(each.prompt_ids, np.int32)),  # type: ignore[arg-type]
+                params=_intern_value(each.params),
+            )
+            for each in self.requests
+        )
+        return replace(
+            self, server=_intern_value(self.server), requests=tuple(requests)
+        )._post_and_decode(self.encode_body())
+
+    async def _post_and_decode(self, body: bytes) -> SampleGroups:
+        http, left_s = _get_http_client(self.server, self.bearer_key), self.remaining_s
+        found = await http.send("POST", "/generate", body, self.timeout_s, self.headers, left_s)
+        data = found.require_data(refused_statuses=self.refused_statuses)
+        try:
+            groups = await run_in_thread_if_large(len(data), self.decode_answer, data)
+        except (ValueError, KeyError) as error:
+            raise EngineError(f"{found.server_label}: {error}") from error
+        counts, wanted = (
+            [len(group) for group in groups],
+            [len(request.seeds) for request in self.requests],
+        )
+        if counts != wanted:
+            raise EngineError(
+                f"{found.server_label} returned {counts} samples for requests of {wanted}."
+            )
+        return groups
+
+
+class QuerySender(Protocol):
+    def send_query(self, query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]: ...
+
+
+_sender_by_loop: dict[asyncio.AbstractEventLoop, QuerySender] = {}
+
+
+def set_query_sender(sender: QuerySender | None) -> None:
+    """Send questions of the running loop to `sender` from now on; None: this process asks the engines itself."""
+    loop = asyncio.get_running_loop()
+    _sender_by_loop.pop(loop, None)
+    if sender is not None:
+        _sender_by_loop[loop] = sender
+
+
+def send_query(query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]:
+    """Per request its samples, in order. Raises EngineError. To be called in the loop of `rollout.http_client`."""
+    asker = _sender_by_loop.get(asyncio.get_running_loop())
+    return query.fetch_groups() if asker is None else asker.send_query(query)

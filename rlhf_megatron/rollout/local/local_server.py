@@ -1,0 +1,413 @@
+"""The bundled inference server: HTTP in the main thread, decoding in another.
+
+    python -m rlhf_megatron.rollout.local.local_server --model DIR --port 0 --ready-file F --token-file T --transfer-dir D
+
+Every verb but GET /health needs the bearer token of --token-file. Answers are JSON; an error is {"error": "..."} with
+400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too large), 503 (STALE, memory released,
+shutting down) or 500.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import hmac
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from rlhf_megatron.device import (
+    list_device_ids,
+    make_deterministic,
+    measure_device_memory,
+    read_own_resident_bytes,
+)
+from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS, PauseMode
+from rlhf_megatron.rollout.local import local_bodies
+from rlhf_megatron.rollout.local.decode_service import (
+    DecodeService,
+    ReleasedCacheError,
+    StaleWeightsError,
+)
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+
+logger = logging.getLogger("rlhf_megatron.local_engine")
+LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
+_MAX_BODY_BYTES = 256 << 20
+_PATHS_WITHOUT_TOKEN = ("/health",)
+_MAX_ERROR_CHARACTERS = 2000
+_LOG_INTERVAL_S = 60.0
+RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def read_token_file(path: Path) -> str:
+    """Raises ValueError when the file can be read by others or is empty."""
+    if path.stat().st_mode & 0o077:
+        raise ValueError(
+            f"token file {path} has mode {path.stat().st_mode & 0o777:o}; it must be 600."
+        )
+    token = path.read_text().strip()
+    if len(token) < 16:
+        raise ValueError(f"token file {path} must hold a token of at least 16 characters.")
+    return token
+
+
+def _make_error_response(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message[:_MAX_ERROR_CHARACTERS]}, status=status)
+
+
+class MalformedRequestFilter(logging.Filter):
+    """Makes a line of aiohttp's traceback of a request that is no HTTP, and of those of a minute one: whoever can
+    connect can send them, and what was sent may hold a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_dropped = 0
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        if time.monotonic() < self._next_s:
+            self._num_dropped += 1
+            return False
+        record.msg, record.args = (
+            "refused a request that is no HTTP; %d more before it",
+            (self._num_dropped,),
+        )
+        record.exc_info = record.exc_text = None
+        self._num_dropped, self._next_s = 0, time.monotonic() + _LOG_INTERVAL_S
+        return True
+
+
+def is_from_web_page(request: web.Request, is_loopback: bool) -> bool:
+    """Whether a browser may have sent it for a page of another site: one that it names as the origin, or one whose name
+    was made to lead to the loopback address."""
+    try:
+        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
+    except ValueError:
+        host = None
+    return "Origin" in request.headers or (is_loopback and host not in LOOPBACK_NAMES)
+
+
+def _make_request_guard(token: str, is_loopback: bool) -> Any:
+    @web.middleware
+    async def guard_request(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
+        given, wanted = request.headers.get("Authorization", ""), f"Bearer {token}"
+        if is_from_web_page(request, is_loopback):
+            return _make_error_response(
+                403, "web pages are not served; call this server by its loopback address."
+            )
+        if request.path not in _PATHS_WITHOUT_TOKEN and not hmac.compare_digest(
+            given.encode(errors="replace"), wanted.encode()
+        ):
+            return _make_error_response(
+                401, "a bearer token is needed (the engine's token file has it)."
+            )
+        if (request.content_length or 0) > _MAX_BODY_BYTES:
+            return _make_error_response(
+                413, f"the body has more than {_MAX_BODY_BYTES} bytes; ask for less at once."
+            )
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _make_error_response(error.status, error.reason)
+        except ValueError as error:
+            return _make_error_response(400, str(error))
+        except StaleWeightsError as error:
+            return _make_error_response(503, f"STALE: {error}")
+        except ReleasedCacheError as error:
+            return _make_error_response(503, str(error))
+        except Exception as error:
+            logger.exception("%s failed", request.path)
+            return _make_error_response(500, f"{type(error).__name__}: {error}")
+
+    return guard_request
+
+
+class EngineVerbHandlers:
+    """One method a verb."""
+
+    def __init__(self, service: DecodeService, description: dict[str, Any]) -> None:
+        self.service = service
+        self.description = description
+
+    def make_route_table(self) -> list[web.RouteDef]:
+        service = self.service
+        verbs: dict[str, tuple[type[local_bodies.VerbBody], Callable[[Any], Any]]] = {
+            "abort": (local_bodies.AbortBody, lambda body: service.abort_calls(body.names)),
+            "begin_weight_update": (
+                local_bodies.BeginUpdateBody,
+                lambda body: service.begin_weight_update(body.version, body.full_resync),
+            ),
+            "open_weights": (
+                local_bodies.LentBucketBody,
+                lambda body: service.update_weights(body.parse_manifest(), body.memory),
+            ),
+            "join_link": (
+                local_bodies.JoinLinkBody,
+                lambda b: service.weights.join_link(b.invitation, b.sender, b.num_senders),
+            ),
+            "take_weights": (
+                local_bodies.ExchangedBucketBody,
+                lambda body: service.update_weights(body.parse_manifest(), exchange=body.exchange),
+            ),
+            "leave_link": (
+                local_bodies.LeaveLinkBody,
+                lambda body: service.weights.links.close_link(body.name),
+            ),
+            "commit_weight_update": (
+                local_bodies.CommitUpdateBody,
+                lambda body: service.commit_weight_update(body.version),
+            ),
+            "pause": (local_bodies.PauseBody, lambda body: service.pause_decoding(body.mode)),
+            "resume": (local_bodies.VerbBody, lambda body: service.resume_decoding()),
+            "weight_digests": (
+                local_bodies.VerbBody,
+                lambda body: service.weights.compute_digests(),
+            ),
+            "release_memory": (
+                local_bodies.MemoryPartsBody,
+                lambda body: service.release_memory(body.parts),
+            ),
+            "resume_memory": (
+                local_bodies.MemoryPartsBody,
+                lambda body: service.resume_memory(body.parts),
+            ),
+        }
+        return [
+            web.get("/health", self.handle_health),
+            web.get("/info", self.handle_info),
+            web.post("/generate", self.handle_generate),
+            web.post("/update_weights", self.handle_update_weights),
+            *(
+                web.post(f"/{name}", self._make_verb_handler(*of_verb))
+                for name, of_verb in verbs.items()
+            ),
+        ]
+
+    def _make_verb_handler(
+        self, body_class: type[local_bodies.VerbBody], call_service: Callable[[Any], Any]
+    ) -> RequestHandler:
+        async def handle_verb(request: web.Request) -> web.Response:
+            body = local_bodies.parse_verb_body(await request.read(), body_class)
+            return await self._run_in_decode_loop(lambda: call_service(body))
+
+        return handle_verb
+
+    async def _run_in_decode_loop(self, function: Callable[[], Any]) -> web.Response:
+        result = await asyncio.wrap_future(self.service.run_in_decode_loop(function))
+        return web.json_response({"ok": True} if result is None else result)
+
+    async def handle_generate(self, request: web.Request) -> web.Response:
+        body = local_bodies.parse_verb_body(await request.read(), local_bodies.GenerateBody)
+        job, admitted = self.service.submit_generate(body.to_requests(), body.name)
+        try:
+            await asyncio.wrap_future(admitted)
+            groups = await asyncio.shield(asyncio.wrap_future(job.future))
+        except asyncio.CancelledError:  # the client went away
+            self.service.run_in_decode_loop(lambda: self.service.drop_job(job))
+            raise
+        logger.info("generated %d samples of %d prompts", sum(map(len, groups)), len(groups))
+        data = await asyncio.to_thread(local_bodies.encode_samples, groups)
+        return web.Response(body=data, content_type="application/json")
+
+    async def handle_update_weights(self, request: web.Request) -> web.Response:
+        manifest = BucketManifest.parse_json(await request.text())
+        return await self._run_in_decode_loop(lambda: self.service.update_weights(manifest))
+
+    async def handle_health(self, request: web.Request) -> web.Response:
+        return await self._run_in_decode_loop(lambda: None)
+
+    async def handle_info(self, request: web.Request) -> web.Response:
+        weights, generator = self.service.weights, self.service.generator
+        released = {"weights": weights.is_released, "kv_cache": generator.is_cache_released}
+        state = {
+            "version": None if weights.stale_reason else weights.version,
+            "stale": weights.stale_reason is not None,
+            "stale_reason": weights.stale_reason,
+            "is_paused": self.service.pause_mode is not None,
+            "pause_mode": self.service.pause_mode,
+            "released": [part for part in MEMORY_PARTS if released[part]],
+            "memory": {
+                "weights_bytes": weights.num_bytes,
+                "kv_cache_bytes": generator.cache_bytes,
+                "resident_bytes": read_own_resident_bytes(),
+                "device_bytes": measure_device_memory(generator.model.device).reserved_bytes,
+            },
+        }
+        return web.json_response({**self.description, **state})
+
+
+def _exit_with_parent(parent_pid: int) -> None:
+    """SIGUSR2 when the thread that started us ends; we exit if the whole process did."""
+
+    def exit_if_orphaned(number: int, frame: Any) -> None:
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+    signal.signal(signal.SIGUSR2, exit_if_orphaned)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGUSR2)  # PR_SET_PDEATHSIG
+    exit_if_orphaned(signal.SIGUSR2, None)  # the parent may have gone before
+
+
+def _parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="rlhf_megatron.rollout.local.local_server", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="directory in Hugging Face layout"
+    )
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        help="to run first: it may teach transformers a model",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, required=True, help="file of mode 600 with the bearer token"
+    )
+    parser.add_argument(
+        "--transfer-dir", type=Path, help="directory of weight buckets; none: no weight sync"
+    )
+    parser.add_argument(
+        "--ready-file", type=Path, help='written when the server listens: {"port": N, "pid": N}'
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    parser.add_argument(
+        "--allow-remote",
+        action="store_true",
+        help="needed to listen on another than the loopback address",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--quantization", choices=("fp8",), help="takes weight syncs in FP8 blocks")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--load-weights", choices=("true", "false"), default="true")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=131072)
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="decode each generate call by itself with deterministic algorithms: the same bits whatever else runs",
+    )
+    parser.add_argument(
+        "--parent-pid", type=int, help="exit when this process, our parent, is gone"
+    )
+    args = parser.parse_args(argv)
+    if args.host not in LOOPBACK_NAMES and not args.allow_remote:
+        parser.error(
+            f"--host {args.host} is reachable from other machines; add --allow-remote if that is meant."
+        )
+    return args
+
+
+def _build_service(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
+    from rlhf_megatron.plugins import load_plugins
+    from rlhf_megatron.rollout.local.batch_generator import BatchGenerator
+    from rlhf_megatron.rollout.local.local_model import load_local_model
+    from rlhf_megatron.rollout.local.weight_receiver import WeightReceiver
+
+    load_plugins(args.plugin)
+    if args.deterministic:
+        # On CUDA torch lists no deterministic cumsum and would raise. Ours sum rows of at most a few hundred numbers,
+        # each in one thread block, in the same order every time.
+        make_deterministic(warn_only=args.device != "cpu")
+    is_loaded = args.load_weights == "true"
+    if is_loaded and args.quantization is not None:
+        raise ValueError(
+            f"--quantization {args.quantization} is of weight syncs; use --load-weights false with it."
+        )
+    model = load_local_model(args.model, args.dtype, args.device, is_loaded)
+    generator = BatchGenerator(model, args.max_num_seqs, args.max_num_batched_tokens)
+    weights = WeightReceiver(
+        model.module, args.transfer_dir, is_loaded, is_fp8=args.quantization == "fp8"
+    )
+    description = {
+        "kind": "local",
+        "dtype": args.dtype,
+        "quantization": args.quantization,
+        "device": args.device,
+        "deterministic": args.deterministic,
+        "devices": list_device_ids()
+        if model.device.type != "cpu"
+        else [],  # whose memory it can open
+        "max_num_seqs": args.max_num_seqs,
+        "max_positions": model.max_positions,
+        "vocab_size": model.vocab_size,
+        "capabilities": ["abort", "pause", "digests", "release_memory", "seeds"],
+        "pause_modes": get_args(PauseMode),
+        "memory_parts": MEMORY_PARTS,
+    }
+    return DecodeService(generator, weights, is_isolated=args.deterministic), description
+
+
+async def _serve_until_stopped(
+    args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]
+) -> None:
+    app = web.Application(
+        middlewares=[_make_request_guard(token, args.host in LOOPBACK_NAMES)],
+        client_max_size=_MAX_BODY_BYTES,
+    )
+    app.add_routes(EngineVerbHandlers(service, description).make_route_table())
+    logging.getLogger("aiohttp.server").addFilter(MalformedRequestFilter())
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    site = web.TCPSite(runner, args.host, args.port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}); --port 0 takes a free one."
+        ) from error
+    port = runner.addresses[0][1]
+    logger.info("listening on %s:%d", args.host, port)
+    if args.ready_file:
+        draft = args.ready_file.with_suffix(".draft")
+        draft.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        draft.rename(args.ready_file)
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    await stopped.wait()
+    logger.info("stopping")
+    await asyncio.to_thread(service.close)
+    await runner.cleanup()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM. Exit code 2 with one line where the settings or the model are wrong."""
+    args = _parse_arguments(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    if args.parent_pid is not None:
+        _exit_with_parent(args.parent_pid)
+    try:
+        token = read_token_file(args.token_file)
+        service, description = _build_service(args)
+        logger.info("model %s is ready", args.model)
+        asyncio.run(_serve_until_stopped(args, token, service, description))
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # all is closed; taking torch's modules apart would only cost seconds

@@ -1,0 +1,500 @@
+"""Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken, given back as they
+can go on serving. They are never killed nor started again.
+
+A server is for one run at a time. Nothing keeps another one away, but samples of weights that another run has brought
+are told by the name of their version (`samples.version_name`), and a weight update that is open is not joined."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rlhf_megatron.config.rules.engine_rules import is_local_host
+from rlhf_megatron.config.rules.model_rules import describe_dp_attention_problem
+from rlhf_megatron.config.secrets import read_key_file
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    EngineRequestError,
+    EngineTimeoutError,
+)
+from rlhf_megatron.rollout.fleet.server_process import ServerProcess
+from rlhf_megatron.rollout.http_client import HttpClient
+from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
+from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang.sglang_environment import (
+    check_sglang_version,
+    find_unfit_arguments,
+)
+from rlhf_megatron.rollout.sglang.sglang_samples import fetch_limits_blocking
+from rlhf_megatron.rollout.sglang.sglang_weight_verbs import SGLangWeightVerbs
+
+if TYPE_CHECKING:
+    from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+
+logger = logging.getLogger(__name__)
+
+INSPECT_TIMEOUT_S = 60.0
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # of weight types
+IGNORED_CONFIG_KEYS = (  # what may differ between the config.json of server and run
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+@dataclass(frozen=True)
+class ServerRequirements:
+    """The model and settings of the run, which its servers must fit."""
+
+    model_path: Path
+    tokenizer_path: Path
+    dtype: str  # of the engine's weights
+    is_deterministic: bool = False  # trainer.deterministic
+    max_sample_tokens: int = 0  # of the longest sample
+
+
+@dataclass(frozen=True)
+class ServerDescription:
+    """A server's description of itself."""
+
+    tp_size: int
+    lists_loader: bool  # it was started with the run's weight loader
+    dtype: str | None  # None: it does not say
+    warnings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = field(default=())
+
+
+def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> ServerDescription:
+    """Ask the server and compare. Raises EngineError where it is none, or does not let the run in; what does not fit is
+    in `problems`."""
+    http = HttpClient(address, address.api_key or address.token)
+    info, model = (
+        _fetch_info(http, "/server_info", "tp_size"),
+        _fetch_info(http, "/model_info", "model_path"),
+    )
+    problems: list[str] = []
+    warnings: list[str] = []
+    try:
+        warning = check_sglang_version(str(info.get("version")), "the server")
+        warnings += [warning] if warning is not None else []
+    except ValueError as error:
+        problems.append(str(error).rstrip("."))
+    problems += [
+        f"its {name} is {value!r}: {why}; {fix}"
+        for name, value, why, fix in find_unfit_arguments(info)
+    ]
+    if problem := describe_dp_attention_problem(
+        read_json_or_empty(requirements.model_path / "config.json"), info
+    ):
+        problems.append(problem)
+    name = str(info.get("dtype"))
+    dtype = None if name == "auto" else DTYPE_ALIASES.get(name, name)
+    problems += [
+        *_find_served_model_problems(model, requirements),
+        *_find_tokenizer_problems(info, requirements),
+        *_find_settings_problems(info, requirements),
+    ]
+    if dtype is not None and dtype != requirements.dtype:
+        problems.append(describe_dtype_problem(dtype, requirements))
+    has_loader = LOAD_FORMAT in (info.get("custom_weight_loader") or ())
+    is_seeded = info.get("enable_deterministic_inference") is True
+    if not is_seeded and not requirements.is_deterministic:
+        warnings.append(
+            "it ignores the seed of a sample, since it was started without --enable-deterministic-inference: samples of"
+            " a group differ, but a run does not repeat."
+        )
+    if (
+        address.url.startswith("http:")
+        and not is_local_host(urlsplit(address.url).hostname or "")
+        and (address.token or address.api_key)
+    ):
+        warnings.append(
+            "its keys go over the network in clear, since the address begins with http; use https."
+        )
+    if (
+        info.get("enable_dp_attention") is True and not is_seeded and not has_loader
+    ):  # see loader.draw_apart
+        problems.append(
+            "its ranks under DP attention draw with the same random numbers, so that samples of a group would be the"
+            f" same; start it with --custom-weight-loader {LOAD_FORMAT} or --enable-deterministic-inference"
+        )
+    return ServerDescription(
+        tp_size=int(info["tp_size"]),
+        lists_loader=has_loader,
+        dtype=dtype,
+        warnings=tuple(warnings),
+        problems=tuple(problems),
+    )
+
+
+def describe_dtype_problem(dtype: str, requirements: ServerRequirements) -> str:
+    return (
+        f"its weights are {dtype}, but rollout.dtype (or model.dtype) is {requirements.dtype}; start it with --dtype"
+        f" {requirements.dtype}, or set rollout.dtype"
+    )
+
+
+def find_model_problems(
+    server_config: Mapping[str, Any], requirements: ServerRequirements
+) -> Iterator[str]:
+    """Yields the problem where `server_config`, by the names of config.json, is another model than the run's."""
+    ours = read_json_or_empty(requirements.model_path / "config.json")
+    names = [name for name in server_config if name in ours and name not in IGNORED_CONFIG_KEYS]
+    different = [
+        name
+        for name in names
+        if None not in (server_config[name], ours[name]) and server_config[name] != ours[name]
+    ]
+    if different:
+        parts = ", ".join(
+            f"{name} {_shorten_text(server_config[name])} instead of {_shorten_text(ours[name])}"
+            for name in different
+        )
+        yield f"it serves another model than model.path ({requirements.model_path}): {parts}; start it with that model"
+
+
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """{} for what cannot be read."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _fetch_info(http: HttpClient, path: str, required_key: str) -> dict[str, Any]:
+    url = http.address.url
+    try:
+        answer = http.get(path, INSPECT_TIMEOUT_S)
+    except EngineRequestError as error:
+        if " answered 401" in str(error) or " answered 403" in str(error):
+            fix = (
+                "put its --api-key into the file"
+                if http.address.api_key
+                else "name a file that holds its --api-key in"
+            )
+            raise EngineError(
+                f"{url} refuses the key; {fix} rollout.sglang.api_key_file (readable by you alone)."
+            ) from error
+        raise EngineError(
+            f"{url} is not an SGLang server ({error}); correct the address."
+        ) from error
+    except EngineTimeoutError as error:
+        raise EngineError(
+            f"{error} Is it stuck? Start it again, or correct the address."
+        ) from error
+    except EngineError as error:
+        if "no connection" in str(error):
+            raise EngineError(f"{error} Start the server first, or correct the address.") from error
+        raise EngineError(
+            f"{url} is not an SGLang server ({error}); correct the address."
+        ) from error
+    if not isinstance(answer, dict) or required_key not in answer:
+        raise EngineError(
+            f"{url} is not an SGLang server: its {path} says {_shorten_text(answer)}; correct the address (a router is not a"
+            " server either: name the servers behind it)."
+        )
+    return answer
+
+
+def _find_served_model_problems(
+    model_info: Mapping[str, Any], requirements: ServerRequirements
+) -> Iterator[str]:
+    """Compares what the server tells, and its own config.json where that can be read here."""
+    ours = read_json_or_empty(requirements.model_path / "config.json")
+    theirs, wanted = model_info.get("architectures"), ours.get("architectures")
+    if theirs and wanted and set(theirs).isdisjoint(wanted):
+        names = f"{', '.join(theirs)} instead of {', '.join(wanted)}"
+        yield f"it serves another model than model.path ({requirements.model_path}): {names}; start it with that model"
+        return
+    readable = read_json_or_empty(Path(str(model_info["model_path"])) / "config.json")
+    yield from find_model_problems(
+        {**readable, "model_type": model_info.get("model_type")}, requirements
+    )
+
+
+def _find_tokenizer_problems(
+    server_info: Mapping[str, Any], requirements: ServerRequirements
+) -> Iterator[str]:
+    """A server that was started with --skip-tokenizer-init has none; else its end-of-sequence tokens end samples."""
+    if server_info.get("skip_tokenizer_init"):
+        return
+    path = Path(str(server_info.get("tokenizer_path")))
+    theirs, ours = (
+        read_json_or_empty(place / "tokenizer.json")
+        for place in (path, requirements.tokenizer_path)
+    )
+    if theirs and ours and theirs.get("model") != ours.get("model"):
+        yield (
+            f"it has another tokenizer ({path}) than the run ({requirements.tokenizer_path}); start it with"
+            f" --tokenizer-path {requirements.tokenizer_path}, or with --skip-tokenizer-init"
+        )
+
+
+def _find_settings_problems(
+    server_info: Mapping[str, Any], requirements: ServerRequirements
+) -> Iterator[str]:
+    if requirements.is_deterministic:
+        if server_info.get("device") == "cpu":
+            yield (
+                "trainer.deterministic needs batch-invariant kernels, which SGLang has not on a CPU; set"
+                " trainer.deterministic: false"
+            )
+        elif server_info.get("enable_deterministic_inference") is not True:
+            yield "trainer.deterministic is set; start it with --enable-deterministic-inference"
+    room = server_info.get("max_total_num_tokens")
+    if isinstance(room, int) and room < requirements.max_sample_tokens:
+        yield (
+            f"its key-value cache has room for {room} tokens, the longest sample has {requirements.max_sample_tokens}"
+            " (data.max_prompt_length + max_response_length); start it with more (--mem-fraction-static,"
+            " --max-total-tokens), or lower them"
+        )
+    longest = server_info.get("context_length")
+    if isinstance(longest, int) and longest < requirements.max_sample_tokens:
+        yield (
+            f"its --context-length is {longest}, the longest sample has {requirements.max_sample_tokens} tokens"
+            " (data.max_prompt_length + max_response_length); start it with more, or lower them"
+        )
+
+
+def _shorten_text(value: object) -> str:
+    text = repr(value) if not isinstance(value, str) else value
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+UNFINISHED_VERSION = (
+    "unfinished"  # weight version of a server that was left in the middle of a weight update
+)
+_OPEN_UPDATE_WAIT_S = 90.0  # so long may a weight update be open that another run has begun
+_VERB_TIMEOUT_S = 60.0
+_RELEASE_TIMEOUT_S = 30.0
+_RETRY_S = 1.0
+
+
+def resolve_endpoints(setup: EngineSetup) -> tuple[list[EngineAddress], ServerRequirements]:
+    """The running servers of a run, and what they must fit. Raises ValueError for a key file that will not do."""
+    sglang, model = setup.rollout.sglang, setup.model
+    api_key = read_key_file(sglang.api_key_file, "rollout.sglang.api_key_file")
+    admin_key = read_key_file(sglang.admin_api_key_file, "rollout.sglang.admin_api_key_file")
+    tokenizer_path = Path(model.tokenizer_path or model.path)
+    is_deterministic = setup.trainer.deterministic
+    expected = ServerRequirements(
+        Path(model.path), tokenizer_path, setup.dtype, is_deterministic, setup.max_sample_tokens
+    )
+    return make_endpoint_addresses(setup.rollout.endpoints, api_key, admin_key), expected
+
+
+def make_endpoint_addresses(
+    endpoints: Sequence[str], api_key: str, admin_key: str
+) -> list[EngineAddress]:
+    """Make the addresses without asking the servers. Without an admin key that of `--api-key` serves for all, as on
+    the server.
+    """
+    token = admin_key or api_key
+    return [
+        EngineAddress(
+            f"engine{index}",
+            "sglang",
+            url.rstrip("/"),
+            token,
+            api_key=api_key if api_key != token else "",
+        )
+        for index, url in enumerate(endpoints)
+    ]
+
+
+def inspect_all_servers(
+    addresses: Sequence[EngineAddress], requirements: ServerRequirements
+) -> list[ServerDescription]:
+    """Changes nothing on the servers. Raises EngineError with everything that is wrong, of all of them."""
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        futures = [threads.submit(inspect_server, address, requirements) for address in addresses]
+    problems: list[str] = []
+    found: list[ServerDescription] = []
+    for address, future in zip(addresses, futures, strict=True):
+        try:
+            found.append(future.result())
+        except EngineError as error:
+            problems.append(f"rollout.endpoints: {error}")
+            continue
+        problems += [_format_problem(address, problem) for problem in found[-1].problems]
+    if problems:
+        raise EngineError("\n".join(problems))
+    return found
+
+
+class AttachedEngines:
+    """A context manager: all servers are given back when it ends. See `fleet.process.EngineServers`."""
+
+    processes: tuple[ServerProcess, ...] = ()  # the servers are not this run's
+
+    def __init__(
+        self,
+        addresses: Sequence[EngineAddress],
+        requirements: ServerRequirements,
+        transfer_dir: Path,
+    ) -> None:
+        """Takes all servers. Raises EngineError; all are given back then."""
+        self.addresses: tuple[EngineAddress, ...] = ()
+        found = inspect_all_servers(addresses, requirements)
+        try:
+            for address, facts in zip(addresses, found, strict=True):
+                self.addresses += (address,)
+                self.addresses = (
+                    *self.addresses[:-1],
+                    _attach_server(address, facts, requirements, transfer_dir),
+                )
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Give all back. Safe to call twice; does not raise where a server is gone."""
+        addresses, self.addresses = self.addresses, ()
+        for address in addresses:
+            _release_server(address)
+
+    def __enter__(self) -> AttachedEngines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _attach_server(
+    address: EngineAddress,
+    description: ServerDescription,
+    requirements: ServerRequirements,
+    transfer_dir: Path,
+) -> EngineAddress:
+    for warning in description.warnings:
+        logger.warning("%s", _format_problem(address, warning))
+    address = replace(address, tp_size=description.tp_size, is_attached=True)
+    _recover_server(address)
+    SGLangEngine(address, transfer_dir).require_endpoints()
+    model = _fetch_loader_model(address, transfer_dir) if description.lists_loader else None
+    vocab_size = fetch_limits_blocking(
+        HttpClient(address, address.api_key or address.token), _VERB_TIMEOUT_S
+    ).vocab_size
+    known = [model or {}, {} if vocab_size is None else {"vocab_size": vocab_size}]
+    problems = [problem for found in known for problem in find_model_problems(found, requirements)]
+    if model is not None and model["dtype"] != requirements.dtype and description.dtype is None:
+        problems.append(describe_dtype_problem(model["dtype"], requirements))
+    if problems:
+        raise EngineError("\n".join(_format_problem(address, problem) for problem in problems))
+    if model is None:
+        logger.warning(
+            "%s", _format_problem(address, _explain_missing_loader(description, transfer_dir))
+        )
+    takes_parts = model is not None and not model.get("is_quantised", True)
+    return replace(address, has_loader=model is not None, takes_parts=takes_parts)
+
+
+def _format_problem(address: EngineAddress, problem: str) -> str:
+    return f"rollout.endpoints ({address.url}): {problem.rstrip('.')}."
+
+
+def _explain_missing_loader(description: ServerDescription, transfer_dir: Path) -> str:
+    if description.lists_loader:
+        return (
+            "its weight loader does not answer, since it cannot reach the transfer directory"
+            f" ({transfer_dir}); set rollout.transfer_dir to the RLHF_MEGATRON_TRANSFER_DIR that it was started with,"
+            " and run both as one user. Weights go by SGLang's own update calls, and a probe follows each sync"
+        )
+    return (
+        "it was started without --custom-weight-loader: weights go by SGLang's own update calls, and a probe follows"
+        " each sync instead of digests of what stands in it"
+    )
+
+
+def _recover_server(address: EngineAddress) -> None:
+    """Out of what a run that was killed has left: requests, an open weight update, a pause. Raises EngineError."""
+    http = HttpClient(address)
+    try:
+        http.post("/abort_request", {"abort_all": True}, _VERB_TIMEOUT_S)
+        if not _try_begin_update(http):
+            logger.warning(
+                "%s",
+                _format_problem(
+                    address,
+                    f"a weight update is open in it; waiting {_OPEN_UPDATE_WAIT_S:g} s for its end",
+                ),
+            )
+            deadline = time.monotonic() + _OPEN_UPDATE_WAIT_S
+            while time.monotonic() < deadline and not _try_begin_update(http):
+                time.sleep(_RETRY_S)
+        _end_open_update(http, _VERB_TIMEOUT_S)
+        http.post("/continue_generation", {}, _VERB_TIMEOUT_S)
+    except EngineRequestError as error:
+        if " answered 401" not in str(error) and " answered 403" not in str(error):
+            raise
+        raise EngineError(
+            f"rollout.endpoints: {address.url} refuses the admin key; name a file that holds its --admin-api-key in"
+            " rollout.sglang.admin_api_key_file (readable by you alone)."
+        ) from error
+
+
+def _try_begin_update(http: HttpClient) -> bool:
+    """False: a weight update is open, by a run that works or one that was killed. True: none was, but one is now."""
+    try:
+        http.post("/begin_weight_update", {}, _VERB_TIMEOUT_S)
+    except EngineRequestError as error:
+        if " answered 400" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _end_open_update(http: HttpClient, timeout_s: float) -> None:
+    """Close the weight update that is open, if one is. What stands in the server then is part of two policies."""
+    try:
+        http.post("/end_weight_update", {}, timeout_s)
+    except EngineRequestError as error:
+        if "no weight-update session is open" not in str(error):
+            raise
+        return
+    http.post(
+        "/update_weight_version",
+        {"new_version": UNFINISHED_VERSION, "abort_all_requests": False},
+        timeout_s,
+    )
+
+
+def _fetch_loader_model(address: EngineAddress, transfer_dir: Path) -> dict[str, Any] | None:
+    """Asks the loader in each rank for its model; None where no receipt of it arrives here."""
+    http = HttpClient(address)
+    http.post("/begin_weight_update", {}, _VERB_TIMEOUT_S)
+    try:
+        receipts = SGLangWeightVerbs(address, transfer_dir, _VERB_TIMEOUT_S).send_order(
+            {"describe": True}, "question for its model"
+        )
+    except EngineError as error:
+        logger.debug("%s", error)
+        return None
+    finally:
+        http.post("/end_weight_update", {}, _VERB_TIMEOUT_S)
+    return dict(receipts[0]["model"])
+
+
+def _release_server(address: EngineAddress) -> None:
+    http = HttpClient(address)
+    try:
+        http.post("/abort_request", {"abort_all": True}, _RELEASE_TIMEOUT_S)
+        _end_open_update(http, _RELEASE_TIMEOUT_S)
+        http.post("/continue_generation", {}, _RELEASE_TIMEOUT_S)
+    except EngineError as error:
+        logger.warning("%s could not be given back: %s", address.url, error)

@@ -1,0 +1,390 @@
+"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update session endpoints).
+
+The server itself would serve half-updated weights. So this client keeps the state: from `begin_update` until a commit
+that the server's loader confirmed as complete, the engine is STALE, stays paused, and `generate` is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rlhf_megatron.data import codec
+from rlhf_megatron.rollout.engine_interface import (
+    MEMORY_PARTS,
+    UNSYNCED,
+    EngineAddress,
+    EngineError,
+    EngineRequestError,
+    EngineStaleError,
+    EngineTimeoutError,
+    GeneratedSample,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+    SampleGroups,
+)
+from rlhf_megatron.rollout.generate_gate import GenerateGate
+from rlhf_megatron.rollout.generation_queries import GenerationQuery, send_query
+from rlhf_megatron.rollout.http_client import HttpClient, run_in_event_loop
+from rlhf_megatron.rollout.sglang.sglang_samples import (
+    ServerLimits,
+    fetch_limits,
+    fetch_limits_blocking,
+    fetch_max_running_samples,
+    get_version_prefix,
+    make_generate_body,
+    make_version_name,
+    parse_sample_groups,
+)
+from rlhf_megatron.rollout.sglang.sglang_weight_verbs import (
+    SGLangWeightVerbs,
+    combine_all_receipts,
+    read_all_receipts,
+)
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+
+logger = logging.getLogger(__name__)
+
+ADMIN_TIMEOUT_S = 600.0
+ABORT_TIMEOUT_S = 120.0
+_ABORT_INTERVAL_S = 0.5
+_MEMORY_TAGS: dict[MemoryPart, tuple[str, ...]] = {
+    "weights": ("weights",),
+    "kv_cache": ("kv_cache", "cuda_graph"),
+}
+REQUIRED_PATHS = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/release_memory_occupation",
+)
+
+
+@codec.register("SGLangQuestion", {"remaining_s": "left_s", "version_prefix": "prefix"})
+@dataclass(frozen=True)
+class SGLangGenerationQuery(GenerationQuery):
+    version: int | None  # of the weights
+    name: str  # of the call
+    version_prefix: str  # of the names of versions, see `get_version_prefix`
+
+    def encode_body(self) -> bytes:
+        return msgspec.json.encode(make_generate_body(self.requests, self.version, self.name))
+
+    def decode_answer(self, data: bytes) -> SampleGroups:
+        return parse_sample_groups(data, self.requests, self.version_prefix)
+
+
+class SGLangEngine:
+    """An `Engine`. Weights go through the server's custom-weight-loader hook.
+
+    Only one client of a server, the controller's, may generate, pause and open syncs; others deliver buckets.
+    """
+
+    def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
+        self.address = address
+        self.transfer_dir = transfer_dir
+        self._weight_verbs = SGLangWeightVerbs(address, transfer_dir)
+        self._admin_http = HttpClient(address)  # verbs that take the admin key
+        self._serving_http = HttpClient(address, address.api_key or address.token)  # the others
+        self._served_version: int | None = None  # that is served
+        self._last_version: int | None = None  # of the last commit
+        self._open_sync_version: int | None = None  # of the open sync
+        self._has_open_session = (
+            False  # the server's, of a sync that was begun here and not committed
+        )
+        self._stale_reason: str | None = None
+        self._released_parts: set[MemoryPart] = set()
+        self._committed_digests: dict[str, str] | None = {}  # of the last commit
+        self._generate_gate = GenerateGate()
+        self._limits_lock = asyncio.Lock()
+        self._pause_mode: PauseMode | None = None  # by `pause_decoding`, until `resume_decoding`
+        self._halt_mode: PauseMode | None = (
+            None  # what the server was told last, whatever the reason
+        )
+        self._limits: ServerLimits | None = None  # asked for once
+
+    def require_endpoints(self) -> None:
+        """Raises EngineError naming what this server cannot do and what would."""
+        try:
+            paths = self._serving_http.get("/openapi.json", ADMIN_TIMEOUT_S)["paths"]
+        except EngineRequestError as error:
+            raise EngineError(
+                f"{error}; start it without DISABLE_OPENAPI_DOC: it must tell what it can do."
+            ) from error
+        missing = [path for path in REQUIRED_PATHS if path not in paths]
+        if missing:
+            raise EngineError(
+                f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang 0.5.21 or newer."
+            )
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
+        return run_in_event_loop(self.generate_async(requests, timeout_s, name), timeout_s)
+
+    async def generate_async(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
+        self._require_servable()
+        if not any(request.seeds for request in requests):
+            return [[] for _ in requests]
+        deadline = time.monotonic() + timeout_s
+        try:
+            async with self._generate_gate.admit_call(timeout_s, name) as is_running:
+                if not is_running:
+                    aborted = GeneratedSample(
+                        (),
+                        (),
+                        "abort",
+                        UNSYNCED if self._served_version is None else self._served_version,
+                    )
+                    return [[aborted for _ in request.seeds] for request in requests]
+                limits = await self._learn_limits(max(0.0, deadline - time.monotonic()))
+                limits.check_requests(requests, self.address.name)
+                left = max(0.0, deadline - time.monotonic())
+                how = (self._served_version, name, get_version_prefix())
+                return await send_query(
+                    SGLangGenerationQuery(self.address, tuple(requests), timeout_s, left, *how)
+                )
+        except TimeoutError as error:
+            words = "does not tell its limits" if self._generate_gate.is_open else "is paused"
+            raise EngineTimeoutError(
+                f"{self.address.name} {words}: no answer within {timeout_s:g} s."
+            ) from error
+
+    def abort_calls(self, call_names: Collection[str] = ()) -> None:
+        self._generate_gate.abort_waiting_calls(call_names)
+        if call_names:
+            self._weight_verbs.abort_calls(call_names)
+        else:
+            self._abort_all_requests()
+
+    def get_max_running_samples(self) -> int | None:
+        return fetch_max_running_samples(self._serving_http, ADMIN_TIMEOUT_S)
+
+    def pause_decoding(self, mode: PauseMode = "retract") -> None:
+        self._pause_mode = mode
+        self._halt_decoding(mode)
+
+    def resume_decoding(self) -> None:
+        """A STALE engine stays halted: what waits in it must not go on with half of the new weights."""
+        self._pause_mode = None
+        self._continue_if_servable()
+
+    def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
+        last = self._last_version
+        if last is not None and (version < last or (version == last and not is_full_resync)):
+            raise EngineError(
+                f"{self.address.name}: version {version} is not above {last}, the last one it served."
+            )
+        if "weights" in self._released_parts:
+            raise EngineError(
+                f"{self.address.name}: its weights are released; resume_memory must come before a weight sync."
+            )
+        self._served_version, self._open_sync_version = None, version
+        self._stale_reason = f"a weight sync to version {version} is under way"
+        if self._pause_mode != "in_place":
+            self._halt_decoding("retract")
+        self._flush_prefix_cache()
+        try:
+            self._admin_http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        except EngineRequestError as error:  # the session of a failed sync is open
+            if self.address.is_attached and not self._has_open_session:
+                words = (
+                    f"{error} Another run syncs weights with it; give each run servers of its own."
+                )
+                raise EngineError(words) from error
+            self._admin_http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
+            self._admin_http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        self._has_open_session = True
+        self._remove_receipts()
+
+    def update_weights(self, manifest: BucketManifest) -> None:
+        with self._fail_sync_on_error():
+            self._weight_verbs.load_bucket(manifest)
+
+    def commit_weight_update(self, version: int) -> None:
+        if version == self._served_version:
+            return  # the answer to the first call was lost
+        if version != self._open_sync_version:
+            reason = "" if self._stale_reason is None else f" ({self._stale_reason})"
+            raise EngineError(f"{self.address.name}: no sync to version {version} is open{reason}.")
+        if self.address.has_loader:
+            with self._fail_sync_on_error():
+                self._weight_verbs.send_order(
+                    {"receipts": self._weight_verbs.receipt_prefix}, f"commit of version {version}"
+                )
+        self._committed_digests = self._read_digests()
+        self._admin_http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
+        self._has_open_session = False
+        body = {"new_version": make_version_name(version), "abort_all_requests": False}
+        self._admin_http.post("/update_weight_version", body, ADMIN_TIMEOUT_S)
+        self._flush_prefix_cache()
+        self._remove_receipts()
+        self._stale_reason = None
+        self._served_version, self._last_version, self._open_sync_version = version, version, None
+        self._continue_if_servable()
+
+    def get_weight_digests(self) -> dict[str, str] | None:
+        """Digests by the receipts of the running sync, else of the last one; None without the run's loader, and where
+        the engine quantises weights. A tensor that does not stand whole has words in place of its digest."""
+        return self._committed_digests if self._open_sync_version is None else self._read_digests()
+
+    def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        self._halt_decoding(
+            "retract"
+        )  # the server ends itself when it is asked to while it decodes
+        if "weights" in memory_parts:
+            self._served_version, self._open_sync_version = None, None
+            self._stale_reason = "its memory is released"
+        tags = [
+            tag
+            for part in memory_parts
+            if part not in self._released_parts
+            for tag in _MEMORY_TAGS[part]
+        ]
+        if tags:
+            self._admin_http.post("/release_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
+        self._released_parts.update(memory_parts)
+
+    def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        gone = [
+            part for part in memory_parts if part in self._released_parts
+        ]  # the server ends itself when asked for others
+        if gone:
+            tags = [tag for part in gone for tag in _MEMORY_TAGS[part]]
+            self._admin_http.post("/resume_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
+        self._released_parts.difference_update(gone)
+        if "weights" in gone:
+            self._stale_reason = "its memory was released and the weights have not been sent again"
+        self._continue_if_servable()
+
+    def get_held_bytes(self) -> int | None:
+        return None
+
+    def check_health(self, timeout_s: float) -> None:
+        """While halted the scheduler is asked for its state, since it generates nothing then. The same where seeds
+        count: SGLang's own question is greedy, and in the batch of others it would change what their seeds draw."""
+        if self._halt_mode is None and self._limits is None:
+            self._limits = fetch_limits_blocking(self._serving_http, timeout_s)
+        generates = (
+            self._halt_mode is None
+            and self._limits is not None
+            and not self._limits.is_deterministic
+        )
+        self._serving_http.get("/health_generate" if generates else "/server_info", timeout_s)
+
+    def get_served_version(self) -> int | None:
+        return self._served_version
+
+    def close(self) -> None:
+        pass
+
+    async def _learn_limits(self, timeout_s: float) -> ServerLimits:
+        """The server answers the question only while it decodes. One call asks, others wait for it."""
+        if self._limits is None:
+            async with asyncio.timeout(timeout_s), self._limits_lock:
+                if self._limits is None:
+                    self._limits = await fetch_limits(self._serving_http, timeout_s)
+        return self._limits
+
+    def _require_servable(self) -> None:
+        if self._stale_reason is not None:
+            raise EngineStaleError(
+                f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it."
+            )
+        if self._released_parts:
+            raise EngineError(
+                f"{self.address.name} has no key-value cache: it was released; resume_memory brings it."
+            )
+
+    def _halt_decoding(self, mode: PauseMode) -> None:
+        """Stop decoding, whatever `pause_decoding` said. What comes from now on waits at the gate."""
+        self._generate_gate.close_gate()
+        if mode == "abort":
+            self._abort_all_requests()
+            if self._halt_mode is None:
+                self._await_running_requests()  # the server would look once a second, and for ever
+        self._admin_http.post("/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+        if mode == "abort":  # of which the server sends one more
+            self._await_abort_processing()
+        self._halt_mode = mode
+
+    def _abort_all_requests(self) -> None:
+        if self._halt_mode == "in_place":  # or it would end only when the server decodes again
+            self._admin_http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
+            self._halt_mode = "retract"
+        self._admin_http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
+        self._await_abort_processing()
+
+    def _await_abort_processing(self) -> None:
+        """Ask what all ranks answer: under DP attention an abort takes another way than requests do, and would end some
+        that come after it."""
+        self._admin_http.get("/server_info", ADMIN_TIMEOUT_S)
+
+    def _await_running_requests(self) -> None:
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        while not self._generate_gate.wait_until_empty(_ABORT_INTERVAL_S):
+            if time.monotonic() > deadline:
+                raise EngineTimeoutError(
+                    f"{self.address.name}: requests run {ABORT_TIMEOUT_S:g} s after an abort."
+                )
+            self._abort_all_requests()  # one that had passed the gate may have come after the abort
+
+    def _flush_prefix_cache(self) -> None:
+        """Empty the prefix cache. The server refuses while something is paused in place, which keeps its part of it;
+        that part has the name of the version before, so nobody else gets it (`make_generate_body`)."""
+        try:
+            self._admin_http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
+        except EngineRequestError:
+            if self._halt_mode != "in_place":
+                raise
+
+    def _continue_if_servable(self) -> None:
+        if self._pause_mode is None and self._stale_reason is None and not self._released_parts:
+            self._admin_http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
+            self._halt_mode = None
+            self._generate_gate.open_gate()
+
+    @contextmanager
+    def _fail_sync_on_error(self) -> Iterator[None]:
+        """The sync has failed where this fails; out of a session nothing was loaded."""
+        try:
+            yield
+        except EngineError as error:
+            if self._open_sync_version is not None:
+                self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
+                self._served_version, self._open_sync_version = None, None
+            raise
+
+    def _read_digests(self) -> dict[str, str] | None:
+        if not self.address.has_loader:
+            return None
+        found = combine_all_receipts(
+            read_all_receipts(self.transfer_dir, self._weight_verbs.receipt_prefix)
+        )
+        if found.incomparable_by_key:
+            name, why = next(iter(found.incomparable_by_key.items()))
+            logger.warning(
+                "%s: what stands in it cannot be compared with what was sent, so it is probed: %s: %s",
+                *(self.address.name, name, why),
+            )
+            return None
+        return found.merge_by_tensor_name()
+
+    def _remove_receipts(self) -> None:
+        for path in self.transfer_dir.glob(f"{self._weight_verbs.receipt_prefix}*"):
+            path.unlink(missing_ok=True)

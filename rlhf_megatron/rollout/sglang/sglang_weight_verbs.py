@@ -1,0 +1,445 @@
+"""A weight sync as said to an SGLang server: the verbs, and the receipts by which its ranks tell what stands in them.
+
+Each rank tells of the parts that it holds (`server.loader`); a receipt is the JSON of one rank. Ranks that hold the
+same part must agree, parts must cover the tensor once, and their digests add up to the digest of what stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.engine_calls import list_sample_names
+from rlhf_megatron.rollout.http_client import HttpClient
+from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
+from rlhf_megatron.weights.bucket_buffers import LentSegments
+from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.weights.bucket_messages import BucketExchange, HeldSpansByRank
+from rlhf_megatron.weights.engine_links import LinkInvitation
+from rlhf_megatron.weights.tensor_digest import format_digest
+from rlhf_megatron.weights.weight_table import HFTensor, TensorSpan
+
+Receipt = Mapping[str, Any]
+_TENSORS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class PartDigest:
+    """Entries start .. start + count - 1 along `axis`, as one rank holds them."""
+
+    rank: int
+    axis: int
+    start: int
+    num_entries: int
+    digest: str
+
+    @property
+    def span_key(self) -> tuple[int, int, int]:
+        return self.axis, self.start, self.num_entries
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The state of some tensors in an engine, by `TensorEntry.key`: of each, or of each part that was sent."""
+
+    digest_by_key: dict[str, str] = field(default_factory=dict)  # of those that stand
+    fault_by_key: dict[str, str] = field(
+        default_factory=dict
+    )  # of those that do not: why, in words
+    incomparable_by_key: dict[str, str] = field(
+        default_factory=dict
+    )  # of those that cannot be compared (quantised): why
+
+    def __or__(self, other: LoadedWeights) -> LoadedWeights:
+        return LoadedWeights(
+            self.digest_by_key | other.digest_by_key,
+            self.fault_by_key | other.fault_by_key,
+            self.incomparable_by_key | other.incomparable_by_key,
+        )
+
+    def merge_by_tensor_name(self) -> dict[str, str]:
+        """Return each tensor's digest, or words where it does not stand as it was sent."""
+        found: dict[str, int] = {}
+        for key, digest in self.digest_by_key.items():
+            found[_get_tensor_name(key)] = found.get(_get_tensor_name(key), 0) + int(digest, 16)
+        return {name: format_digest(value) for name, value in found.items()} | {
+            _get_tensor_name(key): words for key, words in self.fault_by_key.items()
+        }
+
+
+def _get_tensor_name(key: str) -> str:
+    return key.partition("[")[0]
+
+
+def combine_bucket_receipts(receipts: Sequence[Receipt]) -> LoadedWeights:
+    """Joins the receipts that all ranks of the server wrote of one bucket."""
+    found = LoadedWeights()
+    for key, (shape, span, _) in receipts[0]["tensors"].items():
+        unlike, misfits = (
+            [r[kind][key] for r in receipts if key in r[kind]] for kind in ("unlike", "misfits")
+        )
+        parts = [PartDigest(r["rank"], *part) for r in receipts for part in r["parts"].get(key, ())]
+        if unlike:
+            found.incomparable_by_key[key] = unlike[0]
+        elif (
+            fault := misfits[0]
+            if misfits
+            else _describe_fault(parts, tuple(shape), TensorSpan(*span))
+        ):
+            found.fault_by_key[key] = f"{fault} ({receipts[0]['bucket']})"
+        else:
+            found.digest_by_key[key] = format_digest(
+                sum(int(d, 16) for d in {part.span_key: part.digest for part in parts}.values())
+            )
+    return found
+
+
+def check_loaded_bucket(
+    engine_name: str,
+    manifest: BucketManifest,
+    receipts: Sequence[Receipt],
+    compare_with_bucket: Callable[[], Sequence[Receipt]] | None = None,
+) -> LoadedWeights:
+    """Checks what stands of a bucket that was just delivered. Raises EngineError naming the tensors that are not as
+    sent.
+
+    `compare_with_bucket` sends the bucket's order "compare", while its bytes still lie there, and returns the receipts: they tell
+    which ranks hold something else than the bytes.
+    """
+    found = combine_bucket_receipts(receipts)
+    wrong: dict[str, str] = {}
+    for entry in manifest.tensors:
+        key = entry.key
+        digest = found.digest_by_key.get(key)
+        if digest == entry.digest or key in found.incomparable_by_key:
+            continue
+        fault = found.fault_by_key.get(
+            key, "nothing of it came" if digest is None else f"digest {digest} of what stands"
+        )
+        wrong[key] = (
+            f"{fault}, {entry.digest} in the manifest{_describe_other_dtype(receipts, key)}"
+        )
+    if not wrong:
+        return found
+    for key, ranks in _find_differing_ranks(compare_with_bucket).items():
+        if key in wrong:
+            wrong[key] += (
+                f"; {_format_ranks(ranks)} hold{'s' * (len(ranks) == 1)} other values than the bucket"
+            )
+    shown = "; ".join(
+        f"tensor {key!r}: {words}" for key, words in list(wrong.items())[:_TENSORS_SHOWN]
+    )
+    more = f"; and {len(wrong) - _TENSORS_SHOWN} more" if len(wrong) > _TENSORS_SHOWN else ""
+    raise EngineError(
+        f"{engine_name}, {manifest.label}: {len(wrong)} of {len(manifest.tensors)} tensors do"
+        f" not stand in it as they were sent: {shown}{more}. The engine is STALE."
+    )
+
+
+def read_all_receipts(directory: Path, receipt_prefix: str) -> list[list[Receipt]]:
+    """The receipts of all buckets, by bucket. Raises EngineError where a rank's is missing."""
+    by_name: dict[str, list[Receipt]] = {}
+    for path in sorted(directory.glob(f"{receipt_prefix}*")):
+        name, _, rank = path.name.rpartition(".")
+        if rank.isdigit() and "names" in (receipt := json.loads(path.read_text())):
+            by_name.setdefault(name, []).append(receipt)
+    for receipts in by_name.values():
+        absent = set(range(receipts[0]["size"])) - {receipt["rank"] for receipt in receipts}
+        if absent:
+            raise EngineError(f"{receipts[0]['bucket']}: {_format_ranks(absent)} wrote no receipt.")
+    return list(by_name.values())
+
+
+def combine_all_receipts(receipts_by_bucket: Iterable[Sequence[Receipt]]) -> LoadedWeights:
+    """Joins the receipts of all buckets of a sync."""
+    found = LoadedWeights()
+    for receipts in receipts_by_bucket:
+        found |= combine_bucket_receipts(receipts)
+    return found
+
+
+def _describe_fault(
+    part_digests: Sequence[PartDigest], shape: tuple[int, ...], sent_span: TensorSpan
+) -> str | None:
+    """Says why these parts are not `sent_span`, each entry once; None: they are."""
+    if not part_digests:
+        return "not found in the engine"
+    by_place: dict[tuple[int, int, int], list[PartDigest]] = {}
+    for part in part_digests:
+        if part.num_entries or not prod(shape):
+            by_place.setdefault(part.span_key, []).append(part)
+    for place, same in by_place.items():
+        if fault := _describe_disagreement(same, place, shape):
+            return fault
+    return _describe_gap(sorted(by_place), shape, sent_span)
+
+
+def _describe_disagreement(
+    part_digests: Sequence[PartDigest], span_key: tuple[int, int, int], shape: tuple[int, ...]
+) -> str | None:
+    values = Counter(part.digest for part in part_digests)
+    if len(values) == 1:
+        return None
+    (most, votes), (_, others) = values.most_common(2)
+    where = _describe_part(span_key, shape)
+    if votes == others:
+        ranks = {
+            part.rank for part in part_digests
+        }  # one rank alone: what it has made of a matrix is not of that matrix
+        return f"{_format_ranks(ranks)} hold{'s' * (len(ranks) == 1)} different values for {where}"
+    odd = {part.rank for part in part_digests if part.digest != most}
+    return f"{_format_ranks(odd)} hold{'s' * (len(odd) == 1)} other values for {where} than the ranks that hold it as well"
+
+
+def _describe_gap(
+    span_keys: Sequence[tuple[int, int, int]], shape: tuple[int, ...], sent_span: TensorSpan
+) -> str | None:
+    if not span_keys:
+        return "not found in the engine"
+    axes = {axis for axis, _, _ in span_keys}
+    if len(axes) > 1:
+        return f"its ranks hold parts of it along several axes, {sorted(axes)}"
+    (axis,) = axes
+    reached, end = (
+        (sent_span.start, sent_span.start + sent_span.num_entries)
+        if axis == sent_span.dim
+        else (0, shape[axis])
+    )
+    for _, start, count in span_keys:
+        if start > reached:
+            break
+        if start < reached:
+            twice = (axis, start, min(count, reached - start))
+            return f"{_describe_part(twice, shape)} stands in it twice, in different parts"
+        reached = start + count
+    else:
+        if reached == end:
+            return None
+        start = end
+    return f"{_describe_part((axis, reached, start - reached), shape)} stands in none of its ranks"
+
+
+def _describe_part(span_key: tuple[int, int, int], shape: tuple[int, ...]) -> str:
+    axis, start, count = span_key
+    if count == shape[axis]:
+        return "all of it"
+    kind = ("row", "column")[axis] if axis < 2 else f"axis {axis} entry"
+    return (
+        f"{kind} {start}" if count == 1 else f"the part from {kind} {start} to {start + count - 1}"
+    )
+
+
+def _format_ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(set(ranks))]
+    if len(numbers) == 1:
+        return f"tp rank {numbers[0]}"
+    return f"tp ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _describe_other_dtype(receipts: Sequence[Receipt], key: str) -> str:
+    found = {receipt["stands_as"][key] for receipt in receipts if key in receipt["stands_as"]}
+    if not found:
+        return ""
+    *_, sent = receipts[0]["tensors"][key]
+    return f" (it stands as {found.pop()} and was sent as {sent}: rollout.dtype must be the engine's dtype)"
+
+
+def _find_differing_ranks(
+    compare_with_bucket: Callable[[], Sequence[Receipt]] | None,
+) -> dict[str, list[int]]:
+    if compare_with_bucket is None:
+        return {}
+    try:
+        receipts = compare_with_bucket()
+    except EngineError:  # it only would have told more
+        return {}
+    differ: dict[str, list[int]] = {}
+    for receipt in receipts:
+        for name, is_equal in receipt["compared"].items():
+            if not is_equal:
+                differ.setdefault(name, []).append(receipt["rank"])
+    return differ
+
+
+WEIGHT_VERB_TIMEOUT_S = 600.0
+_UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
+
+
+class SGLangWeightVerbs:
+    """Thread-safe. All raise EngineError, also where the server answers 200 and no success."""
+
+    def __init__(
+        self, address: EngineAddress, transfer_dir: Path, timeout_s: float = WEIGHT_VERB_TIMEOUT_S
+    ) -> None:
+        """`timeout_s`: deadline of each call."""
+        self.address = address
+        self.timeout_s = timeout_s
+        self.receipt_prefix = f"receipt-{address.name}-"
+        self._transfer_dir = transfer_dir
+        self._http = HttpClient(address)
+
+    def load_bucket(
+        self,
+        manifest: BucketManifest,
+        lend_segments: Callable[[], LentSegments] = lambda: (),
+        is_lent_once: bool = False,
+    ) -> list[Receipt]:
+        """Have every rank read a bucket and load it: from its file, or from the device memory that `lend_segments` tells, each
+        time anew unless it `is_lent_once`. Raises EngineError too where it does not stand as it was sent."""
+        order, what = manifest.encode_json(), manifest.label
+        receipts = self.send_order({"manifest": order}, what, lend_segments())
+        compare = (
+            None
+            if is_lent_once
+            else lambda: self.send_order({"compare": order}, what, lend_segments())
+        )
+        check_loaded_bucket(self.address.name, manifest, receipts, compare)
+        return receipts
+
+    def digest_bucket(self, manifest: BucketManifest) -> list[Receipt]:
+        """Has every rank digest a bucket that it has loaded from somewhere else, and checks it as `load_bucket` does."""
+        receipts = self.send_order({"digest": manifest.encode_json()}, manifest.label)
+        check_loaded_bucket(self.address.name, manifest, receipts)
+        return receipts
+
+    def receive_exchange(self, manifest: BucketManifest, exchange: BucketExchange) -> list[Receipt]:
+        """Have every rank take what the senders, which must be at it, send it of a bucket, and load it; checked as
+        `load_bucket` does."""
+        receipts = self.send_order(
+            {"manifest": manifest.encode_json(), "exchange": exchange}, manifest.label
+        )
+        check_loaded_bucket(self.address.name, manifest, receipts)
+        return receipts
+
+    def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
+        """Make the engine's ranks those after the senders. Returns when they have joined, so the senders must be
+        joining, too.
+        """
+        order = {"join": invitation, "sender": sender, "num_senders": num_senders}
+        self.send_order(order, f"process group {invitation.name}")
+
+    def list_held_parts(self, tensors: Sequence[HFTensor]) -> HeldSpansByRank:
+        """Which parts of them stand in its ranks."""
+        shapes = {hf.name: hf.shape for hf in tensors}
+        receipts = self.send_order({"holds": shapes}, "question for what its ranks hold")
+        return [
+            {name: [TensorSpan(*span) for span in spans] for name, spans in one["holds"].items()}
+            for one in receipts
+        ]
+
+    def leave_link(self, link_name: str, timeout_s: float) -> None:
+        """End the engine's part of a link."""
+        self.send_order({"leave": link_name}, f"process group {link_name}", timeout_s=timeout_s)
+
+    def send_order(
+        self,
+        order: dict[str, Any],
+        operation: str,
+        lent_segments: LentSegments = (),
+        timeout_s: float | None = None,
+    ) -> list[Receipt]:
+        """Have the run's loader carry out an order in every rank; returns the ranks' receipts.
+
+        `lent_segments`: by rank, the device memory that goes with it.
+        """
+        name = self.receipt_prefix + uuid.uuid4().hex
+        own = {"receipt": name, "directory": self._transfer_dir.name} | (
+            {"memory": lent_segments} if lent_segments else {}
+        )
+        text = torch.frombuffer(bytearray(msgspec.json.encode({**order, **own})), dtype=torch.uint8)
+        # The server's own wire format is a pickle of (name, tensor) pairs.
+        payload = base64.b64encode(pickle.dumps([("order", text)])).decode()
+        payloads = [payload] * self.address.tp_size
+        body = {
+            "serialized_named_tensors": payloads,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        self._post_or_raise(_UPDATE_FROM_TENSOR_PATH, body, operation, timeout_s)
+        return [self._read_receipt(name, rank, operation) for rank in range(self.address.tp_size)]
+
+    def abort_calls(self, call_names: Collection[str]) -> None:
+        """End what runs of generate calls of these names. A server forgets a sample as it ends."""
+        for sample in (sample for name in call_names for sample in list_sample_names(name)):
+            self._http.post("/abort_request", {"rid": sample}, self.timeout_s)
+
+    def load_bucket_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
+        """A bucket inside the request, for servers without the run's loader."""
+        pairs = [
+            (entry.name, entry.view_in_bucket(bucket).cpu().clone()) for entry in manifest.tensors
+        ]
+        payload = base64.b64encode(pickle.dumps(pairs)).decode()
+        body = {"serialized_named_tensors": [payload] * self.address.tp_size, "flush_cache": False}
+        self._post_or_raise(_UPDATE_FROM_TENSOR_PATH, body, manifest.label)
+
+    def load_directory(self, directory: Path) -> None:
+        """A whole model directory, which the server can read, also where it was started with load-format dummy."""
+        body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
+        self._post_or_raise("/update_weights_from_disk", body, f"weights of {directory.name}")
+
+    def join_process_group(self, invitation: LinkInvitation) -> None:
+        """Make the engine's ranks the ranks after 0 of that group. Returns when they have joined, so this side must
+        be joining, too.
+        """
+        body = {
+            "master_address": invitation.address,
+            "master_port": invitation.port,
+            "rank_offset": 1,
+            "world_size": invitation.size,
+            "group_name": invitation.name,
+            "backend": invitation.backend,
+        }
+        self._post_or_raise("/init_weights_update_group", body, f"process group {invitation.name}")
+
+    def leave_process_group(self, group_name: str, timeout_s: float) -> None:
+        """End the engine's part of the group."""
+        self._post_or_raise(
+            "/destroy_weights_update_group",
+            {"group_name": group_name},
+            f"process group {group_name}",
+            timeout_s,
+        )
+
+    def receive_broadcast(self, manifest: BucketManifest, group_name: str) -> None:
+        """Take the broadcast of a bucket, which must be under way, and load it."""
+        body = {
+            "names": [entry.name for entry in manifest.tensors],
+            "dtypes": [entry.dtype for entry in manifest.tensors],
+            "shapes": [list(entry.shape) for entry in manifest.tensors],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        self._post_or_raise("/update_weights_from_distributed", body, manifest.label)
+
+    def _post_or_raise(
+        self, path: str, body: dict[str, Any], operation: str, timeout_s: float | None = None
+    ) -> None:
+        answer = self._http.post(path, body, self.timeout_s if timeout_s is None else timeout_s)
+        if not isinstance(answer, dict) or not answer.get("success", False):
+            said = answer.get("message", answer) if isinstance(answer, dict) else answer
+            raise EngineError(f"{self.address.name}, {operation}: {said}")
+
+    def _read_receipt(self, receipt_name: str, rank: int, operation: str) -> Receipt:
+        path = self._transfer_dir / f"{receipt_name}.{rank}"
+        if not path.exists():
+            raise EngineError(f"{self.address.name}, {operation}: tp rank {rank} wrote no receipt.")
+        receipt: Receipt = json.loads(path.read_text())
+        if receipt["error"]:
+            raise EngineError(
+                f"{self.address.name} tp rank {rank}, {operation}: {receipt['error']} The engine is STALE."
+            )
+        return receipt

@@ -1,0 +1,185 @@
+"""How hosts and the controller find each other: a listening socket, registration by rank, deadlines on both sides."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
+from rlhf_megatron.runtime.control_messages import HostRegistration
+from rlhf_megatron.runtime.host_errors import HostError
+from rlhf_megatron.runtime.message_channel import (
+    AuthenticationError,
+    FrameError,
+    MessageChannel,
+    accept_channel,
+    open_channel,
+)
+from rlhf_megatron.runtime.process_control import read_machine_id
+from rlhf_megatron.runtime.rank_pools import PoolSpec
+from rlhf_megatron.runtime.remote_worker_group import HostLink
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 10.0
+RETRY_S = 0.2
+LOOK_S = 1.0
+MAX_GREETINGS = 256  # connections that have not shown the secret; others wait in the kernel's queue
+_LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
+
+
+def open_listener(address: str) -> socket.socket:
+    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when it is not ours."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((place[0], 0), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {address!r} ({error}); MASTER_ADDR must be an address of the machine with node rank 0."
+        ) from error
+
+
+def register_host(
+    host: str, port: int, secret: bytes, rank: int, pool_name: str, timeout_s: float
+) -> MessageChannel:
+    """Connect to the controller, trying again until `timeout_s`. Raises ConnectionError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"no controller at {host}:{port} within {timeout_s:g} s: {error}"
+                ) from error
+            time.sleep(RETRY_S)
+    channel = open_channel(
+        sock, secret, timeout_s=max(HANDSHAKE_TIMEOUT_S, deadline - time.monotonic())
+    )
+    channel.send(
+        HostRegistration(rank, pool_name, os.getpid(), read_machine_id(), socket.gethostname())
+    )
+    return channel
+
+
+def gather_hosts(
+    listener: socket.socket,
+    secret: bytes,
+    pools: Sequence[PoolSpec],
+    timeout_s: float,
+    find_lost_host: Callable[[], HostError | None] = lambda: None,
+) -> dict[str, list[HostLink]]:
+    """Wait until every rank of all pools has registered; closes `listener`. By pool, links in rank order.
+
+    Raises the soft limit of open files: each rank keeps a connection. Peers without the secret are refused and logged.
+    Raises HostError naming the ranks missing after `timeout_s`, and what `find_lost_host`, which is asked every LOOK_S,
+    says.
+    """
+    arrived: queue.SimpleQueue[tuple[str, HostLink]] = queue.SimpleQueue()
+    refused: list[str] = []  # why the kernel gave no connection, the last time
+    places = [(pool.name, rank) for pool in pools for rank in range(pool.layout.world_size)]
+    links: dict[tuple[str, int], HostLink] = {}
+    deadline = time.monotonic() + timeout_s
+    by_name = {pool.name: pool for pool in pools}
+    raise_open_file_limit()
+    with listener:
+        greeters = (listener, secret, by_name, arrived, refused)
+        threading.Thread(
+            target=_accept_hosts, args=greeters, name="registration", daemon=True
+        ).start()
+        while len(links) < len(places):
+            try:
+                name, link = arrived.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                if (error := find_lost_host()) is not None:
+                    raise error from None
+                if time.monotonic() < deadline:
+                    continue
+                missing = [
+                    by_name[n].format_rank_label(r) for n, r in places if (n, r) not in links
+                ]
+                raise HostError(
+                    f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs.{''.join(refused)}"
+                ) from None
+            if (name, link.rank) in links:
+                logger.warning("%s registered twice; the second is refused", link.rank_label)
+                link.channel.close()
+            else:
+                links[name, link.rank] = link
+        listener.shutdown(socket.SHUT_RDWR)
+    return {
+        pool.name: [links[pool.name, rank] for rank in range(pool.layout.world_size)]
+        for pool in pools
+    }
+
+
+def _accept_hosts(
+    listener: socket.socket,
+    secret: bytes,
+    pools: Mapping[str, PoolSpec],
+    registered_links: queue.SimpleQueue[tuple[str, HostLink]],
+    refusal_messages: list[str],
+) -> None:
+    """A thread, until the listener is closed. What keeps the kernel from giving a connection (no file descriptor, no
+    memory, a peer that has gone) passes: the others wait in its queue meanwhile."""
+    greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+    listener.settimeout(LOOK_S)
+    while True:
+        greetings.acquire()
+        try:
+            sock, address = listener.accept()
+            arguments = (sock, address[0], secret, pools, registered_links, greetings)
+            threading.Thread(target=_register_connection, args=arguments, daemon=True).start()
+        except (OSError, RuntimeError) as error:  # the second: no thread
+            greetings.release()
+            if isinstance(error, OSError) and error.errno in _LISTENER_ENDED:
+                return
+            if not isinstance(error, TimeoutError):
+                _log_accept_error(error, refusal_messages)
+                time.sleep(RETRY_S)
+
+
+def _log_accept_error(error: OSError | RuntimeError, refusal_messages: list[str]) -> None:
+    """Log it once; the message of a registration that fails tells it too."""
+    said = f" The controller could not take connections: {error}."
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        said += f" It may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files; raise the hard limit (ulimit -Hn)."
+    if said not in refusal_messages:
+        logger.warning("%s It goes on trying.", said.strip())
+        refusal_messages[:] = [said]
+
+
+def _register_connection(
+    sock: socket.socket,
+    peer_address: str,
+    secret: bytes,
+    pools: Mapping[str, PoolSpec],
+    registered_links: queue.SimpleQueue[tuple[str, HostLink]],
+    greeting_slots: threading.BoundedSemaphore,
+) -> None:
+    try:
+        channel = accept_channel(sock, secret, HANDSHAKE_TIMEOUT_S)
+        message = channel.receive(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        pool = pools.get(message.pool) if isinstance(message, HostRegistration) else None
+        if pool is None or message.rank not in range(pool.layout.world_size):
+            known = ", ".join(map(str, pools.values()))
+            raise FrameError(f"{message} belongs to none of the pools {known}.")
+    except (AuthenticationError, FrameError, EOFError, TimeoutError) as error:
+        logger.warning("refused a connection from %s: %s", peer_address, error)
+        sock.close()
+        return
+    finally:
+        greeting_slots.release()
+    name = pool.format_rank_label(message.rank)
+    host = f"{message.hostname} ({channel.peer_address or peer_address})"
+    registered_links.put(
+        (pool.name, HostLink(message.rank, name, channel, message.pid, message.machine, host))
+    )

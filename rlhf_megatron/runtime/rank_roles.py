@@ -1,0 +1,474 @@
+"""What stands on a rank of a pool: the roles that the controller can call, built from the configuration.
+
+This is the one place that puts workers, resharding and engine clients together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rlhf_megatron.config.rules.run_rules import (
+    count_actor_ranks,
+    count_critic_ranks,
+    count_reference_ranks,
+    get_teacher_term,
+    has_critic,
+    has_reward_model,
+    has_teacher,
+    needs_reference,
+)
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.data.seeds import seed_process
+from rlhf_megatron.device import read_local_rank, select_rank_device
+from rlhf_megatron.ranks.checkpoint.rng_state import load_rng_states, save_rng_states
+from rlhf_megatron.ranks.checkpoint.sharded_checkpoint import write_on_all_ranks
+from rlhf_megatron.ranks.parallel.world import (
+    World,
+    create_world,
+    destroy_world,
+    find_smallest_device_memory,
+)
+from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
+from rlhf_megatron.ranks.resharding.weight_sender import SendReport
+from rlhf_megatron.ranks.workers.actor import ActorModel
+from rlhf_megatron.ranks.workers.actor_losses import (
+    make_distillation_row_loss,
+    parse_distillation_params,
+    parse_loss_side_correction,
+)
+from rlhf_megatron.ranks.workers.backend_protocols import TrainedBackend
+from rlhf_megatron.ranks.workers.critic import CriticModel
+from rlhf_megatron.ranks.workers.expert_routes import ReplayMode
+from rlhf_megatron.ranks.workers.frozen_model import FrozenRewardModel
+from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
+from rlhf_megatron.ranks.workers.peak_memory import TrainedModelSpec, resolve_memory_settings
+from rlhf_megatron.ranks.workers.reference_model import ReferenceModel
+from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
+from rlhf_megatron.ranks.workers.worker_protocols import (
+    PolicyWorker,
+    ScoreWorker,
+    TeacherWorker,
+    ValueWorker,
+)
+from rlhf_megatron.rollout.engine_interface import EngineAddress, WeightTransport
+from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
+from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
+from rlhf_megatron.runtime.rank_pools import (
+    ACTOR,
+    CRITIC,
+    POOLS,
+    REFERENCE,
+    REWARD_MODEL,
+    PoolMember,
+    build_pool_specs,
+    find_pool_of_role,
+)
+from rlhf_megatron.runtime.role_proxies import CriticWorker, HostWorker
+from rlhf_megatron.weights.checkpoint_manifest import (
+    FileRecord,
+    SaveResult,
+    make_file_record,
+    make_file_records,
+)
+from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.weights.value_model import (
+    add_value_head,
+    make_reward_model_config,
+    open_scoring_model,
+    open_value_model,
+)
+from rlhf_megatron.weights.weight_source import WeightSource, make_random_source
+from rlhf_megatron.weights.weight_table import HeadKind
+
+
+class HostRole:
+    """Methods that are about the rank and not about one model."""
+
+    def __init__(
+        self,
+        world: World,
+        actor: ActorModel | CriticModel,
+        reference: ReferenceModel | None,
+        model_path: Path,
+        hf_config: HFConfig | None = None,
+    ) -> None:
+        """`hf_config`: that the weights are exported with, where it is not the policy's."""
+        self.world = world
+        self.model_path = model_path
+        self.exported_config = hf_config or actor.backend.hf_config
+        self.actor = actor
+        self.reference = reference
+        self._engine_groups = EngineProcessGroups()
+
+    def close(self) -> None:
+        """Process groups with engines end."""
+        self._engine_groups.close()
+
+    def send_weights(
+        self,
+        version: int,
+        engines: list[EngineAddress],
+        transfer_dir: Path,
+        bucket_bytes: int,
+        dtype: str,
+        transport: WeightTransport = "tensor",
+        ranks_per_machine: int | None = None,
+    ) -> SendReport:
+        """Send the actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
+
+        An engine that fails stands in the report and ends nothing here.
+        """
+        return deliver_weights(
+            self.actor.export_shards(),
+            self.actor.backend.export_world,
+            self._engine_groups,
+            version=version,
+            engines=engines,
+            transfer_dir=transfer_dir,
+            bucket_bytes=bucket_bytes,
+            engine_dtype=dtype,
+            transport_kind=transport,
+            ranks_per_machine=ranks_per_machine,
+        )
+
+    def save_hf(self, directory: Path) -> None:
+        """Write the actor in Hugging Face layout, with configuration and tokenizer of the model that it was."""
+        export_sharded_model_to_hf(
+            self.actor.export_shards(),
+            self.actor.backend.export_world,
+            directory=directory,
+            hf_config=self.exported_config,
+            dtype=self.actor.dtype,
+            companions_directory=self.model_path,
+        )
+
+    def refresh_reference(self) -> None:
+        """Make the reference the actor as it is now (after a warm-up)."""
+        if self.reference is not None:
+            self.actor.offloadable_memory.require_parts("parameters")
+            self.actor.backend.gather_parameters()
+            self.reference.copy_weights_from(self.actor.backend)
+
+    def save_reference(self, directory: Path) -> SaveResult:
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
+        reference, world = self.reference, self.world
+        assert reference is not None, "there is no reference here"
+
+        def write_reference() -> tuple[FileRecord, ...]:
+            hf_config, dtype = self.actor.backend.hf_config, self.actor.dtype
+            export_sharded_model_to_hf(
+                reference.export_shards(),
+                reference.backend.export_world,
+                directory=directory,
+                hf_config=hf_config,
+                dtype=dtype,
+            )
+            return make_file_records(directory) if world.rank == 0 else ()
+
+        if reference.is_offloaded:
+            reference.onload()
+        result = write_on_all_ranks(str(world), write_reference)
+        if reference.is_offloaded:
+            reference.offload()
+        return result
+
+    def load_reference(self, directory: Path) -> None:
+        """Undo `save_reference`."""
+        assert self.reference is not None, "there is no reference here"
+        self.reference.load_hf(directory)
+
+    def save_rng(self, directory: Path) -> SaveResult:
+        """This rank's random states, as a part of a checkpoint. What goes wrong is in the result."""
+        return _write_rng_together(directory / f"rank{self.world.rank}.safetensors", self.world)
+
+    def load_rng(self, directory: Path) -> None:
+        """Undo `save_rng`. Raises ValueError."""
+        load_rng_states(directory / f"rank{self.world.rank}.safetensors", self.world.device)
+
+
+class CriticRole(CriticModel):
+    """The critic, and how it is written."""
+
+    tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
+
+    def save_hf(self, directory: Path) -> None:
+        """Write its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
+        export_sharded_model_to_hf(
+            self.export_shards(),
+            self.backend.export_world,
+            directory=directory,
+            hf_config=self.exported_config,
+            dtype=self.dtype,
+            companions_directory=self.tokenizer_path,
+        )
+
+    def save_rng(self, directory: Path) -> SaveResult:
+        """Save random states as `HostRole.save_rng` does, for a critic that has ranks of its own."""
+        return _write_rng_together(
+            directory / f"critic_rank{self.world.rank}.safetensors", self.world
+        )
+
+    def load_rng(self, directory: Path) -> None:
+        """Undo `save_rng`. Raises ValueError."""
+        load_rng_states(directory / f"critic_rank{self.world.rank}.safetensors", self.world.device)
+
+
+def _write_rng_together(path: Path, world: World) -> SaveResult:
+    def write_rng() -> tuple[FileRecord, ...]:
+        save_rng_states(path, world.device)
+        return (make_file_record(path.parent.parent, path),)
+
+    return write_on_all_ranks(str(world), write_rng)
+
+
+class WorldRole:
+    """The Megatron world that a pool's roles share."""
+
+    def close(self) -> None:
+        """End the process groups with the pool."""
+        destroy_world(is_default_group_ended=False)
+
+
+def open_weight_source(
+    path: Path, init_seed: int | None, hf_config: HFConfig, tp: int
+) -> WeightSource:
+    """Return the weights of a Hugging Face directory, checked against the table; or random ones of its architecture."""
+    if init_seed is not None:
+        return make_random_source(hf_config, init_seed)
+    reader = HFReader(path)
+    reader.check_against_table(make_weight_table(hf_config, tp))
+    return reader
+
+
+@dataclass(frozen=True)
+class RoleBuilder:
+    """The factory that a launcher calls on every rank of each pool."""
+
+    config: RunConfig
+
+    def __call__(self, pool: PoolMember) -> dict[str, object]:
+        """The roles of this rank of `pool`, by name."""
+        config = self.config
+        seed = config.trainer.seed
+        world = create_world(
+            pool.layout, select_rank_device(config.trainer.device, read_local_rank()), seed=seed
+        )
+        seed_process(seed, 1 + POOLS.index(pool.pool_name), world.rank)
+        builder = self.with_settled_layouts(find_smallest_device_memory(world))
+        roles: dict[str, object] = {"world": WorldRole()}
+        if config.job == "reward-model":
+            return roles | builder._build_reward_model_roles(world)
+        if pool.pool_name == ACTOR:
+            roles |= builder._build_actor_roles(world)
+        names = [one.name for one in build_pool_specs(config)]
+        if has_critic(config) and pool.pool_name == find_pool_of_role(names, CRITIC):
+            roles[CRITIC] = builder._build_critic(pool, world)
+        if has_reward_model(config) and pool.pool_name == find_pool_of_role(names, REWARD_MODEL):
+            scores: ScoreWorker = builder._build_reward_model(pool, world)
+            roles[REWARD_MODEL] = scores
+        if pool.pool_name == REFERENCE:
+            hf_config = read_hf_config(Path(config.model.path))
+            teaches: TeacherWorker = builder._build_reference(
+                hf_config, None, world, config.reference.megatron
+            )
+            roles[REFERENCE] = teaches
+        return roles
+
+    def with_settled_layouts(self, device_bytes: int) -> RoleBuilder:
+        """Itself with both layouts `with_settled_layouts`, by the models that stand on their ranks. `device_bytes`: see there."""
+        config = self.config
+        if config.actor.backend == "fsdp":
+            return self  # which layouts of Megatron mean nothing to
+        dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
+        policy = read_hf_config(Path(config.model.path))
+        head: HeadKind = "value" if config.job == "reward-model" else "vocabulary"
+        of_actor = [TrainedModelSpec(policy, dtype, actor.ppo_max_token_len_per_gpu, head)]
+        if has_critic(config):
+            hf_config = read_hf_config(Path(critic.path)) if critic.path else policy
+            tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+            values = TrainedModelSpec(hf_config, dtype, tokens, "value")
+            if num_ranks := count_critic_ranks(config):
+                megatron = resolve_memory_settings(
+                    critic.megatron, num_ranks, [values], device_bytes
+                )
+                critic = replace(critic, megatron=megatron)
+            else:
+                of_actor.append(values)
+        has_reference = (
+            needs_reference(config)
+            and not count_reference_ranks(config)
+            and not config.reference.param_offload
+        )
+        megatron = resolve_memory_settings(
+            actor.megatron, count_actor_ranks(config), of_actor, device_bytes, has_reference
+        )
+        return RoleBuilder(replace(config, actor=replace(actor, megatron=megatron), critic=critic))
+
+    @property
+    def actor_phases(self) -> dict[str, TrainingPhase]:
+        """The actor's optimizers by phase, in the order in which the run goes through them."""
+        config, actor = self.config, self.config.actor
+        if config.job != "train":
+            return {"sft": TrainingPhase(actor.optim, config.trainer.total_training_steps)}
+        alone = (
+            config.trainer.critic_warmup if has_critic(config) else 0
+        )  # steps in which the critic learns alone
+        a_step = actor.ppo_epochs * self._count_mini_batches(actor.mini_batch_size)
+        phases = {
+            "rl": TrainingPhase(actor.optim, (config.trainer.total_training_steps - alone) * a_step)
+        }
+        if config.warmup.max_steps:
+            phases = {
+                "warmup": TrainingPhase(config.warmup.optim, config.warmup.max_steps),
+                **phases,
+            }
+        return phases
+
+    @property
+    def critic_phases(self) -> dict[str, TrainingPhase]:
+        """The critic's one optimizer. What `critic` leaves null is as in `actor`."""
+        critic, actor = self.config.critic, self.config.actor
+        num_mini_batches = self._count_mini_batches(critic.mini_batch_size or actor.mini_batch_size)
+        a_step = (critic.ppo_epochs or actor.ppo_epochs) * num_mini_batches
+        return {
+            "rl": TrainingPhase(critic.optim, self.config.trainer.total_training_steps * a_step)
+        }
+
+    def _count_mini_batches(self, mini_batch_size: int) -> int:
+        return self.config.data.train_batch_size * self.config.rollout.n // mini_batch_size
+
+    def _build_actor_roles(self, world: World) -> dict[str, object]:
+        config = self.config
+        path = Path(config.model.path)
+        hf_config = read_hf_config(path)
+        weights = open_weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
+        correction = parse_loss_side_correction(config.algorithm.rollout_correction)
+        replay = config.actor.router_replay
+        backend = self._build_backend(
+            hf_config, weights, world, config.actor.megatron, router_replay=replay
+        )
+        distillation = (
+            make_distillation_row_loss(*get_teacher_term(config)) if has_teacher(config) else None
+        )
+        actor = ActorModel(backend, config.actor, self.actor_phases, correction, distillation)
+        is_here = needs_reference(config) and not count_reference_ranks(config)
+        reference = (
+            self._build_reference(hf_config, weights, world, config.actor.megatron)
+            if is_here
+            else None
+        )
+        trains: PolicyWorker = actor  # mypy compares what stands here with what the proxies call
+        host: HostWorker = HostRole(world, actor, reference, path)
+        scores: TeacherWorker | None = reference
+        roles: dict[str, object] = {"actor": trains, "host": host}
+        return roles if scores is None else {**roles, REFERENCE: scores}
+
+    def _build_reward_model_roles(self, world: World) -> dict[str, object]:
+        """The model that learns stands where the policy does in other jobs; its output layer has one label."""
+        config = self.config
+        hf_config = read_hf_config(Path(config.model.path))
+        first = self._open_value_weights(None, hf_config)
+        backend = self._build_backend(hf_config, first, world, config.actor.megatron, head="value")
+        model = CriticModel(backend, config.critic, self.actor_phases, config.trainer.seed)
+        learns: ValueWorker = model  # mypy compares what stands here with what the proxies call
+        host = HostRole(
+            world, model, None, Path(config.model.path), make_reward_model_config(hf_config)
+        )
+        return {"actor": learns, "host": host}
+
+    def _build_backend(
+        self,
+        hf_config: HFConfig,
+        weight_source: WeightSource,
+        world: World,
+        megatron: MegatronConfig,
+        head: HeadKind = "vocabulary",
+        is_frozen: bool = False,
+        router_replay: ReplayMode = "none",
+    ) -> TrainedBackend:
+        dtype = getattr(torch, self.config.model.dtype)
+        if self.config.actor.backend == "fsdp":
+            from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend  # imports transformers
+
+            lora = self.config.actor.lora if head == "vocabulary" else None
+            how = (self.config.actor.fsdp, head, is_frozen, lora, self.config.trainer.seed)
+            return FSDPBackend(hf_config, weight_source, world, dtype, *how)
+        return MegatronBackend(
+            hf_config, weight_source, world, dtype, megatron, head, is_frozen, router_replay
+        )
+
+    def _build_critic(self, pool: PoolMember, world: World) -> CriticWorker:
+        """Build the critic from critic.path, else from the weights that the policy starts with, loaded or random."""
+        config, critic = self.config, self.config.critic
+        hf_config = read_hf_config(Path(critic.path or config.model.path))
+        first = self._open_value_weights(critic.path, hf_config)
+        megatron = critic.megatron if pool.pool_name == CRITIC else config.actor.megatron
+        backend = self._build_backend(hf_config, first, world, megatron, head="value")
+        role = CriticRole(backend, critic, self.critic_phases, config.trainer.seed)
+        role.tokenizer_path = Path(config.model.path)
+        return role
+
+    def _open_value_weights(self, path: str | None, hf_config: HFConfig) -> WeightSource:
+        """First weights of a value model: those of `path`, else of the policy as it starts; and a head."""
+        config, seed = self.config, self.config.model.init_seed
+        source: WeightSource
+        if path is None and seed is not None:
+            source = make_random_source(hf_config, seed)
+        else:
+            source = open_value_model(
+                Path(path or config.model.path), make_weight_table(hf_config, head="value")
+            )
+        return add_value_head(source, config.critic.value_head_init_std, config.trainer.seed)
+
+    def _build_reward_model(self, pool: PoolMember, world: World) -> FrozenRewardModel:
+        """Build the reward model from reward_model.path, which has a head of its own."""
+        config, chosen = self.config, self.config.reward_model
+        path = Path(chosen.path or "")
+        hf_config = read_hf_config(path)
+        weights = open_scoring_model(path, make_weight_table(hf_config, head="value"))
+        megatron = chosen.megatron if pool.pool_name == REWARD_MODEL else config.actor.megatron
+        backend = self._build_backend(
+            hf_config, weights, world, megatron, head="value", is_frozen=True
+        )
+        return FrozenRewardModel(backend, REWARD_MODEL, is_offloaded=chosen.param_offload)
+
+    def _build_reference(
+        self,
+        hf_config: HFConfig,
+        weight_source: WeightSource | None,
+        world: World,
+        megatron: MegatronConfig,
+    ) -> ReferenceModel:
+        """`hf_config` and `weight_source` are the policy's: it is that as it starts, where it has no path of its own."""
+        actor, reference = self.config.actor, self.config.reference
+        if reference.path is not None:
+            path = Path(reference.path)
+            student, hf_config = hf_config, read_hf_config(path)
+            if has_teacher(self.config) and hf_config.get("vocab_size") != student.get(
+                "vocab_size"
+            ):
+                raise ValueError(
+                    f"the teacher at reference.path ({path}) has a vocabulary of {hf_config.get('vocab_size')} and the"
+                    f" model one of {student.get('vocab_size')}; name a teacher with the model's tokenizer."
+                )
+            top_k = (
+                parse_distillation_params(*get_teacher_term(self.config)).top_k
+                if has_teacher(self.config)
+                else 0
+            )
+            if top_k > hf_config["vocab_size"]:
+                raise ValueError(
+                    f"top_k ({top_k}) must be at most the vocabulary's {hf_config['vocab_size']} tokens."
+                )
+            weight_source = open_weight_source(path, None, hf_config, world.layout.tp)
+        assert weight_source is not None, (
+            "a rule demands reference.path of a reference in a pool of its own"
+        )
+        backend = self._build_backend(hf_config, weight_source, world, megatron, is_frozen=True)
+        return ReferenceModel(
+            backend, actor.log_prob_chunk_size, actor.kernels, is_offloaded=reference.param_offload
+        )

@@ -1,0 +1,145 @@
+"""Engines under Ray: an actor each, on the machine of its bundle, where the server is its child.
+
+driver --- actor of engine0 --- server         The server ends with its actor, the actor with the driver.
+       `-- actor of engine1 --- server         The actor is the server's keeper (`runtime.server_keepers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from rlhf_megatron.config.rules.part_rules import count_machines_per_engine
+from rlhf_megatron.config.schema import RolloutConfig
+from rlhf_megatron.rollout.engine_kinds import get_engine_kind
+from rlhf_megatron.rollout.fleet.server_process import ServerLaunch
+from rlhf_megatron.rollout.transports.transfer_dir import (
+    TransferDirectory,
+    make_transfer_directory_at,
+)
+from rlhf_megatron.runtime.driver_gate import DriverGate
+from rlhf_megatron.runtime.process_control import read_machine_id
+from rlhf_megatron.runtime.ray.ray_cluster import ProcessLocation, RayCluster, locate_process
+from rlhf_megatron.runtime.ray.ray_placement import (
+    EngineSeating,
+    assign_engine_seat,
+    find_part_bundle,
+    must_share_driver_machine,
+)
+from rlhf_megatron.runtime.server_keepers import (
+    CallHandle,
+    KeeperLaunch,
+    RemoteHandle,
+    ServerKeeper,
+)
+
+
+class SelfSeatingKeeper(ServerKeeper):
+    """A keeper in the actor's process, which finds out where Ray has put it."""
+
+    def __init__(self, working_dir: str) -> None:
+        """`working_dir`: the driver's, from which relative paths of the settings count, where this machine has it."""
+        super().__init__()
+        self._transfer_dir: TransferDirectory | None = None  # made here
+        with contextlib.suppress(OSError):
+            os.chdir(working_dir)
+
+    def start_server_here(
+        self,
+        launch: ServerLaunch,
+        seating: EngineSeating,
+        is_restart: bool,
+        timeout_s: float,
+        makes_transfer_dir: bool,
+        secret: bytes,
+    ) -> str:
+        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its memory alone.
+        `secret`: of the run, where the machine starts drivers; b"": it starts none."""
+        if secret and locate_process().machine != seating.driver_machine:
+            self.driver_gate = DriverGate(locate_process().address, secret)
+        if makes_transfer_dir:
+            self._transfer_dir = make_transfer_directory_at(launch.transfer_dir)
+        return self.start_server(
+            launch, partial(assign_engine_seat, locate_process(), seating), is_restart, timeout_s
+        )
+
+    def stop(self) -> None:
+        super().stop()
+        if self._transfer_dir is not None:
+            self._transfer_dir.remove_directory()
+
+
+class RayServerPlacer:
+    """A `rollout.fleet.server_process.LaunchPlacement`: each launch that it is given goes to an actor in its bundle."""
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        rollout: RolloutConfig,
+        num_machines: int,
+        num_cpus: float,
+        num_gpus: int,
+        locate_ranks: Callable[[], Sequence[ProcessLocation]],
+        environment: Mapping[str, str],
+        secret: bytes,
+        first_bundle: int | None = None,
+    ) -> None:
+        """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `locate_ranks`: where those of the trainer
+        run, in order; it waits until they do. `environment`: of the actors, and so of the servers. `secret`: of the
+        run, where other machines than the driver's start drivers. `first_bundle`: theirs, where they score and take
+        no weights: others than the ranks and the driver ask them then."""
+        self._cluster = cluster
+        self._rollout = rollout
+        self._num_machines = num_machines
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+        self._locate_ranks = locate_ranks
+        self._environment = environment
+        self._first_bundle = first_bundle
+        self._secret = secret if rollout.num_drivers != 0 else b""
+        self._num_placed = 0
+
+    def __call__(self, launch: ServerLaunch) -> ServerLaunch:
+        index = self._num_placed
+        self._num_placed += 1
+        rollout, is_shared, first = self._rollout, self._rollout.colocated, self._first_bundle
+        is_known = first is None or self._cluster.is_own  # who asks it
+        is_engine = first is None or is_shared
+        number = (
+            find_part_bundle(self._num_machines, is_shared, index)
+            if is_engine
+            else (first or 0) + index
+        )
+
+        def start_keeper(is_restart: bool) -> tuple[RemoteHandle, CallHandle]:
+            seating = EngineSeating(
+                launch.name,
+                read_machine_id() if is_known else "",
+                tuple(self._locate_ranks()),
+                first is None and must_share_driver_machine(rollout),
+                self._num_gpus if is_shared else 0,
+                index // self._num_machines * self._num_gpus,
+                first is None and count_machines_per_engine(rollout) > 1,
+            )
+            keeper = self._cluster.start_object(
+                launch.name,
+                SelfSeatingKeeper,
+                (os.getcwd(),),
+                bundle_index=number,
+                num_cpus=self._num_cpus,
+                num_gpus=0 if is_shared else self._num_gpus,
+                environment=self._environment,
+            )
+            makes = (
+                first is None
+                and is_shared
+                and rollout.weight_transport == "tensor"
+                and not get_engine_kind(rollout.engine).can_run_elsewhere
+            )
+            known = (launch, seating, is_restart, rollout.startup_timeout_s, makes, self._secret)
+            return keeper, keeper.submit_call("start_server_here", *known)
+
+        machine = index % self._num_machines if is_shared else 0
+        return KeeperLaunch(launch, start_keeper, rollout.startup_timeout_s, machine)

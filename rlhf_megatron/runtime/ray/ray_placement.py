@@ -1,0 +1,284 @@
+"""Places of a Ray cluster for the processes of a run, as data: what is asked for, and what to say where it is not.
+
+One placement group holds them all, so that two runs cannot each wait for what the other has. Its first bundles are the
+machines' shares of the ranks: `trainer.n_gpus_per_node` ranks are always on one machine, as under torchrun. Bundles of
+the engines follow; colocated engines have none of their own, and run in those of the ranks.
+
+`assign_engine_seat` says where an engine listens and which devices its server sees, given where Ray has placed it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhf_megatron.config.rules.engine_machines import list_engine_part_names
+from rlhf_megatron.config.rules.part_rules import find_registered_part, has_engine_setting
+from rlhf_megatron.config.schema import (
+    RayConfig,
+    RolloutConfig,
+    ServedRewardModelConfig,
+    SGLangConfig,
+    TrainerConfig,
+)
+from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.rollout.fleet.server_process import LOOPBACK, ServerSeat
+from rlhf_megatron.rollout.sglang.sglang_environment import (
+    VISIBLE_DEVICES,
+    MachineGpus,
+    check_sglang_environment,
+    count_engine_gpus_per_machine,
+    runs_on_cpu,
+)
+
+CPU, GPU = "CPU", "GPU"  # Ray's names
+
+
+@dataclass(frozen=True)
+class ResourceBundle:
+    """The resources that one machine is to provide."""
+
+    name: str  # in messages: "ranks 0-7", "engine0"
+    num_cpus: float
+    num_gpus: float = 0
+    machine_address: str = ""  # address of the only one that will do; empty: any
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Return the resources as Ray takes them, without those that are 0."""
+        found = {
+            name: amount
+            for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus))
+            if amount > 0
+        }
+        return found | (
+            {f"node:{self.machine_address}": 0.001} if self.machine_address else {}
+        )  # every machine has 1 of its own
+
+    def __str__(self) -> str:
+        """ "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
+        return f"{self.name}: {format_resources(self.resources) or 'nothing'}{f' on {self.machine_address}' if self.machine_address else ''}"
+
+
+def make_rank_bundles(
+    trainer: TrainerConfig, ray_config: RayConfig, rollout: RolloutConfig, uses_gpus: bool
+) -> tuple[ResourceBundle, ...]:
+    """Return a bundle a machine (trainer.nnodes) for its ranks: bundle i has ranks i x n_gpus_per_node and on."""
+    each, num_machines = trainer.n_gpus_per_node, trainer.nnodes
+    shares = [range(machine * each, (machine + 1) * each) for machine in range(num_machines)]
+    num_parts = (
+        len(list_engine_part_names(rollout)) if rollout.colocated else 0
+    )  # dealt out to the machines
+    engines = [len(range(machine, num_parts, num_machines)) for machine in range(num_machines)]
+    return tuple(
+        ResourceBundle(
+            f"ranks {share[0]}-{share[-1]}" if len(share) > 1 else f"rank {share[0]}",
+            len(share) * ray_config.num_cpus_per_rank
+            + num_colocated * ray_config.num_cpus_per_engine,
+            len(share) if uses_gpus else 0,
+        )
+        for share, num_colocated in zip(shares, engines, strict=True)
+    )
+
+
+def make_engine_bundles(
+    rollout: RolloutConfig, ray_config: RayConfig, uses_gpus: bool, gpus_per_part: int = 1
+) -> tuple[ResourceBundle, ...]:
+    """One a part of the engines that the run starts beside the ranks: () where engines are colocated or attached to."""
+    if rollout.colocated or rollout.endpoints:
+        return ()
+    num_gpus = gpus_per_part if uses_gpus else 0
+    return tuple(
+        ResourceBundle(name, ray_config.num_cpus_per_engine, num_gpus)
+        for name in list_engine_part_names(rollout)
+    )
+
+
+def make_reward_server_bundles(
+    num_servers: int, ray_config: RayConfig, num_gpus: int
+) -> tuple[ResourceBundle, ...]:
+    """Return one a server of the reward model beside the ranks, which has `num_gpus`."""
+    return tuple(
+        ResourceBundle(f"reward{index}", ray_config.num_cpus_per_engine, num_gpus)
+        for index in range(num_servers)
+    )
+
+
+def make_reward_actor_bundles(ray_config: RayConfig) -> tuple[ResourceBundle, ...]:
+    """Return one an actor of the rewards."""
+    return tuple(
+        ResourceBundle(f"rewards{index}", ray_config.num_cpus_per_reward_actor)
+        for index in range(ray_config.reward_actors)
+    )
+
+
+def count_own_cluster_cpus(bundles: Sequence[ResourceBundle], num_cores: int) -> int:
+    """CPUs that a cluster of this machine is told to have: Ray only counts them, and few cores run many ranks."""
+    return max(num_cores, math.ceil(sum(bundle.num_cpus for bundle in bundles)))
+
+
+def describe_shortage(
+    bundles: Sequence[ResourceBundle],
+    machines: Sequence[Mapping[str, float]],
+    waited_s: float,
+    is_own_cluster: bool,
+) -> str:
+    """Why there was no place for `bundles`: what was asked for, what there is, what to do.
+
+    `machines`: resources of each in all; `waited_s`: how long the run has waited.
+    """
+    asked = _sum_resources([bundle.resources for bundle in bundles])
+    total = _sum_resources(machines)
+    missing = {name: amount for name, amount in asked.items() if amount > total.get(name, 0)}
+    limit = (
+        "" if is_own_cluster else " (ray.start_timeout_s)"
+    )  # a cluster of this machine does not grow
+    lines = [f"the Ray cluster has no place for this run after {waited_s:.0f} s{limit}. Asked for:"]
+    lines += [f"  {bundle}" for bundle in bundles]
+    lines += ["The cluster has:"]
+    lines += [
+        f"  machine {n}: {format_resources(machine)}" for n, machine in enumerate(machines)
+    ] or ["  no machine"]
+    if missing:
+        lines.append(
+            f"In all {format_resources(asked)} are asked for, and there are {format_resources(total) or 'none'}."
+        )
+    elif any(
+        all(_is_machine_too_small(bundle, machine) for machine in machines) for bundle in bundles
+    ):
+        lines.append("No machine is large enough for each of these shares.")
+    else:
+        lines.append("There would be room, but others use it.")
+    fix = "lower trainer.n_gpus_per_node, trainer.nnodes, rollout.num_engines, or ray.num_cpus_per_rank"
+    join = (
+        "set ray.address to a larger cluster" if is_own_cluster else "add machines to the cluster"
+    )
+    lines.append(
+        f"Fix: {fix}; {join}{'' if missing or is_own_cluster else ', or raise ray.start_timeout_s'}."
+    )
+    return "\n".join(lines)
+
+
+def format_resources(resources: Mapping[str, float]) -> str:
+    """Return "8 CPU, 2 GPU": what a run asks for, of all that a machine has."""
+    return ", ".join(f"{resources[name]:g} {name}" for name in (CPU, GPU) if resources.get(name))
+
+
+def _is_machine_too_small(bundle: ResourceBundle, machine: Mapping[str, float]) -> bool:
+    return any(amount > machine.get(name, 0) for name, amount in bundle.resources.items())
+
+
+def _sum_resources(resource_amounts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(part.get(name, 0) for part in resource_amounts) for name in (CPU, GPU)}
+
+
+class PlacedProcess(Protocol):
+    """The place where a process runs; see `runtime.ray.Whereabouts`."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def machine(self) -> str: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class EngineSeating:
+    """The facts that decide about the seat of one engine, beside the place that Ray has given it."""
+
+    name: str
+    driver_machine: str  # as `processes.machine_id`
+    rank_locations: tuple[PlacedProcess, ...]  # of the trainer
+    must_share_machine: bool  # weights come through memory of the driver's machine
+    num_shared_devices: int = 0  # devices that it takes turns with; 0: it has its own, or none
+    first_shared_device: int = 0  # of the ranks' devices on its machine
+    spans_machines: bool = False  # other parts of it must reach it
+
+
+def count_gpus_per_part(rollout: RolloutConfig) -> int:
+    """GPUs of an engine on one machine; 0: its server runs on a CPU. Raises ValueError as `check_sglang_environment`."""
+    elsewhere = MachineGpus(is_placed_by_launcher=True)
+    return (
+        count_gpus_per_server(rollout.sglang, elsewhere)
+        if has_engine_setting(rollout, "rollout.sglang")
+        else 1
+    )
+
+
+def count_gpus_per_server(
+    server_config: SGLangConfig | ServedRewardModelConfig, machine: MachineGpus | None = None
+) -> int:
+    """Return the same of servers with these settings."""
+    arguments: Mapping[str, object] = {}
+    if server_config.args:
+        arguments = check_sglang_environment(
+            server_config.python, server_config.args, server_config.env, machine_gpus=machine
+        ).arguments.value_by_option
+    if runs_on_cpu(arguments, server_config.env):
+        return 0
+    return count_engine_gpus_per_machine(arguments)
+
+
+def must_share_driver_machine(rollout: RolloutConfig) -> bool:
+    """Whether engines can only work on the driver's machine: weights reach them through its memory. Those that take
+    turns with ranks get them through that of their own machine."""
+    kind = find_registered_part("engine", rollout.engine)
+    is_elsewhere = (
+        kind is not None and kind.build.can_run_elsewhere and rollout.weight_transport != "tensor"
+    )
+    return not is_elsewhere and not rollout.colocated
+
+
+def find_part_bundle(num_machines: int, is_colocated: bool, part_index: int) -> int:
+    """Return the number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which
+    colocated engines take in turns, then one a part of an engine."""
+    return part_index % num_machines if is_colocated else num_machines + part_index
+
+
+def assign_engine_seat(location: PlacedProcess, seating: EngineSeating) -> ServerSeat:
+    """Return the seat of an engine that Ray has placed at `location`.
+
+    It listens to its machine only where driver and ranks are on it too. It sees its own devices first, then those of
+    the ranks on its machine, whose memory it opens to take weights. Raises EngineError where it cannot work there.
+    """
+    if seating.must_share_machine and location.machine != seating.driver_machine:
+        raise EngineError(
+            f"{seating.name} was placed on {location.address}, another machine than the driver's, which weights do not"
+            " reach: rollout.engine local and rollout.weight_transport tensor go through the driver's memory; use"
+            " sglang with process_group or disk, or make room on the driver's machine."
+        )
+    others = (seating.driver_machine, *(rank.machine for rank in seating.rank_locations))
+    is_alone = not seating.spans_machines and all(machine == location.machine for machine in others)
+    is_alone = is_alone or seating.must_share_machine
+    of_ranks = [
+        device
+        for rank in seating.rank_locations
+        if rank.machine == location.machine
+        for device in rank.devices
+    ]
+    devices = order_server_devices(seating, location.devices, of_ranks)
+    return ServerSeat(
+        LOOPBACK if is_alone else location.address,
+        {VISIBLE_DEVICES: ",".join(devices)} if devices else {},
+    )
+
+
+def order_server_devices(
+    seating: EngineSeating, own_devices: Sequence[str], rank_devices: Sequence[str]
+) -> list[str]:
+    """Return the devices in the order in which the server counts them, each once. Raises EngineError where engines
+    that take turns with the ranks are too many for their devices.
+    """
+    first = list(own_devices)
+    if seating.num_shared_devices and rank_devices:
+        end = seating.first_shared_device + seating.num_shared_devices
+        if end > len(rank_devices):
+            raise EngineError(
+                f"{seating.name} takes turns with devices {seating.first_shared_device} to {end - 1} of the ranks on its"
+                f" machine, which have {len(rank_devices)} (rollout.colocated); lower rollout.num_engines or its tp-size."
+            )
+        first = list(rank_devices[seating.first_shared_device : end])
+    return list(dict.fromkeys([*first, *rank_devices]))

@@ -1,0 +1,373 @@
+"""Engine servers on other machines than the controller's: a keeper there is the parent of a server.
+
+The keeper starts the server as the controller does on its own machine: the same launch, in another process. Requests
+and weights go to the server directly. A server that is killed, or whose keeper is lost, is started again
+(`rollout.max_engine_restarts`). How a keeper is reached, `RemoteHandle`, is the launcher's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_megatron.data import codec
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.fleet.server_process import (
+    TAIL_LINES,
+    ServerLaunch,
+    ServerProcessHandle,
+    ServerSeat,
+    StartProgress,
+    archive_log,
+)
+from rlhf_megatron.runtime.driver_gate import DriverGate
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 5.0  # of a question to a keeper, which answers at once where it lives
+STOP_S = 30.0  # for a server to end, with its grace period and the kernel's
+_POLL_S = 0.1
+
+
+class RemoteProcessLostError(RuntimeError):
+    """A process elsewhere ended, could not be started, or its machine became unreachable."""
+
+
+class LateAnswerError(TimeoutError):
+    """A call to a process elsewhere was not answered in time."""
+
+
+class CallHandle(Protocol):
+    """A call that runs."""
+
+    @property
+    def is_done(self) -> bool:
+        """True also when its process has ended."""
+
+    def wait_for_result(self, timeout_s: float) -> Any:
+        """Raises as `RemoteHandle.call`."""
+
+
+class RemoteHandle(Protocol):
+    """A `ServerKeeper` somewhere. Thread-safe."""
+
+    def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """Call the method there and return its result. Raises what it raises there, ProcessLostError and
+        LateAnswerError.
+        """
+
+    def submit_call(self, method: str, *arguments: Any) -> CallHandle:
+        """Make the same call without waiting for its answer."""
+
+    def kill(self) -> None:
+        """End what is left of the server. Safe to call twice."""
+
+
+@codec.register("Report")
+@dataclass(frozen=True)
+class ServerReport:
+    """How a server is, as its keeper sees it."""
+
+    pid: int | None = None  # on its machine
+    exit_code: int | None = None
+    tail: str = ""  # of its log
+    address: EngineAddress | None = None  # when it is healthy
+    error: str = ""  # why it could not be started
+    is_late: bool = False  # that was a deadline
+
+
+class ServerKeeper:
+    """Parent of one server. Every call returns soon."""
+
+    driver_gate: DriverGate | None = None  # of its machine
+
+    def __init__(self) -> None:
+        self._launch: ServerLaunch | None = None
+        self._report = ServerReport()
+
+    def start_server(
+        self,
+        launch: ServerLaunch,
+        find_seat: Callable[[], ServerSeat],
+        is_restart: bool,
+        timeout_s: float,
+    ) -> str:
+        """Start the server, and wait in a thread until it is healthy; `report` says what came of it. `find_seat` may
+        raise EngineError. `is_restart`: the log of the former one is kept under a number. Returns `ServerLaunch.meets_at`."""
+        assert self._launch is None, "a keeper starts one server"
+        if is_restart:
+            archive_log(launch.log)
+        try:
+            launch.take_seat(find_seat())
+            launch.start()
+        except EngineError as error:
+            self._report = ServerReport(error=str(error))
+            return ""
+        except OSError as error:
+            self._report = ServerReport(error=f"{launch.name} could not be started: {error}")
+            return ""
+        self._launch = launch
+        deadline = time.monotonic() + timeout_s
+        threading.Thread(
+            target=self._wait_until_healthy,
+            args=(launch, deadline),
+            name="server-start",
+            daemon=True,
+        ).start()
+        return launch.get_rendezvous_address()
+
+    def report(self) -> ServerReport:
+        process, found = self.server_process, self._report
+        if process is None:
+            return found
+        return replace(
+            found, pid=process.pid, exit_code=process.exit_code, tail=process.read_log_tail()
+        )
+
+    @property
+    def server_process(self) -> ServerProcessHandle | None:
+        """The server's process; None before it was started."""
+        return None if self._launch is None else self._launch.process
+
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal to the server's process group."""
+        if self.server_process is not None:
+            self.server_process.send_signal(signal_number)
+
+    def request_stop(self) -> None:
+        if self.server_process is not None:
+            self.server_process.request_stop()
+
+    def stop(self) -> None:
+        if self.server_process is not None:
+            self.server_process.stop()
+
+    def kill(self) -> None:
+        if self.server_process is not None:
+            self.server_process.kill()
+
+    def _wait_until_healthy(self, launch: ServerLaunch, deadline: float) -> None:
+        try:
+            drivers = "" if self.driver_gate is None else self.driver_gate.address
+            self._report = ServerReport(
+                address=replace(launch.wait_until_healthy(deadline, None), drivers=drivers)
+            )
+        except Exception as error:  # told to the controller
+            logger.exception("the server has not become healthy")
+            self._report = ServerReport(
+                error=str(error), is_late=isinstance(error, EngineTimeoutError)
+            )
+
+
+class RemoteServerProcess:
+    """A server by its keeper; see `rollout.fleet.server_process.ServerProcessHandle`. Thread-safe."""
+
+    def __init__(self, name: str, log: Path, keeper: RemoteHandle, start_call: CallHandle) -> None:
+        """`start_call`: the call that starts the server."""
+        self.name = name
+        self.log = log
+        self._keeper = keeper
+        self._start_call = start_call
+        self._loss_reason = ""  # how the keeper ended
+        self._is_stopped = False  # on purpose
+        self._exit_code: int | None = None
+        self._last_report = ServerReport()
+
+    @property
+    def pid(self) -> int:
+        """The process number on its machine; 0 where that is not known."""
+        self.fetch_report()
+        return self._last_report.pid or 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; that of SIGKILL where the keeper has ended, and with it the server."""
+        if self._exit_code is None:
+            report = self.fetch_report()
+            if report is not None:
+                self._exit_code = report.exit_code
+        return self._exit_code
+
+    @property
+    def last_pid(self) -> int | None:
+        """The process number of the last report."""
+        return self._last_report.pid
+
+    def raise_start_error(self) -> None:
+        """Raises EngineError where the server could not be started at all."""
+        if self._start_call.is_done:
+            try:
+                self._start_call.wait_for_result(CALL_S)
+            except (RemoteProcessLostError, LateAnswerError):
+                pass  # found by `fetch_report`
+            except Exception as error:
+                raise EngineError(
+                    f"{self.name} could not be started: {type(error).__name__}: {error}"
+                ) from error
+
+    def wait_for_rendezvous_address(self, timeout_s: float) -> str:
+        """Return what `ServerKeeper.begin` did. Raises EngineError."""
+        try:
+            return str(self._start_call.wait_for_result(timeout_s))
+        except (RemoteProcessLostError, LateAnswerError) as error:
+            raise EngineError(f"{self.name} could not be started: {error}") from error
+
+    def fetch_report(self) -> ServerReport | None:
+        """Ask the keeper; None where it is not there yet, is gone, or does not answer in time."""
+        if self._loss_reason or self._is_stopped:
+            return None
+        try:
+            found = self._keeper.call_method("report", timeout_s=CALL_S)
+        except LateAnswerError:
+            return None
+        except RemoteProcessLostError as error:
+            self._loss_reason, self._exit_code = str(error), -signal.SIGKILL
+            return None
+        assert isinstance(found, ServerReport)
+        self._last_report = found
+        return found
+
+    @property
+    def loss_reason(self) -> str:
+        """How its keeper ended; empty while it has not been found so."""
+        return self._loss_reason
+
+    def read_log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        self.fetch_report()
+        lines = self._last_report.tail.splitlines()
+        if self._loss_reason:
+            lines.append(f"its keeper has ended: {self._loss_reason}")
+        return "\n".join(lines[-num_lines:])
+
+    def send_signal(self, signal_number: int) -> None:
+        self._keeper.call_method("send_signal", signal_number, timeout_s=CALL_S)
+
+    def request_stop(self) -> None:
+        if not self._loss_reason and not self._is_stopped:
+            self._keeper.submit_call("request_stop")
+
+    def stop(self) -> None:
+        self._end_server_and_keeper("stop", STOP_S)
+
+    def kill(self) -> None:
+        self._end_server_and_keeper("kill", CALL_S)
+
+    def archive_log(self) -> None:
+        """The keeper of the next server does, on its machine."""
+
+    def _end_server_and_keeper(self, method: str, timeout_s: float) -> None:
+        """The server, then its keeper; what is left of the server ends with it."""
+        if not self._loss_reason and not self._is_stopped:
+            with contextlib.suppress(RemoteProcessLostError, LateAnswerError):
+                self._keeper.call_method(method, timeout_s=timeout_s)
+            self._exit_code = self.exit_code
+        self._is_stopped = True
+        self._keeper.kill()
+        if self._exit_code is None:
+            self._exit_code = -signal.SIGKILL
+
+
+@dataclass
+class RemoteLaunch:
+    """Has the name and the places of a launch, and another way to start; see `rollout.fleet.server_process.ServerLaunch`."""
+
+    launch: ServerLaunch
+
+    @property
+    def name(self) -> str:
+        return self.launch.name
+
+    @property
+    def log(self) -> Path:
+        return self.launch.log
+
+    @property
+    def transfer_dir(self) -> Path:
+        return self.launch.transfer_dir
+
+    @property
+    def rendezvous_address(self) -> str:
+        return self.launch.rendezvous_address
+
+    @rendezvous_address.setter
+    def rendezvous_address(self, address: str) -> None:
+        self.launch.rendezvous_address = address
+
+    def get_rendezvous_address(self) -> str:
+        return ""
+
+
+@dataclass
+class KeeperLaunch(RemoteLaunch):
+    """Starts a server by a keeper."""
+
+    start_keeper: Callable[
+        [bool], tuple[RemoteHandle, CallHandle]
+    ]  # again? -> a new keeper, and its call `start_keeper`
+    keeper_start_timeout_s: float  # for its keeper to begin
+    machine: int = 0  # see EngineAddress
+    process: RemoteServerProcess | None = None
+    num_starts: int = field(default=0)
+    previous_pid: int | None = None  # of the server before this one
+
+    def take_seat(self, seat: object) -> None:
+        raise AssertionError("its keeper gives it a seat")
+
+    def start(self) -> None:
+        """Returns before the server runs. Raises EngineError where its keeper cannot be told where."""
+        self.previous_pid = None if self.process is None else self.process.last_pid
+        try:
+            self.process = RemoteServerProcess(
+                self.name, self.log, *self.start_keeper(self.num_starts > 0)
+            )
+        except (RemoteProcessLostError, LateAnswerError) as error:
+            raise EngineError(f"{self.name} could not be started: {error}") from error
+        self.num_starts += 1
+
+    def get_rendezvous_address(self) -> str:
+        """Waits until its keeper has begun. Raises EngineError."""
+        assert self.process is not None, "it comes after start"
+        return self.process.wait_for_rendezvous_address(self.keeper_start_timeout_s)
+
+    def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
+        """Until the server is healthy. Raises EngineError."""
+        assert self.process is not None, "wait comes after start"
+        start = reported = time.monotonic()
+        while True:
+            self.process.raise_start_error()
+            report, now = self.process.fetch_report(), time.monotonic()
+            if report is not None and report.pid is not None and report.pid == self.previous_pid:
+                report = None  # its keeper has not begun yet
+            if report is not None and report.address is not None:
+                return replace(report.address, machine=self.machine)
+            if report is not None and report.error:
+                raise (EngineTimeoutError if report.is_late else EngineError)(report.error)
+            if self.process.loss_reason:
+                raise EngineError(
+                    f"{self.name}: its keeper ended before it was ready: {self.process.loss_reason}"
+                )
+            if now > deadline:
+                tail = (
+                    f"the end of {self.log}:\n{report.tail}"
+                    if report is not None
+                    else "its keeper does not answer"
+                )
+                raise EngineTimeoutError(
+                    f"{self.name} was not ready after {now - start:.0f} s (rollout.startup_timeout_s); {tail}"
+                )
+            if progress is not None and now - reported >= 1.0:
+                reported = now
+                line = (
+                    report.tail.splitlines()[-1:]
+                    if report is not None
+                    else ["waits for its keeper"]
+                )
+                progress(self.name, now - start, "".join(line))
+            time.sleep(_POLL_S)

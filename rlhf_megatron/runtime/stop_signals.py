@@ -1,0 +1,233 @@
+"""Being told to stop. A signal to any process of a job becomes a StopRequest in the controller.
+
+The first signal asks: the run ends at the next place where its state is whole, within `grace_s`. A second one, or the
+end of that time, ends it where it is: SystemExit in the controller, so that `finally` clauses run, for CLEANUP_S at
+most. A host that gets the signal tells the controller and stays until it is told to leave; only where the controller
+does not end it in time does it end itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from rlhf_megatron.runtime.control_messages import HostSignalNotice
+from rlhf_megatron.stop import StopRequest, get_startup_exit_code
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_LIMIT_ENV = "RLHF_MEGATRON_STOP_LIMIT_S"  # seconds after a signal until the agent kills the ranks that are left
+REPEAT_S = 3.0  # within it a host's signals are one: a scheduler signals every process, and the agent passes it on
+CONTROLLER_REPEAT_S = 0.5  # the controller gets no signal from a host that can send a message
+CLEANUP_S = 12.0  # for the controller to end engines and hosts once it does not go on
+HOST_SLACK_S = 5.0  # beyond it, for the controller to end this host
+NOTICE_S = 1.0  # until a person is told that the run stops, when it has not by then
+LOSS_S = 2.0  # for the group to say which host was lost
+
+
+class FailureSource(Protocol):
+    @property
+    def failure(self) -> Exception | None: ...
+
+
+class ControllerStopHandler:
+    """The controller's side, also of an inline run. `stop` is what the loop reads; `parent`: process that starts it."""
+
+    def __init__(
+        self, stop_request: StopRequest, grace_s: float, parent_pid: int | None = None
+    ) -> None:
+        self.is_startup = parent_pid is not None  # nothing to save yet: the first signal ends it
+        self.has_begun = (
+            parent_pid is None
+        )  # the run itself; what ends it before says so by its exit code
+        self._stop_request = stop_request
+        self._grace_s = grace_s
+        self._parent_pid = parent_pid
+        self._lock = threading.Lock()
+        self._stop_requested_at = 0.0
+        self._last_signal_at = 0.0  # this process itself, last
+        self._is_interrupted = False  # what comes now raises
+        self._is_uninstalled = False
+        self._main_thread_id = threading.main_thread().ident
+        self._timers: list[threading.Timer] = []
+        self._get_failure: Callable[[], Exception | None] = lambda: None
+
+    def set_failure_source(self, source: FailureSource) -> None:
+        """Raise what ended the hosts, which says more, in place of the signal that came with it."""
+        self._get_failure = lambda: source.failure
+
+    @contextmanager
+    def install_handlers(self) -> Iterator[None]:
+        """Signals go here while it lasts. On the main thread. Then a controller with a parent is about to exit, and
+        keeps its exit code whatever comes."""
+        before = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_uninstalled = True
+            for timer in self._timers:
+                timer.cancel()
+            for number, handler in before.items():
+                if (
+                    signal.getsignal(number) == self._handle_signal
+                ):  # else it was told to end at once
+                    signal.signal(number, handler if self._parent_pid is None else signal.SIG_IGN)
+
+    def handle_host_notice(self, rank_label: str, notice: HostSignalNotice) -> None:
+        """Take a host's message, on any thread."""
+        number = signal.Signals[notice.signal]
+        if notice.is_urgent or self.is_startup:
+            self._interrupt_main_thread(number)
+        else:
+            self._request_stop(f"{number.name} to {rank_label}", number)
+
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        is_orphan = self._parent_pid is not None and os.getppid() != self._parent_pid
+        now = time.monotonic()
+        last, self._last_signal_at = self._last_signal_at, now
+        is_second = (last > 0 and now - last > CONTROLLER_REPEAT_S) or (
+            self._stop_request.is_requested and now - self._stop_requested_at > REPEAT_S
+        )
+        if is_orphan or is_second or self._is_interrupted or self.is_startup:
+            self._raise_failure_or_exit(signal_number, LOSS_S if is_orphan else 0.0)
+        self._request_stop(f"{signal.Signals(signal_number).name} to the controller", signal_number)
+
+    def _request_stop(self, reason: str, signal_number: int) -> None:
+        # No lock: the handler runs on the main thread between any two of its instructions.
+        if self._stop_request.is_requested:
+            return
+        self._stop_requested_at = time.monotonic()
+        self._stop_request.request(reason)
+        self._timers = [
+            threading.Timer(NOTICE_S, self._announce_stop, (reason,)),
+            threading.Timer(self._grace_s, self._interrupt_main_thread, (signal_number,)),
+        ]
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def _announce_stop(self, reason: str) -> None:
+        if (
+            self._get_failure() is None
+        ):  # else torchrun tells the ranks that are left, and the controller with rank 0, to end
+            sys.stderr.write(
+                f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends it at once\n"
+            )
+
+    def _interrupt_main_thread(self, signal_number: int) -> None:
+        """Interrupt the main thread wherever it is, from another thread."""
+        with self._lock:
+            if self._is_interrupted or self._is_uninstalled:
+                return
+            self._is_interrupted = True
+            _schedule_exit(
+                CLEANUP_S, self._choose_exit_code(signal_number)
+            )  # where the main thread does not come back to Python
+            assert self._main_thread_id is not None
+            signal.pthread_kill(self._main_thread_id, signal_number)
+
+    def _raise_failure_or_exit(self, signal_number: int, wait_s: float) -> None:
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        _schedule_exit(CLEANUP_S, self._choose_exit_code(signal_number))
+        deadline = time.monotonic() + wait_s
+        while self._get_failure() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if (
+            failure := self._get_failure()
+        ) is not None:  # torchrun ends all ranks when one has died
+            raise failure
+        raise SystemExit(self._choose_exit_code(signal_number))
+
+    def _choose_exit_code(self, signal_number: int) -> int:
+        return 128 + signal_number if self.has_begun else get_startup_exit_code(signal_number)
+
+
+class HostStopHandler:
+    """A host's side: `handle_signal` is called in a thread of its own (`processes.on_signals`), once for each signal.
+
+    `controller`: the process that this host has started, on rank 0.
+    """
+
+    def __init__(
+        self, grace_s: float, controller_process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.send_notice: Callable[[HostSignalNotice], None] | None = (
+            None  # to the controller; None until registered
+        )
+        self.is_startup = True  # set to False when the roles stand here
+        self._grace_s = grace_s
+        self._controller_process = controller_process
+        self._parent_pid = os.getppid()
+        self._first_signal_at: float | None = None
+        self._is_urgent = False
+
+    def handle_signal(self, signal_number: int) -> None:
+        now = time.monotonic()
+        is_orphan = os.getppid() != self._parent_pid
+        # The controller reads what hosts say when all have come: until then only a signal of its own reaches it.
+        if self.send_notice is None or (self.is_startup and self._controller_process is not None):
+            self._exit_at_startup(signal_number)
+        elif self._first_signal_at is None and not is_orphan:
+            self._first_signal_at = now
+            self._notify_controller(
+                signal_number,
+                is_urgent=False,
+                exit_after_s=self._grace_s + CLEANUP_S + HOST_SLACK_S,
+            )
+        elif not self._is_urgent and (
+            is_orphan
+            or (self._first_signal_at is not None and now - self._first_signal_at > REPEAT_S)
+        ):
+            self._is_urgent = True
+            self._notify_controller(
+                signal_number, is_urgent=True, exit_after_s=CLEANUP_S + HOST_SLACK_S
+            )
+
+    def _notify_controller(self, signal_number: int, is_urgent: bool, exit_after_s: float) -> None:
+        timer = threading.Timer(exit_after_s, self._exit_unserved, (signal_number,))
+        timer.daemon = True
+        timer.start()
+        assert self.send_notice is not None
+        with contextlib.suppress(
+            ConnectionError
+        ):  # the run has ended, and this host is about to leave
+            self.send_notice(HostSignalNotice(signal.Signals(signal_number).name, is_urgent))
+
+    def _exit_at_startup(self, signal_number: int) -> None:
+        """Nobody waits for this host yet, and there is nothing to save."""
+        if self._controller_process is not None:
+            self._controller_process.send_signal(signal_number)
+            try:
+                self._controller_process.wait(CLEANUP_S + HOST_SLACK_S)
+            except subprocess.TimeoutExpired:
+                self._controller_process.kill()
+            time.sleep(0.5)  # until the other nodes have read its exit code
+        else:  # a job is told to stop everywhere: the controller must not take this host for lost first
+            time.sleep(REPEAT_S)
+        os._exit(get_startup_exit_code(signal_number))
+
+    def _exit_unserved(self, signal_number: int) -> None:
+        """The controller has not ended this host in time."""
+        if self._controller_process is not None:
+            self._controller_process.kill()
+            time.sleep(
+                1.0
+            )  # the main thread or the service may end this process with the controller's code
+        os._exit(128 + signal_number)
+
+
+def _schedule_exit(delay_s: float, exit_code: int) -> None:
+    timer = threading.Timer(delay_s, os._exit, (exit_code,))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,381 @@
+"""The torchrun launcher: every rank is a host, and rank 0 starts the controller beside itself.
+
+    torchrun agent --- host 0 --- controller        A process ends when its parent does.
+                   |-- host 1                       Control channel: controller <-> every host.
+                   `-- host 2 ...                   Rendezvous store: in the agent of node 0; addresses and exit codes.
+
+The first ranks are the actor's pool; the critic's, where it has one, are the last (`runtime.rank_pools`). Each pool is a
+torch world of its own, and one ends with the other.
+
+When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
+the other hosts leave. The secret of the control channel comes from the environment or a file (`runtime.message_channel`);
+without either it is drawn here and passed through the rendezvous store, which torch does not authenticate: run several
+nodes on a private network. What a signal does: `runtime.stop_signals`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.runtime import host_registration, message_channel
+from rlhf_megatron.runtime.host_control import RunDeadlines, run_with_hosts
+from rlhf_megatron.runtime.process_control import (
+    AGENT_ENV,
+    die_with_parent,
+    handle_signals_in_thread,
+    read_machine_id,
+    read_process_state,
+)
+from rlhf_megatron.runtime.rank_pools import PoolSpec, find_pool_of_rank
+from rlhf_megatron.runtime.rank_process import JobRank, run_rank_process
+from rlhf_megatron.runtime.role_host import BuildRoles
+from rlhf_megatron.runtime.routed_worker_group import RoutedWorkerGroup
+from rlhf_megatron.runtime.stop_signals import (
+    CLEANUP_S,
+    HOST_SLACK_S,
+    SIGNALS,
+    STOP_LIMIT_ENV,
+    ControllerStopHandler,
+    HostStopHandler,
+)
+from rlhf_megatron.runtime.torchrun import forked_ranks
+from rlhf_megatron.stop import StopRequest
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE_POLL_S = 0.1
+OTHERS_FOUND_S = 60.0  # more than an agent takes to find out that another node has ended
+EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
+HEARD_S = 15.0  # for machines without ranks to read the exit code; one that is lost does not
+_LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
+_PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
+_ADDRESS, _SECRET, _EXIT_CODE = (
+    "control/address",
+    "control/secret",
+    "control/exit_code",
+)  # keys in the store
+_HEARD = "control/heard"  # and a machine without ranks: it has the exit code
+_SETTINGS, _RANK_0 = "control/settings", "control/rank_0"  # the second: its machine and process
+_RANK_ENV = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ROLE_",
+    "GROUP_",
+)
+
+
+def launch_single_node(
+    arguments: Sequence[str],
+    num_processes: int,
+    module: str = "rlhf_megatron",
+    stop_s: float = RunDeadlines.stop_s,
+) -> NoReturn:
+    """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
+    environment = dict(os.environ)
+    environment[STOP_LIMIT_ENV] = format_stop_limit(stop_s)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    command = [sys.executable, "-m", "rlhf_megatron.runtime.torchrun.agent"]
+    command += make_agent_arguments(num_processes, module, arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the agent takes them
+    os.execve(sys.executable, command, environment)
+
+
+def make_agent_arguments(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """Return what the agent is told for `python -m module arguments` on the ranks of one machine."""
+    place = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    return [*place, "-m", module, *arguments]
+
+
+def format_stop_limit(stop_s: float) -> str:
+    """Return the value of STOP_LIMIT_ENV for an agent whose run may take `stop_s` to stop."""
+    return str(stop_s + CLEANUP_S + 3 * HOST_SLACK_S)
+
+
+def is_under_torchrun() -> bool:
+    """Return True in a process that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def run_torchrun_host(
+    build_roles: BuildRoles,
+    pools: Sequence[PoolSpec],
+    controller_arguments: Sequence[str],
+    log_dir: Path,
+    deadlines: RunDeadlines,
+    backend: str = "gloo",
+    setting_lines: Sequence[str] = (),
+    controller_descriptors: Sequence[int] = (),
+    keeper_machines: Sequence[int] = (),
+) -> int:
+    """Live as a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
+
+    Rank 0 starts the controller as `python controller_arguments`; that program calls `run_torchrun_controller`. From then on
+    this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `setting_lines`: "key: value" lines
+    that all ranks must have alike. `controller_descriptors`: open files that the controller inherits.
+    `keeper_machines`: with engines and without the controller; the first rank of such a one starts its keeper, with the
+    controller's arguments. Call it before CUDA is used.
+
+    Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
+    """
+    _check_num_ranks(pools)
+    rank = int(os.environ["RANK"])
+    agent = os.environ.pop(AGENT_ENV, None)  # another launcher has none
+    die_with_parent(
+        signal.SIGTERM if rank == 0 else signal.SIGKILL, None if agent is None else int(agent)
+    )
+    store = open_rendezvous_store("control", deadlines.startup_s)
+    _check_same_settings(store, rank, setting_lines)
+    secret = message_channel.read_secret(os.environ)
+    os.environ.pop(message_channel.SECRET_ENV, None)
+    if rank == 0:
+        is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1" and not keeper_machines
+        process, exit_code = _start_controller(
+            store, secret, controller_arguments, controller_descriptors, is_alone
+        )
+        stopping = HostStopHandler(deadlines.stop_s, process)
+    else:
+        exit_code = _make_exit_code_waiter(store)
+        stopping = HostStopHandler(deadlines.stop_s)
+    handle_signals_in_thread(SIGNALS, stopping.handle_signal)
+    place = JobRank(rank, find_pool_of_rank(pools, rank))
+    controller = store.get(_ADDRESS).decode()  # rank 0 has made the run directory when this is set
+    secret = secret or bytes(store.get(_SECRET))
+    _start_machine_keeper(keeper_machines, controller, secret, controller_arguments)
+    host, _, port = controller.rpartition(":")
+    is_served = run_rank_process(
+        place,
+        (host, int(port)),
+        secret,
+        build_roles,
+        lambda: open_rendezvous_store(f"pool/{place.pool.name}", deadlines.startup_s),
+        log_dir,
+        deadlines,
+        backend,
+        stopping,
+        exit_code,
+    )
+    code = exit_code() if is_served else 1
+    if rank == 0:
+        _wait_for_keepers(
+            store, [m for m in keeper_machines if m >= int(os.environ.get("GROUP_WORLD_SIZE", "1"))]
+        )
+    return code
+
+
+def _check_num_ranks(pools: Sequence[PoolSpec]) -> None:
+    if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end_rank:
+        raise ValueError(
+            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end_rank}; "
+            "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
+        )
+
+
+def _start_machine_keeper(
+    machines: Sequence[int], controller_address: str, secret: bytes, arguments: Sequence[str]
+) -> None:
+    """Start the keeper of this machine, where it is one of `machines` and this is its first rank."""
+    machine = int(os.environ.get("GROUP_RANK", "0"))
+    if machine in machines and os.environ["LOCAL_RANK"] == "0":
+        from rlhf_megatron.runtime.torchrun.machine_keeper import start_keeper_process
+
+        start_keeper_process(
+            machine, controller_address, secret, arguments, _make_environment_without_rank()
+        )
+
+
+def run_torchrun_controller(
+    run_job: Callable[[RoutedWorkerGroup], int],
+    pools: Sequence[PoolSpec],
+    deadlines: RunDeadlines,
+    stop_request: StopRequest | None = None,
+) -> int:
+    """Live as the controller that `run_torchrun_host` started: wait for the hosts, `run_job`, end the hosts. Returns its code.
+
+    A signal, to this process or to a host, becomes `stop_request`, which `run_job` is to look at. Raises what `run_job` raises;
+    HostError, also a ValueError where a user can fix it, for what goes wrong on hosts; SystemExit(128 + n) for a signal
+    without `stop_request` or before `run_job` has begun, a second one, and when `run_job` does not end in time. On the main thread.
+    """
+    secret = message_channel.read_secret(os.environ)
+    assert secret is not None, "the host that started this process gave it the secret"
+    os.environ.pop(message_channel.SECRET_ENV)
+    listener = socket.socket(fileno=int(os.environ.pop(_LISTENER_ENV)))
+    parent = int(os.environ.pop(_PARENT_ENV))
+    stopping = ControllerStopHandler(stop_request or StopRequest(), deadlines.stop_s, parent)
+    with stopping.install_handlers():
+        die_with_parent(signal.SIGTERM, parent)
+        return run_with_hosts(
+            run_job,
+            listener,
+            secret,
+            pools,
+            deadlines,
+            stopping,
+            is_stoppable=stop_request is not None,
+        )
+
+
+def open_rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
+    """Return a connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
+
+
+def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes, dist.Store] | None:
+    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at MASTER_ADDR, and that
+    store. None: that run is over, and its store soon gone. Raises RuntimeError where there is no store."""
+    place = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # nobody counts the connections
+    os.environ |= {**place, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "engines"}
+    store = open_rendezvous_store("control", timeout_s)
+    controller = store.get(_ADDRESS).decode()
+    if store.check([_EXIT_CODE]):
+        return None
+    return controller, secret or bytes(store.get(_SECRET)), store
+
+
+def read_exit_code(store: dist.Store, machine: int) -> int:
+    """Return the controller's exit code, on a machine without a rank. It is 1 when that does not come."""
+    code = _make_exit_code_waiter(store)()
+    with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this
+        store.set(f"{_HEARD}/{machine}", "")
+    return code
+
+
+def _wait_for_keepers(store: dist.Store, machines: Sequence[int]) -> None:
+    """The store ends with rank 0: machines without a rank must have read the exit code."""
+    deadline = time.monotonic() + HEARD_S
+    keys = [f"{_HEARD}/{machine}" for machine in machines]
+    with contextlib.suppress(RuntimeError):
+        while keys and not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(EXIT_CODE_POLL_S)
+
+
+def _make_environment_without_rank() -> dict[str, str]:
+    """The environment of this rank for a process that is none."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith((*_RANK_ENV, "TORCHELASTIC_"))
+    }
+
+
+def _check_same_settings(store: dist.Store, rank: int, setting_lines: Sequence[str]) -> None:
+    """Nodes read files of their own, which may differ; rank 0's are the run's."""
+    if rank == 0:
+        store.set(_SETTINGS, "\0".join(setting_lines))
+        return
+    if not setting_lines:
+        return
+    try:
+        theirs = bytes(store.get(_SETTINGS)).decode().split("\0")
+    except (
+        dist.DistNetworkError
+    ):  # node 0 has ended; this node's agent finds that out, ends this rank and says so
+        time.sleep(OTHERS_FOUND_S)
+        raise SystemExit(1) from None
+    pairs = itertools.zip_longest(setting_lines, theirs, fillvalue="nothing")
+    different = [f"{ours} here, but {other} on rank 0" for ours, other in pairs if ours != other]
+    if different:
+        raise ConfigError(
+            [f"{line}; start all nodes with the same files and arguments." for line in different]
+        )
+
+
+def _start_controller(
+    store: dist.Store,
+    secret: bytes | None,
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    is_single_node: bool,
+) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
+    """Start it and publish where it listens. Returns it, and a function that waits for its exit code."""
+    address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
+    listener = host_registration.open_listener(address)
+    if secret is None:
+        secret = message_channel.generate_secret().encode()
+        store.set(_SECRET, secret.decode())
+    environment = _make_environment_without_rank()
+    environment[message_channel.SECRET_ENV] = secret.decode()
+    environment[_LISTENER_ENV] = str(listener.fileno())
+    environment[_PARENT_ENV] = str(os.getpid())
+    passed = [listener.fileno(), *descriptors]
+    if forked_ranks.is_forked_rank():
+        live = partial(forked_ranks.run_as_program, arguments, environment)
+        process: subprocess.Popen[bytes] = forked_ranks.ForkedProcess("controller", live, passed)
+    else:
+        process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=passed)
+    port = listener.getsockname()[1]
+    listener.close()
+
+    published: Future[int] = Future()
+
+    def publish_exit_code() -> None:
+        code = process.wait()
+        code = 128 - code if code < 0 else code
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+            store.set(_EXIT_CODE, str(code))
+        if (
+            code != 0 and not is_single_node
+        ):  # torchrun ends all ranks, and the store, as soon as this one has failed
+            time.sleep(5 * EXIT_CODE_POLL_S)
+        published.set_result(code)
+
+    threading.Thread(target=publish_exit_code, name="controller", daemon=True).start()
+    store.set(_RANK_0, f"{read_machine_id()} {os.getpid()}")
+    store.set(_ADDRESS, f"{address}:{port}")
+    return process, published.result
+
+
+def _make_exit_code_waiter(store: dist.Store) -> Callable[[], int]:
+    """A function that waits until rank 0 has published the controller's exit code; 1 when that does not come."""
+
+    def wait_for_exit_code() -> int:
+        deadline = time.monotonic() + EXIT_CODE_S
+        try:
+            machine, _, pid = store.get(_RANK_0).decode().rpartition(" ")
+            while not store.check([_EXIT_CODE]):
+                is_gone = machine == read_machine_id() and read_process_state(int(pid)) in (
+                    "",
+                    "Z",
+                    "T",
+                )
+                if (is_gone and not store.check([_EXIT_CODE])) or time.monotonic() > deadline:
+                    logger.warning(
+                        "rank 0 has ended, is stopped, or has no exit code for %g s", EXIT_CODE_S
+                    )
+                    return 1
+                time.sleep(EXIT_CODE_POLL_S)
+            return int(store.get(_EXIT_CODE))
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+            logger.warning("the rendezvous store is gone: %s", error)
+            return 1
+
+    return wait_for_exit_code

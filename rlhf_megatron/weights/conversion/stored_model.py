@@ -1,0 +1,287 @@
+"""Weights somewhere on disk, in any layout that this package reads, and the units in which they are converted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES
+from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config, read_json_object
+from rlhf_megatron.weights.megatron_dir import MANIFEST, MegatronReader
+from rlhf_megatron.weights.mtp_tensors import MtpTensors, find_mtp_tensors
+from rlhf_megatron.weights.quantised_weights import (
+    FP8_BLOCK,
+    dequantise_fp8,
+    is_stored_in_fp8,
+    quantise_to_fp8,
+    read_fp8_block_size,
+)
+from rlhf_megatron.weights.safe_pickle import METADATA
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
+from rlhf_megatron.weights.torch_dist_source import TorchDistSource
+from rlhf_megatron.weights.transformers_causal_lm import make_transformers_weight_table
+from rlhf_megatron.weights.weight_source import WeightSource
+from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
+
+logger = logging.getLogger(__name__)
+
+DIGESTS = "conversion.json"
+"""Beside weights that were converted to another layout than one file a rank: the digest of every tensor."""
+LATEST = "latest_checkpointed_iteration.txt"
+"""Beside the checkpoints of Megatron-LM: which of them is the newest one."""
+QUANTISATION = "quantization_config"
+PIECE_BYTES = (
+    96 << 13
+)  # which a cache holds while all that needs them goes over them; whole lines of the digest
+
+
+@dataclass(frozen=True)
+class ConversionItem:
+    """A rule of the weight table, and the type in which its tensors are written."""
+
+    rule: WeightRule
+    dtype: str
+    is_mtp: bool = False  # no model has it: it goes along as it is
+    fp8_block: tuple[int, int] | None = (
+        None  # in which its matrices are written in FP8; None: they are not
+    )
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.rule.megatron_shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ItemTensors:
+    """An item's tensors in Hugging Face layout and in the item's type, perhaps views of mapped files."""
+
+    rule: WeightRule
+    tensors: tuple[Tensor, ...]
+    recorded_digests: Mapping[
+        str, str
+    ]  # the digests that they must have; empty where none are known
+    _computed_digests: dict[str, str] = field(default_factory=dict)
+
+    def digest_and_yield_pieces(self, tensor_index: int) -> Iterator[Tensor]:
+        """Yield the bytes of one tensor, a few at a time, and digest them on the way: files are read once so, and what
+        is written then is still in a cache. Raises ValueError at the end of a tensor that is not the recorded one."""
+        hf, tensor = self.rule.hf_tensors[tensor_index], self.tensors[tensor_index]
+        total, first = 0, 0
+        for piece in split_into_byte_pieces(tensor):
+            total += digest_tensor(piece.view(tensor.dtype), first)
+            first += piece.numel() // min(2, tensor.element_size())  # words
+            yield piece
+        value = self._computed_digests[hf.name] = format_digest(total)
+        if self.recorded_digests and self.recorded_digests.get(hf.name) != value:
+            raise ValueError(
+                f"{hf.name} has digest {value}, its manifest says {self.recorded_digests.get(hf.name)}: the file was changed or"
+                " damaged. Convert the model again."
+            )
+
+    def compute_digests(self) -> dict[str, str]:
+        """Return the digests of all, by Hugging Face name. Raises ValueError as `digest_and_yield_pieces` does."""
+        for number, hf in enumerate(self.rule.hf_tensors):
+            if hf.name not in self._computed_digests:
+                for _ in self.digest_and_yield_pieces(number):
+                    pass
+        return {hf.name: self._computed_digests[hf.name] for hf in self.rule.hf_tensors}
+
+
+def split_into_byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor, a few at a time."""
+    yield from tensor.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """Weights somewhere, and what they are of."""
+
+    hf_config: HFConfig  # without the quantisation of its files
+    source: WeightSource
+    directory: Path  # of the weights
+    companions_directory: Path | None  # directory with the tokenizer's files
+    recorded_digests: Mapping[
+        str, str
+    ]  # as recorded by an earlier conversion; empty where there are none
+    head: HeadKind = "vocabulary"
+    is_written_by_fsdp: bool = False  # the source knows transformers' names
+    fp8_block: tuple[int, int] | None = None  # of FP8, where the files are quantised
+
+    @cached_property
+    def weight_table(self) -> tuple[WeightRule, ...]:
+        """The rules of the model; for a source that holds whole tensors, as it holds them."""
+        if self.is_written_by_fsdp:
+            return make_transformers_weight_table(self.hf_config, self.head)
+        return make_weight_table(self.hf_config, head=self.head)
+
+    def make_conversion_items(
+        self, dtype: str | None = None, vocabulary_tp: int = 1
+    ) -> tuple[ConversionItem, ...]:
+        """Everything that is converted, in the order of the table. `dtype`: cast to it; None keeps each tensor's type;
+        "fp8": bfloat16, and FP8 for the matrices of layers. `vocabulary_tp`: ranks for which the vocabulary is padded."""
+        dtype, block = ("bfloat16", FP8_BLOCK) if dtype == "fp8" else (dtype, None)
+        table = (
+            self.weight_table
+            if vocabulary_tp == 1
+            else make_weight_table(self.hf_config, vocabulary_tp, head=self.head)
+        )
+        items = [
+            ConversionItem(rule, rule.dtype or dtype or self.source.get_dtype_name(rule))
+            for rule in table
+        ]
+        items += [
+            ConversionItem(rule, str(rule.dtype), is_mtp=True)
+            for rule in self.find_mtp_tensors(dtype).make_rules()
+        ]
+        if block is None:
+            return tuple(items)
+        if any(hf.entry is not None for rule in table for hf in rule.hf_tensors):
+            raise ValueError(
+                f"{self.directory}: experts that files have in one tensor are not written in FP8; use bfloat16."
+            )
+        has_matrix = (
+            any(is_stored_in_fp8(hf.name) for hf in item.rule.hf_tensors) for item in items
+        )
+        return tuple(
+            replace(i, fp8_block=block) if is_in else i
+            for i, is_in in zip(items, has_matrix, strict=True)
+        )
+
+    def find_mtp_tensors(self, dtype: str | None = None) -> MtpTensors:
+        """Tensors that go along with a policy; they stand where the tokenizer does."""
+        where = self.companions_directory if self.head == "vocabulary" else None
+        return find_mtp_tensors(where, self.hf_config, dtype, self.fp8_block)
+
+    @cached_property
+    def _mtp_tensors(self) -> MtpTensors:
+        return self.find_mtp_tensors()
+
+    def read_item(self, item: ConversionItem) -> ItemTensors:
+        """An item's tensors; FP8 blocks are dequantised. Raises ValueError for a broken tensor, or one that is cast and
+        changed since it was converted."""
+        source: WeightSource | None = self._mtp_tensors.reader if item.is_mtp else self.source
+        assert source is not None, item
+        stored = source.read_hf_tensors(item.rule)
+        tensors = tuple(tensor.to(getattr(torch, item.dtype)) for tensor in stored)
+        if item.fp8_block is not None:
+            tensors = tuple(
+                _round_to_fp8(hf.name, tensor, item.fp8_block)
+                for hf, tensor in zip(item.rule.hf_tensors, tensors, strict=True)
+            )
+        is_cast = any(tensor is not other for tensor, other in zip(tensors, stored, strict=True))
+        if is_cast and self.recorded_digests:
+            ItemTensors(item.rule, stored, self.recorded_digests).compute_digests()
+        return ItemTensors(item.rule, tensors, {} if is_cast else self.recorded_digests)
+
+
+def _round_to_fp8(tensor_name: str, tensor: Tensor, fp8_block: tuple[int, int]) -> Tensor:
+    if not is_stored_in_fp8(tensor_name):
+        return tensor
+    try:
+        return dequantise_fp8(*quantise_to_fp8(tensor, fp8_block), fp8_block, tensor.dtype)
+    except ValueError as error:
+        raise ValueError(f"{tensor_name}: {error}; convert with --dtype bfloat16.") from error
+
+
+def group_items_into_units(items: Sequence[ConversionItem]) -> list[list[int]]:
+    """Numbers of the items that are read and written at once: the matrices of one expert, or one other tensor."""
+    units: list[list[int]] = []
+    last: tuple[Any, ...] | None = None
+    for number, item in enumerate(items):
+        expert = None if item.rule.expert is None else (item.rule.layer, item.rule.expert)
+        if expert is None or expert != last:
+            units.append([])
+        units[-1].append(number)
+        last = expert
+    return units
+
+
+def open_stored_model(
+    directory: Path, is_strict: bool = False, config_directory: Path | None = None
+) -> StoredModel:
+    """Weights in any layout, checked against the table. Raises ValueError naming files, tensors and shapes.
+
+    `config_directory`: directory with config.json and tokenizer, for one of megatron-core's that has none.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory} is not a directory; give one with a model in Hugging Face or Megatron layout."
+        )
+    if (directory / MANIFEST).is_file():
+        megatron = MegatronReader(directory)
+        return StoredModel(
+            megatron.manifest.hf_config, megatron, directory, directory, megatron.manifest.digests
+        )
+    digests = _read_recorded_digests(directory)
+    found = find_torch_dist_directory(directory)
+    companions = config_directory or directory
+    if found is not None and not (companions / "config.json").is_file():
+        raise ValueError(
+            f"{companions} has no config.json; --model DIR names the directory of the same model that has."
+        )
+    hf_config = read_hf_config(companions)
+    block = read_fp8_block_size(hf_config) if hf_config.get(QUANTISATION) else None
+    hf_config = {key: value for key, value in hf_config.items() if key != QUANTISATION}
+    if found is not None:
+        source = TorchDistSource(found, is_foreign=True)
+        model = StoredModel(hf_config, source, found, companions, digests)
+        left_over = sorted(
+            set(source.names) - {source.find_key(rule) for rule in model.weight_table}
+        )
+        if left_over and is_strict:
+            raise ValueError(f"{found}: not part of this model: {', '.join(left_over[:8])}.")
+        weights = [name for name in left_over if "optimizer" not in name]
+        if weights:
+            more = f" and {len(weights) - 8} more" if len(weights) > 8 else ""
+            logger.warning(
+                "%s: tensors that this model does not have are ignored: %s%s",
+                found,
+                ", ".join(weights[:8]),
+                more,
+            )
+        return model
+    reader = HFReader(directory, block)
+    reader.check_against_table(make_weight_table(hf_config), is_strict)
+    return replace(StoredModel(hf_config, reader, directory, companions, digests), fp8_block=block)
+
+
+def _read_recorded_digests(directory: Path) -> Mapping[str, str]:
+    """Read the digests of an earlier conversion; empty where there was none. Raises ValueError for a file of another
+    form.
+    """
+    if not (directory / DIGESTS).is_file():
+        return {}
+    digests = read_json_object(directory / DIGESTS).get("digests")
+    if not isinstance(digests, dict):
+        raise ValueError(
+            f"{directory / DIGESTS} has no digests; convert the model again, or remove the file."
+        )
+    return digests
+
+
+def find_torch_dist_directory(directory: Path) -> Path | None:
+    """The directory of megatron-core's checkpoint: this one, or that which Megatron-LM calls the newest below it."""
+    if (directory / METADATA).is_file():
+        return directory
+    if not (directory / LATEST).is_file():
+        return None
+    name = (directory / LATEST).read_text().strip()
+    found = directory / (
+        "release" if name == "release" else f"iter_{int(name):07d}" if name.isdecimal() else ""
+    )
+    if not (found / METADATA).is_file():
+        raise ValueError(
+            f"{directory / LATEST} says {name[:40]!r}, but {found} is no checkpoint in torch_dist format; name the"
+            " directory of one that is."
+        )
+    return found

@@ -1,0 +1,123 @@
+"""What a model family is, how one is found, and how families read config.json.
+
+A family is one file in this package that registers itself under the `model_type` of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.registry import Registry
+from rlhf_megatron.weights.weight_table import (
+    HeadKind,
+    HFTensor,
+    LayerImpl,
+    WeightRule,
+    make_plain_rule,
+    rename_rules_for_impl,
+)
+
+HFConfig = Mapping[str, Any]
+"""The parsed config.json of a model in Hugging Face layout."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Everything that is particular to one architecture. All functions raise ValueError for what is not supported."""
+
+    name: str  # model_type in config.json
+    find_unsupported_settings: Callable[[HFConfig], Iterator[str]]
+    """What a config.json asks for and the family does not implement, one sentence each; read before torch is there."""
+    make_transformer_arguments: Callable[[HFConfig], dict[str, Any]]
+    """Keyword arguments of megatron-core's TransformerConfig, plain values; `activation_func` is a name ("silu")."""
+    make_gpt_arguments: Callable[[HFConfig], dict[str, Any]]
+    """Keyword arguments of megatron-core's GPTModel, apart from config, spec, vocab_size and the stage flags; and what
+    ranks.models.megatron_model_builder reads itself: `rotary`, a ranks.models.rotary_embedding.Rotary, for our attention; `unbiased`, the part of a layer that
+    has no biases though `add_bias_linear` is on, which megatron-core takes for both parts, or None."""
+    make_table: Callable[[HFConfig, int], tuple[WeightRule, ...]]
+    """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass meets the tensors."""
+
+
+OUTPUT_LAYER = "output_layer"
+"""Megatron's name of the module behind the final norm, whichever head it is."""
+
+VALUE_HEAD = "score"
+"""The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification with one label."""
+
+
+FAMILIES: Registry[ModelFamily] = Registry("model family")
+
+
+def find_model_family(hf_config: HFConfig) -> ModelFamily:
+    """The family of a config.json: one of ours or, for the trainer backend fsdp, one that transformers has.
+
+    Raises ValueError when model_type is missing or unknown.
+    """
+    if not hf_config.get("model_type"):
+        raise ValueError("config.json has no model_type; is this a model in Hugging Face layout?")
+    name = str(hf_config["model_type"])
+    if FAMILIES.find(name) is None:
+        from rlhf_megatron.weights.transformers_causal_lm import find_transformers_family
+
+        if (other := find_transformers_family(name)) is not None:
+            return other
+    return FAMILIES.get(name).build
+
+
+def make_weight_table(
+    hf_config: HFConfig, tp_size: int = 1, impl: LayerImpl = "local", head: HeadKind = "vocabulary"
+) -> tuple[WeightRule, ...]:
+    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named as `impl` does.
+
+    `head` "value": a critic's, which has a value head in place of the output layer, tied or not.
+    """
+    table = find_model_family(hf_config).make_table(
+        hf_config, pad_vocab_size(int(hf_config["vocab_size"]), tp_size)
+    )
+    if head == "value":
+        body = [rule for rule in table if not rule.megatron_name.startswith(f"{OUTPUT_LAYER}.")]
+        table = (*body, *_make_value_head_rules(read_positive_int(hf_config, "hidden_size")))
+    return rename_rules_for_impl(impl, table)
+
+
+def _make_value_head_rules(hidden_size: int) -> tuple[WeightRule, ...]:
+    shapes = {"weight": (1, hidden_size), "bias": (1,)}
+    return tuple(
+        make_plain_rule(
+            f"{OUTPUT_LAYER}.{kind}", HFTensor(f"{VALUE_HEAD}.{kind}", shape), "replicated", None
+        )
+        for kind, shape in shapes.items()
+    )
+
+
+def pad_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """The smallest multiple of `tp_size` that holds the vocabulary: each rank gets as many rows."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def find_mtp_prefixes(hf_config: HFConfig) -> tuple[str, ...]:
+    """Return prefixes of the names of tensors that predict further tokens. No model here has them; they are kept as
+    they are.
+    """
+    first, num = hf_config.get("num_hidden_layers"), hf_config.get("num_nextn_predict_layers")
+    if type(first) is not int or type(num) is not int:
+        return ()
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + num))
+
+
+def read_positive_int(hf_config: HFConfig, key: str, default: int | None = None) -> int:
+    """A positive integer of config.json; a missing or null key takes `default`. Raises ValueError."""
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a positive integer.")
+    return value
+
+
+def refuse_unsupported_settings(hf_config: HFConfig) -> None:
+    """Raises ValueError that lists every setting of config.json which its family does not implement."""
+    problems = list(find_model_family(hf_config).find_unsupported_settings(hf_config))
+    if problems:
+        raise ValueError(f"config.json ({hf_config.get('model_type')}): {' '.join(problems)}")

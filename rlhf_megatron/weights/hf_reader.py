@@ -1,0 +1,281 @@
+"""Streaming reader of a directory in Hugging Face layout: memory-mapped safetensors, checked against the table."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlhf_megatron.weights.families.model_family import find_model_family, find_mtp_prefixes
+from rlhf_megatron.weights.quantised_weights import (
+    BLOCKS,
+    SCALE,
+    SCALES,
+    dequantise_fp8,
+    dequantise_mxfp4,
+)
+from rlhf_megatron.weights.weight_source import require_single_dtype
+from rlhf_megatron.weights.weight_table import HFTensor, StackedEntry, WeightRule
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Types that weights may have in a file, by their safetensors name."""
+FP8 = "F8_E4M3"
+_BYTES = "U8"
+_MAX_LISTED = 8  # problems named in one message
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises ValueError when it is missing, no JSON, or of an unknown family."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; model.path must be a directory in Hugging Face layout."
+        )
+    config = read_json_object(path)
+    find_model_family(config)
+    return config
+
+
+class HFReader:
+    """Implements `WeightSource`. Files are opened when a tensor of theirs is first asked for, and mapped, not read."""
+
+    def __init__(
+        self,
+        directory: Path,
+        fp8_block: tuple[int, int] | None = None,
+        single_file: str | None = None,
+    ) -> None:
+        """`fp8_block`: quantised tensors (weights.quantised_weights) are read as bfloat16, with FP8 in blocks of that size.
+        `single_file`: a file of the directory, the others are left alone.
+
+        Raises ValueError when the directory has no safetensors or its index is broken.
+        """
+        self.directory = Path(directory)
+        self._fp8_block = fp8_block
+        self._open_files: dict[str, Any] = {}
+        self._file_by_tensor = (
+            self._map_tensors_to_files()
+            if single_file is None
+            else dict.fromkeys(self._open_file(single_file).keys(), single_file)
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors of the directory, a quantised one once."""
+        if self._fp8_block is None:
+            return tuple(self._file_by_tensor)
+        names = (
+            name.removesuffix(BLOCKS) if name.endswith(BLOCKS) else name
+            for name in self._file_by_tensor
+        )
+        return tuple(name for name in names if not name.endswith((SCALE, SCALES)))
+
+    def read_shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and type of a tensor as it is read; nothing is read but the header of its file. Raises ValueError."""
+        problem = self._find_problem(HFTensor(name, shape := self.read_shape(name)))
+        if problem is not None:
+            raise ValueError(f"{self.directory}: {problem}. Fetch the directory again.")
+        return shape, DTYPES[self._read_dequantised_header(name)[1]]
+
+    def check_against_table(
+        self,
+        table: Sequence[WeightRule],
+        is_strict: bool = False,
+        ignored_names: Collection[str] = (),
+    ) -> None:
+        """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
+
+        Tensors that neither the table nor `ignored_names` knows are a warning, or an error when `is_strict`.
+        """
+        wanted = [hf for rule in table for hf in rule.hf_tensors]
+        problems = [problem for hf in wanted if (problem := self._find_problem(hf)) is not None]
+        unexpected = sorted(
+            set(self.names) - {hf.stored_name for hf in wanted} - set(ignored_names)
+        )
+        config = self.directory / "config.json"
+        prefixes = find_mtp_prefixes(read_json_object(config)) if config.is_file() else ()
+        if any(name.startswith(prefixes) for name in unexpected):
+            logger.warning(
+                "%s: %s are frozen: they are not trained, and exports have them as they are; engines that guess tokens"
+                " with them guess worse as the policy learns",
+                self.directory,
+                ", ".join(f"{prefix}*" for prefix in prefixes),
+            )
+        unexpected = [name for name in unexpected if not name.startswith(prefixes)]
+        if unexpected and is_strict:
+            problems.append(f"not part of this model: {_join_first_names(unexpected)}")
+        elif unexpected:
+            logger.warning(
+                "%s: tensors that this model does not have are ignored: %s",
+                self.directory,
+                _join_first_names(unexpected),
+            )
+        if problems:
+            raise ValueError(
+                f"{self.directory} does not fit its config.json: {_join_first_names(problems, '; ')}."
+                " Fetch the directory again, or correct config.json."
+            )
+
+    def get_file_name(self, tensor_name: str) -> str:
+        """Name of the file that has a tensor of `names`."""
+        return self._file_by_tensor[tensor_name]
+
+    def read_shape(self, tensor_name: str) -> tuple[int, ...]:
+        """The shape of a tensor of `names`; nothing is read but the header of its file. Raises ValueError."""
+        return self._read_dequantised_header(tensor_name)[0]
+
+    def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return the type of a rule's tensors by reading the headers of their files alone. Raises ValueError."""
+        for hf in rule.hf_tensors:
+            self._raise_if_unfit(hf)
+        return require_single_dtype(
+            rule,
+            {DTYPES[self._read_dequantised_header(hf.stored_name)[1]] for hf in rule.hf_tensors},
+        )
+
+    def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        """Views of the mapped file. Raises ValueError naming file, tensor and shapes."""
+        for hf in rule.hf_tensors:
+            self._raise_if_unfit(hf)
+        return tuple(self._read_tensor(hf.stored_name, hf.entry) for hf in rule.hf_tensors)
+
+    def _read_tensor(self, name: str, entry: StackedEntry | None) -> Tensor:
+        if self._fp8_block is not None and f"{name}{BLOCKS}" in self._file_by_tensor:
+            blocks, scales = (
+                self._read_stored_tensor(f"{name}{kind}", entry) for kind in (BLOCKS, SCALES)
+            )
+            return dequantise_mxfp4(blocks, scales, torch.bfloat16)
+        stored = self._read_stored_tensor(name, entry)
+        if self._fp8_block is None or stored.dtype != torch.float8_e4m3fn:
+            return stored
+        try:
+            return dequantise_fp8(
+                stored, self._read_stored_tensor(f"{name}{SCALE}"), self._fp8_block, torch.bfloat16
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{self.directory}: {name}{SCALE}: {error}. Fetch the directory again."
+            ) from error
+
+    def _read_stored_tensor(self, name: str, entry: StackedEntry | None = None) -> Tensor:
+        """A tensor of a file, or one entry of it, which alone is read then."""
+        file = self._open_file(self._file_by_tensor[name])
+        found: Tensor = (
+            file.get_tensor(name) if entry is None else file.get_slice(name)[entry.index]
+        )
+        return found
+
+    def _map_tensors_to_files(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.directory / INDEX
+        if index.is_file():
+            weight_map = read_json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ValueError(f"{index} has no weight_map; fetch it again.")
+            for file in weight_map.values():
+                if not isinstance(file, str) or PurePosixPath(file).name != file or file == "..":
+                    raise ValueError(
+                        f"{index} names the file {file!r}; it must be a plain name in the same directory."
+                    )
+            return weight_map
+        files = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{self.directory} has no *.safetensors; other weight formats are not read. Save the model with"
+                " transformers' save_pretrained(safe_serialization=True)."
+            )
+        if len(files) > 1 and "model.safetensors" not in files:
+            raise ValueError(
+                f"{self.directory} has {len(files)} safetensors files but no {INDEX}; fetch the index."
+            )
+        file = "model.safetensors" if "model.safetensors" in files else files[0]
+        return dict.fromkeys(self._open_file(file).keys(), file)
+
+    def _open_file(self, file_name: str) -> Any:
+        if file_name not in self._open_files:
+            path = self.directory / file_name
+            if not path.is_file():
+                raise ValueError(
+                    f"{path} is missing, though {INDEX} names it; fetch the directory again."
+                )
+            try:
+                self._open_files[file_name] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path} ({path.stat().st_size} bytes) is truncated or corrupt: {error}. Fetch it again."
+                ) from error
+        return self._open_files[file_name]
+
+    def _read_dequantised_header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and safetensors type name from the header, of a quantised tensor those that it is read as. Raises
+        ValueError."""
+        if self._fp8_block is not None and f"{name}{BLOCKS}" in self._file_by_tensor:
+            shape, dtype = self._read_stored_header(f"{name}{BLOCKS}")
+            if dtype == _BYTES and len(shape) > 2 and f"{name}{SCALES}" in self._file_by_tensor:
+                return (*shape[:-3], shape[-2] * shape[-1] * 2, shape[-3]), "BF16"
+            return shape, dtype
+        shape, dtype = self._read_stored_header(name)
+        if self._fp8_block is not None and dtype == FP8 and len(shape) == 2:
+            if f"{name}{SCALE}" not in self._file_by_tensor:
+                raise ValueError(f"tensor {name}{SCALE} is missing, the scales of {name} in FP8")
+            return shape, "BF16"
+        return shape, dtype
+
+    def _read_stored_header(self, name: str) -> tuple[tuple[int, ...], str]:
+        file = self._file_by_tensor[name]
+        try:
+            view = self._open_file(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{name} is not in {file}, though {INDEX} says so") from error
+        return tuple(view.get_shape()), view.get_dtype()
+
+    def _raise_if_unfit(self, hf_tensor: HFTensor) -> None:
+        problem = self._find_problem(hf_tensor)
+        if problem is not None:
+            raise ValueError(
+                f"{self.directory}: {problem}. Fetch the directory again, or correct config.json."
+            )
+
+    def _find_problem(self, hf_tensor: HFTensor) -> str | None:
+        """Return what is wrong with a tensor, or None."""
+        name, expected = hf_tensor.stored_name, hf_tensor.stored_shape
+        file = self._file_by_tensor.get(name) or (
+            self._file_by_tensor.get(f"{name}{BLOCKS}") if self._fp8_block else None
+        )
+        if file is None:
+            return f"tensor {name} {expected} is missing"
+        try:
+            shape, dtype = self._read_dequantised_header(name)
+        except ValueError as error:
+            return str(error).rstrip(".")
+        if shape != expected:
+            return f"tensor {name} in {file} has shape {shape}, expected {expected}"
+        if dtype not in DTYPES:
+            return f"tensor {name} in {file} has type {dtype}, supported are {', '.join(DTYPES)} (not quantised)"
+        return None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ValueError naming the file."""
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return value
+
+
+def _join_first_names(names: Iterable[str], separator: str = ", ") -> str:
+    unique = list(dict.fromkeys(names))
+    more = f"{separator}and {len(unique) - _MAX_LISTED} more" if len(unique) > _MAX_LISTED else ""
+    return separator.join(unique[:_MAX_LISTED]) + more

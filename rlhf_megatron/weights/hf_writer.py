@@ -1,0 +1,260 @@
+"""Writes a directory in Hugging Face layout: sharded safetensors with index, config.json, tokenizer files.
+
+A safetensors file is written tensor by tensor in any order, since its header is known before the first tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.data.atomic_directory import write_directory_atomically
+from rlhf_megatron.weights.hf_reader import DTYPES, FP8, INDEX
+
+MAX_SHARD_BYTES = 2 << 30  # processes that write into files of their own do not wait for each other
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "*.model",
+    "*.jinja",
+    "*.py",
+    "LICENSE*",
+)
+
+
+def plan_weight_files(
+    specs: Sequence[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, tuple[TensorSpec, ...]]:
+    """File name -> its tensors, filled in order. A tensor over the limit gets a file of its own."""
+    shards: list[list[TensorSpec]] = []
+    num_bytes = 0
+    for spec in specs:
+        if not shards or num_bytes + spec.num_bytes > max_shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(spec)
+        num_bytes += spec.num_bytes
+    if len(shards) == 1:
+        return {"model.safetensors": tuple(shards[0])}
+    return {
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors": tuple(s) for i, s in enumerate(shards, 1)
+    }
+
+
+class HFWriter:
+    """Takes tensors by name, in any order. Made by `open_hf_directory_writer`."""
+
+    def __init__(
+        self, directory: Path, tensor_specs: Sequence[TensorSpec], max_shard_bytes: int
+    ) -> None:
+        self._directory = directory
+        self._planned_files = plan_weight_files(tensor_specs, max_shard_bytes)
+        self._file_by_tensor = {
+            spec.name: file for file, members in self._planned_files.items() for spec in members
+        }
+        self._unwritten_files = set(self._planned_files)
+        self._writers: dict[str, SafetensorsWriter] = {}
+
+    def write_tensor(self, name: str, tensor: Tensor, index: int | None = None) -> None:
+        """Put one tensor, or entry `index` of it, into its file, which is closed when all of it has arrived."""
+        file = self._file_by_tensor[name]
+        if file not in self._writers:
+            self._writers[file] = SafetensorsWriter(
+                self._directory / file, self._planned_files[file]
+            )
+        self._writers[file].write_tensor(name, tensor, index)
+        if self._writers[file].is_complete:
+            self._unwritten_files.discard(file)
+            self._writers.pop(file).close()
+
+    def write_index_if_sharded(self) -> None:
+        """Checks that every tensor was written, and writes the index of more than one file."""
+        assert not self._unwritten_files, (
+            f"tensors of {sorted(self._unwritten_files)} were never written"
+        )
+        if len(self._planned_files) > 1:
+            write_weight_index(self._directory, self._planned_files)
+
+    def close_after_error(self) -> None:
+        """Close what is open, after an error."""
+        for writer in self._writers.values():
+            writer.close(is_complete=False)
+
+
+@contextmanager
+def open_hf_directory_writer(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    hf_config: Mapping[str, Any],
+    companions_directory: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Iterator[HFWriter]:
+    """`directory` appears, complete, when the block ends. Raises ValueError when it exists and is not empty.
+
+    `companions_directory`: directory whose tokenizer and licence files are copied.
+    """
+    with write_directory_atomically(directory) as aside:
+        writer = HFWriter(aside, specs, max_shard_bytes)
+        try:
+            yield writer
+            writer.write_index_if_sharded()
+        except BaseException:
+            writer.close_after_error()
+            raise
+        write_config_and_tokenizer(
+            aside, hf_config, {spec.dtype for spec in specs}, companions_directory
+        )
+
+
+def write_weight_index(directory: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
+    """The index that maps tensors to files."""
+    index = {
+        "metadata": {
+            "total_size": sum(spec.num_bytes for specs in files.values() for spec in specs)
+        },
+        "weight_map": {spec.name: file for file, specs in files.items() for spec in specs},
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_config_and_tokenizer(
+    directory: Path,
+    hf_config: Mapping[str, Any],
+    dtypes: set[str],
+    companions_directory: Path | None,
+) -> None:
+    """config.json, naming the type of the weights where they share one (float32 buffers apart), and copies of the
+    tokenizer's files."""
+    config = dict(hf_config)
+    kinds = dtypes - {"float32"} or dtypes
+    if len(kinds) == 1:
+        config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(kinds))
+    own = companions_directory / "config.json" if companions_directory is not None else None
+    if own is not None and own.is_file() and json.loads(own.read_bytes()) == config:
+        shutil.copyfile(own, directory / "config.json")
+    else:
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if companions_directory is not None:
+        for path in find_companion_files(companions_directory):
+            shutil.copyfile(path, directory / path.name)
+
+
+def find_companion_files(directory: Path) -> list[Path]:
+    """Files of a model directory that go along with its weights, config.json apart."""
+    found = {
+        path for pattern in _COMPANIONS for path in Path(directory).glob(pattern) if path.is_file()
+    }
+    return sorted(found)
+
+
+_FORMAT_NAMES = {**{name: code for code, name in DTYPES.items()}, "float8_e4m3fn": FP8}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a file will hold."""
+
+    name: str
+    dtype: str  # "float32" | "bfloat16" | "float16" | "float8_e4m3fn"
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _DTYPE_BYTES[self.dtype]
+
+
+def get_storable_dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16". Raises ValueError for types that weights are not stored in."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES.values():
+        raise ValueError(
+            f"weights of type {name} are not written; use {', '.join(DTYPES.values())}."
+        )
+    return name
+
+
+def build_safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes that a file begins with, and the byte at which each tensor begins."""
+    # Wide types first keeps every tensor aligned to its own size, as readers that map the file expect.
+    ordered = sorted(specs, key=lambda spec: -_DTYPE_BYTES[spec.dtype])
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = dict[str, int](), 0
+    for spec in ordered:
+        assert spec.name not in header, f"{spec.name} is planned twice"
+        offsets[spec.name], end = end, end + spec.num_bytes
+        dtype, shape = _FORMAT_NAMES[spec.dtype], list(spec.shape)
+        header[spec.name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [offsets[spec.name], end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: len(begin) + offset for name, offset in offsets.items()}
+
+
+class SafetensorsWriter:
+    """Call `write_tensor` once for every spec, or for every entry of it along the first axis, then `close`. Memory: one tensor
+    at a time."""
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        self.path = path
+        begin, offsets = build_safetensors_header(specs)
+        self._spec_and_offset = {spec.name: (spec, offsets[spec.name]) for spec in specs}
+        self._unfinished_tensors = {
+            spec.name: set[int]() for spec in specs
+        }  # entries that have come
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
+        self._file.write(begin)
+        self._file.truncate(len(begin) + sum(spec.num_bytes for spec in specs))
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._unfinished_tensors
+
+    def write_tensor(self, name: str, tensor: Tensor, index: int | None = None) -> None:
+        """Put one tensor, or entry `index` of it, into its place."""
+        spec, offset = self._spec_and_offset[name]
+        shape = spec.shape if index is None else spec.shape[1:]
+        assert get_storable_dtype_name(tensor.dtype) == spec.dtype, (
+            f"{name} is {tensor.dtype}, planned was {spec.dtype}"
+        )
+        assert tuple(tensor.shape) == shape, (
+            f"{name} has shape {tuple(tensor.shape)}, planned was {shape}"
+        )
+        if index is None:
+            assert not self._unfinished_tensors.pop(name), f"entries of {name} have come already"
+        else:
+            come = self._unfinished_tensors[name]
+            assert index not in come and 0 <= index < spec.shape[0], (
+                f"entry {index} of {name} {spec.shape}"
+            )
+            come.add(index)
+            offset += index * (spec.num_bytes // spec.shape[0])
+            if len(come) == spec.shape[0]:
+                del self._unfinished_tensors[name]
+        self._file.seek(offset)
+        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def close(self, is_complete: bool = True) -> None:
+        """Flush. `is_complete` False: give the file up (it is incomplete and the caller removes it)."""
+        self._file.close()
+        assert not is_complete or not self._unfinished_tensors, (
+            f"{self.path.name} lacks {sorted(self._unfinished_tensors)[:8]}"
+        )

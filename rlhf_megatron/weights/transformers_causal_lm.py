@@ -1,0 +1,361 @@
+"""Causal language models of transformers for the trainer backend `fsdp`: built without memory, their tensors by name,
+and a head that hands out hidden states. The one file of the trainer that imports transformers.
+"""
+# S packed tokens, R rows, H hidden, V vocabulary
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_megatron.registry import load_registry
+from rlhf_megatron.weights.families.model_family import (
+    OUTPUT_LAYER,
+    HFConfig,
+    ModelFamily,
+    make_weight_table,
+)
+from rlhf_megatron.weights.weight_table import HeadKind, HFTensor, StackedEntry, WeightRule
+
+_FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.((?:gate_up|down)_proj(?:_bias)?)")
+SOFTCAP = "final_logit_softcapping"
+_MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
+_ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+"""Families whose files call a layer's experts otherwise than transformers' modules: block, gate, up, down."""
+
+
+class PackedCausalLM(nn.Module):
+    """A causal language model over packed documents, or with head "value" its decoder and a value head.
+
+    What is done with the hidden states is done inside of `forward`: only there are sharded weights whole.
+    """
+
+    def __init__(self, causal_lm: Any, head: HeadKind) -> None:
+        super().__init__()
+        self.hf_config = causal_lm.config
+        self.decoder: Any = causal_lm
+        self._body_name = ""
+        self.returns_logits = False  # `forward` hands out logits of rows, by the model's own head
+        self.find_max_over_ranks: Callable[[int], int] | None = None
+        """Given where packed documents would see each other. Returns the largest of all ranks' numbers of batches."""
+        if head == "value":
+            self.decoder = nn.Module()
+            setattr(self.decoder, causal_lm.base_model_prefix, causal_lm.base_model)
+            self._body_name = str(causal_lm.base_model_prefix)
+            self.score = nn.Linear(
+                causal_lm.config.get_text_config().hidden_size, 1, dtype=torch.float32
+            )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        process_hidden: Callable[[Tensor], Any],
+        row_indices: Tensor,
+        **attention_lengths: Any,
+    ) -> Any:
+        """Return `process_hidden` of hidden states [1, S, H], by which the head's weight is multiplied (and then capped,
+        where there is a `softcap`), or of logits [1, R, V] of the rows where `returns_logits`.
+
+        Both arguments are [1, S]; positions restart with each document.
+
+        `lengths`: the documents' borders, for attention kernels that ask for them.
+        """
+        if self.find_max_over_ranks is not None:
+            hidden = self._run_padded_batches(
+                token_ids[0], position_ids[0], self.find_max_over_ranks
+            )
+            return process_hidden(hidden[:, row_indices] if self.returns_logits else hidden)
+        if self.returns_logits:
+            attention_lengths["logits_to_keep"] = row_indices
+        return process_hidden(self._run_decoder(token_ids, position_ids, **attention_lengths))
+
+    def _run_decoder(
+        self, token_ids: Tensor, position_ids: Tensor, **attention_lengths: Any
+    ) -> Tensor:
+        """Hidden states, or logits where `returns_logits`."""
+        # No mask and no cache: only then does transformers tell documents apart by their positions.
+        inputs = {
+            "input_ids": token_ids,
+            "position_ids": position_ids,
+            "attention_mask": None,
+            "use_cache": False,
+        }
+        found: Tensor
+        if self._body_name:
+            found = getattr(self.decoder, self._body_name)(
+                **inputs, **attention_lengths
+            ).last_hidden_state
+        elif self.returns_logits:
+            found = self.decoder(**inputs, **attention_lengths).logits
+        else:
+            with self._bypass_output_layer():
+                found = self.decoder(**inputs, **attention_lengths).logits
+        return found
+
+    def _run_padded_batches(
+        self, token_ids: Tensor, position_ids: Tensor, find_max_over_ranks: Callable[[int], int]
+    ) -> Tensor:
+        """Compute what `_run_decoder` does with one document a row of padded batches, each of at most as many places as
+        there are tokens.
+
+        What stands behind a document cannot change it. Layers are gathered by all ranks at once: each goes through as
+        many batches as the one that has most.
+        """
+        num_tokens, device = len(token_ids), token_ids.device
+        begins = [*(position_ids == 0).nonzero()[:, 0].tolist(), num_tokens]
+        documents = sorted((range(a, b) for a, b in pairwise(begins)), key=len, reverse=True)
+        batches: list[list[range]] = []
+        for document in documents:
+            if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > num_tokens:
+                batches.append([])
+            batches[-1].append(document)
+        found, places = [], []
+        for number in range(find_max_over_ranks(len(batches))):
+            batch = (
+                batches[number] if number < len(batches) else [range(1)]
+            )  # of other ranks: one token, not counted
+            positions = torch.arange(len(batch[0]), device=device).expand(len(batch), -1)
+            starts, ends = (
+                torch.tensor([of[k] for of in batch], device=device)[:, None] for k in (0, -1)
+            )
+            is_real = positions <= ends - starts
+            sources = torch.minimum(starts + positions, ends)
+            decoded = self._run_decoder(token_ids[sources], positions)[is_real]
+            is_counted = number < len(batches)
+            found.append(decoded if is_counted else decoded[:0] + 0 * decoded.sum())
+            places.append(sources[is_real] if is_counted else sources[is_real][:0])
+        return torch.cat(found)[torch.cat(places).argsort()][None]
+
+    @property
+    def decoder_layers(self) -> list[nn.Module]:
+        """The decoder layers: what is gathered, and recomputed, at once."""
+        causal = self.decoder
+        num_layers = self.hf_config.get_text_config().num_hidden_layers
+        lists = [module for module in causal.modules() if isinstance(module, nn.ModuleList)]
+        return [layer for found in lists if len(found) == num_layers for layer in found]
+
+    @property
+    def output_layer(self) -> Any:
+        """The output layer of a policy."""
+        return self.decoder.get_output_embeddings()
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap on its logits (`final_logit_softcapping`), which `forward` leaves to the caller."""
+        cap: float | None = getattr(self.hf_config.get_text_config(), SOFTCAP, None)
+        return cap or None
+
+    def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        """[R] float32; inside of `forward`."""
+        weight, bias = self.score.weight.float(), self.score.bias.float()
+        return nn.functional.linear(hidden_SH.index_select(0, rows_R).float(), weight, bias)[:, 0]
+
+    def collect_tensors(self) -> dict[str, Tensor]:
+        """Parameters, and buffers that files hold, by the names that transformers has for them."""
+        named = {
+            _strip_wrapper_names(name): parameter for name, parameter in self.named_parameters()
+        }
+        stored = self.state_dict(keep_vars=True)
+        buffers = {
+            _strip_wrapper_names(name): buffer
+            for name, buffer in self.named_buffers()
+            if name in stored
+        }
+        return {**named, **buffers}
+
+    @contextmanager
+    def _bypass_output_layer(self) -> Iterator[None]:
+        """The owner of the weight multiplies nothing, and nothing is capped: scales of hidden states or logits still
+        happen."""
+        head, config, softcap = self.output_layer, self.hf_config.get_text_config(), self.softcap
+        head.forward = lambda hidden: hidden
+        if softcap is not None:
+            setattr(config, SOFTCAP, None)
+        try:
+            yield
+        finally:
+            del head.forward
+            if softcap is not None:
+                setattr(config, SOFTCAP, softcap)
+
+
+def _strip_wrapper_names(module_path: str) -> str:
+    return module_path.removeprefix("decoder.").replace(".base_layer.", ".")  # as without LoRA
+
+
+def build_causal_lm(
+    hf_config: HFConfig, attn_implementation: str, head: HeadKind, dtype: torch.dtype
+) -> PackedCausalLM:
+    """A model whose parameters have no memory yet ("meta"); what its modules compute at their making stands.
+
+    Raises ValueError for a config.json that transformers has no causal language model for.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = str(hf_config.get("model_type"))
+    settings = {
+        key: value
+        for key, value in hf_config.items()
+        if key not in ("model_type", "dtype", "torch_dtype")
+    }
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+        with _create_parameters_on_meta():
+            causal = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attn_implementation, dtype=dtype
+            )
+    except (ValueError, ImportError, KeyError, TypeError) as error:
+        fix = (
+            "" if "attention" not in str(error) else " Set actor.fsdp.attn_implementation to eager."
+        )
+        raise ValueError(
+            f"transformers cannot build a causal language model of type {kind!r} with attn_implementation"
+            f" {attn_implementation!r}: {error}{fix}"
+        ) from error
+    causal.eval()
+    for module in causal.modules():
+        if getattr(module, "padding_idx", None) is not None:
+            module.padding_idx = None  # the row of that token would never get a gradient
+    model = PackedCausalLM(causal, head)
+    if head == "value":
+        model.score.to("meta")
+    return model
+
+
+@contextmanager
+def _create_parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_parameter_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if (
+            param is not None and not param.is_meta
+        ):  # one that is there already stays itself: it may be tied
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_parameter_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def make_causal_lm_table(
+    model: PackedCausalLM, hf_config: HFConfig, head: HeadKind
+) -> tuple[WeightRule, ...]:
+    """The weight table of a model of transformers: its own names, cut along dimension 0 over all ranks.
+
+    Where the family is one of ours, Hugging Face tensors have the names and travel in the groups that our table has.
+    Raises ValueError where the two disagree.
+    """
+    kind = str(hf_config.get("model_type"))
+    groups = {}
+    if kind in load_registry("model family"):
+        groups = {
+            hf.name: rule.fusion_group
+            for rule in make_weight_table(hf_config, head=head)
+            for hf in rule.hf_tensors
+        }
+    parameters = {_strip_wrapper_names(name) for name, _ in model.named_parameters()}
+    rules = []
+    for name, tensor in model.collect_tensors().items():
+        hf, to_megatron, to_hf = _make_tensor_conversion(name, tuple(tensor.shape), kind)
+        layer = re.search(r"\.(\d+)\.", name)
+        is_parameter = name in parameters
+        rules.append(
+            WeightRule(
+                megatron_name=name,
+                megatron_shape=tuple(tensor.shape),
+                hf_tensors=hf,
+                to_megatron=to_megatron,
+                to_hf=to_hf,
+                split="pieces" if is_parameter else "replicated",
+                owner="head" if layer is None else "layer",
+                layer=None if layer is None else int(layer[1]),
+                fusion_group=groups.get(hf[0].name, name.rpartition(".")[0].rpartition(".")[0]),
+                dtype=None if is_parameter else str(tensor.dtype).removeprefix("torch."),
+            )
+        )
+    own = {hf.name for rule in rules for hf in rule.hf_tensors}
+    if groups and own != set(groups):
+        raise ValueError(
+            f"transformers' model of type {kind!r} and our weight table have other tensors:"
+            f" {', '.join(sorted(own ^ set(groups))[:8])}; use actor.backend megatron."
+        )
+    return tuple(rules)
+
+
+def _make_tensor_conversion(
+    name: str, shape: tuple[int, ...], model_type: str
+) -> tuple[tuple[HFTensor, ...], Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Return the names that files have for a tensor, and the two conversions between them. A layer's experts are one
+    tensor in transformers; files have one or two matrices an expert.
+    """
+    block, gate, up, down = _ON_DISK.get(model_type, _MATRICES)
+    found = _FUSED_EXPERTS.fullmatch(name)
+    if model_type == "gpt_oss" and found is not None:  # in one tensor in files as well
+        entries = (StackedEntry(name, number, shape[0]) for number in range(shape[0]))
+        hf = tuple(
+            HFTensor(f"{found[1]}mlp.experts.{e.index}.{found[2]}", shape[1:], e) for e in entries
+        )
+        return hf, lambda *tensors: torch.stack(tensors), lambda tensor: tensor.unbind(0)
+    if found is None or len(shape) != 3:
+        disk = name.replace(".mlp.gate.", f".{block}.gate.")
+        return (HFTensor(disk, shape),), lambda tensor: tensor, lambda tensor: (tensor,)
+    matrices = (gate, up) if found[2] == "gate_up_proj" else (down,)
+    num_experts, rows, columns = shape
+    hf = tuple(
+        HFTensor(
+            f"{found[1]}{block}.experts.{expert}.{matrix}.weight", (rows // len(matrices), columns)
+        )
+        for expert in range(num_experts)
+        for matrix in matrices
+    )
+    return (
+        hf,
+        lambda *tensors: torch.cat(tensors).view(num_experts, rows, columns),
+        lambda tensor: tensor.reshape(num_experts * rows, columns).chunk(len(hf)),
+    )
+
+
+def find_transformers_family(model_type: str) -> ModelFamily | None:
+    """A family that only transformers has: Megatron cannot build it, but its tensors have names. None: unknown."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+
+    def refuse_megatron_backend(hf_config: HFConfig) -> dict[str, Any]:
+        raise ValueError(
+            f"Megatron's models have no family {model_type!r} here; use actor.backend fsdp."
+        )
+
+    def make_family_table(hf_config: HFConfig, padded_vocab_size: int) -> tuple[WeightRule, ...]:
+        rules = make_transformers_weight_table(hf_config, "vocabulary")
+        return tuple(
+            replace(rule, megatron_name=rule.megatron_name.replace("lm_head", OUTPUT_LAYER))
+            for rule in rules
+        )
+
+    return ModelFamily(
+        model_type,
+        lambda hf_config: iter(()),
+        refuse_megatron_backend,
+        refuse_megatron_backend,
+        make_family_table,
+    )
+
+
+def make_transformers_weight_table(hf_config: HFConfig, head: HeadKind) -> tuple[WeightRule, ...]:
+    """The weight table of a config.json, made without memory. Raises ValueError as `build_causal_lm`."""
+    return make_causal_lm_table(
+        build_causal_lm(hf_config, "eager", head, torch.float32), hf_config, head
+    )

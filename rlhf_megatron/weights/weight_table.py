@@ -1,0 +1,315 @@
+"""The weight table: which Megatron tensor is which Hugging Face tensors, how they convert, how they are sharded.
+
+One table of a model serves loading, exporting, the conversion CLI, resharding to the engines and digests. Pure tensors:
+no process group, no Megatron. `to_megatron(to_hf(w)) == w` and `join(split(w)) == w`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rlhf_megatron.lazy import Tensor, torch
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
+
+TensorSplit = Literal["replicated", "rows", "columns", "gated_rows", "pieces"]
+"""How tp (of an expert: etp) shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up)
+apart. "pieces" is FSDP2's: dim 0 in pieces of one size, of which the last may be smaller, and further ones empty."""
+
+StageOwner = Literal["embedding", "layer", "head"]
+"""Which pipeline stage has the tensor: the first, the one of its layer, the last."""
+
+HeadKind = Literal["vocabulary", "value"]
+"""What stands behind the final norm: the output layer of a policy, or the value head of a critic."""
+
+LayerImpl = Literal["local", "transformer_engine"]
+"""Whose names the modules of a Megatron model have. Tables, and files on disk, are made under the "local" ones."""
+
+LayerPart = Literal["self_attention", "mlp"]
+"""Of a layer, under megatron-core's names."""
+
+_INPUT_NORM, _MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_QUERY_NORM, _KEY_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
+FUSED_NORMS = {
+    _INPUT_NORM: "self_attention.linear_qkv.layer_norm_weight",
+    _MLP_NORM: "mlp.linear_fc1.layer_norm_weight",
+    _QUERY_NORM: "self_attention.linear_q_up_proj.layer_norm_weight",
+    _KEY_NORM: "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""In a layer: Transformer Engine has the norm in the matrix behind it, where that is one matrix."""
+
+
+@dataclass(frozen=True)
+class StackedEntry:
+    """The place of a tensor that files keep as one entry, along a further first axis, of a larger tensor."""
+
+    name: str  # of the larger one: "model.layers.3.mlp.experts.down_proj"
+    index: int
+    num_entries: int  # entries of it
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of the Hugging Face layout."""
+
+    name: str  # "model.layers.3.self_attn.q_proj.weight"
+    shape: tuple[int, ...]
+    entry: StackedEntry | None = None  # None: files have it under its own name
+    dtype: str | None = (
+        None  # in engines that hold it quantised, or a scale of it; None: as the others of its rule
+    )
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the tensor in files that has it."""
+        return self.name if self.entry is None else self.entry.name
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of that tensor."""
+        return self.shape if self.entry is None else (self.entry.num_entries, *self.shape)
+
+
+@dataclass(frozen=True)
+class TensorSpan:
+    """Entries start .. start + count - 1 of a tensor along an axis."""
+
+    dim: int
+    start: int
+    num_entries: int
+
+    @staticmethod
+    def cover_whole_tensor(hf_tensor: HFTensor) -> TensorSpan:
+        return TensorSpan(0, 0, hf_tensor.shape[0])
+
+    def shape_within(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this part of a tensor of `shape`."""
+        return (*shape[: self.dim], self.num_entries, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """One Megatron tensor and the Hugging Face tensors that it is made of."""
+
+    megatron_name: str  # global: layers and experts counted over the whole model: "decoder.layers.3.mlp.router.weight"
+    megatron_shape: tuple[int, ...]  # full, not sharded; vocabulary padded
+    hf_tensors: tuple[HFTensor, ...]
+    to_megatron: Callable[..., Tensor]  # (*hf tensors) -> full Megatron tensor
+    to_hf: Callable[
+        [Tensor], tuple[Tensor, ...]
+    ]  # full Megatron tensor -> hf tensors, in the order of `hf_tensors`
+    split: TensorSplit
+    owner: StageOwner
+    layer: int | None  # global layer number for owner "layer"
+    fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
+    num_blocks: int | None = (
+        None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
+    )
+    expert: int | None = (
+        None  # whose tensor it is; None: not of an expert, so that tp shards it and not etp
+    )
+    num_experts: int = 0  # of the layer, where it is an expert's
+    dtype: str | None = (
+        None  # of a buffer, whatever the model's type and that of a sync are; None: a parameter
+    )
+    is_transposed: bool = False  # the Hugging Face tensor has its input as the first axis
+
+    def get_sent_dtype(self, hf_tensor: HFTensor, engine_dtype: str) -> str:
+        """The type in which one of `hf_tensor` is sent to engines of `engine_dtype`."""
+        return hf_tensor.dtype or self.dtype or engine_dtype
+
+    @property
+    def hf_split_dim(self) -> int:
+        """The axis along which shards cut the Hugging Face tensors, of a rule that is split."""
+        return int((self.split == "columns") != self.is_transposed)
+
+
+def make_plain_rule(
+    name: str,
+    tensor: HFTensor,
+    split: TensorSplit,
+    layer: int | None,
+    num_blocks: int | None = None,
+) -> WeightRule:
+    """One Megatron tensor that is one Hugging Face tensor as it is. `layer` None: it stands on the last stage."""
+    return WeightRule(
+        megatron_name=name,
+        megatron_shape=tensor.shape,
+        hf_tensors=(tensor,),
+        to_megatron=_keep_tensor,
+        to_hf=_wrap_tensor_in_tuple,
+        split=split,
+        owner="head" if layer is None else "layer",
+        layer=layer,
+        fusion_group=tensor.name,
+        num_blocks=num_blocks,
+    )
+
+
+def _keep_tensor(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _wrap_tensor_in_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+def concatenate_tensors(*tensors: Tensor) -> Tensor:
+    """Gate and up in one, for instance."""
+    return torch.cat(tensors)
+
+
+def collect_stored_shapes(tensors: Iterable[HFTensor]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that files have of these, each once."""
+    return {hf.stored_name: hf.stored_shape for hf in tensors}
+
+
+def split_into_halves(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of `concatenate_tensors` of two."""
+    return tuple(tensor.chunk(2))
+
+
+def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
+    """A table made under local names, under those of `impl`: the same tensors in the same order.
+
+    In front of latent attention and of experts there are several matrices, so that their norms stay apart.
+    """
+    rules = tuple(table)
+    if impl == "local":
+        return rules
+    of_experts = {rule.layer for rule in rules if rule.expert is not None}
+    latent = {rule.layer for rule in rules if rule.megatron_name.endswith(f".{_KEY_NORM}")}
+
+    def rename_fused_norm(rule: WeightRule) -> WeightRule:
+        _, _, name = rule.megatron_name.partition(f".{rule.layer}.")
+        has_experts, is_latent = rule.layer in of_experts, rule.layer in latent
+        is_fused = {
+            _INPUT_NORM: not is_latent,
+            _MLP_NORM: not has_experts,
+            _QUERY_NORM: is_latent,
+            _KEY_NORM: True,
+        }
+        if not is_fused.get(name, False):
+            return rule
+        return replace(
+            rule, megatron_name=rule.megatron_name.removesuffix(name) + FUSED_NORMS[name]
+        )
+
+    return tuple(rename_fused_norm(rule) for rule in rules)
+
+
+def check_tensor_parallel_split(
+    table: Sequence[WeightRule], tp_size: int, etp_size: int | None = None
+) -> None:
+    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks, or an expert's over
+    `etp_size` (None: as many)."""
+    bad = []
+    for rule in table:
+        if rule.split in ("replicated", "pieces"):
+            continue
+        size = rule.megatron_shape[1 if rule.split == "columns" else 0]
+        blocks = rule.num_blocks or (size // 2 if rule.split == "gated_rows" else size)
+        ways = tp_size if rule.expert is None or etp_size is None else etp_size
+        if blocks % ways != 0:
+            bad.append((rule, blocks, ways))
+    if bad:
+        rule, blocks, ways = bad[0]
+        raise ValueError(
+            f"tensor parallel size {ways} does not divide {len(bad)} tensors, first {rule.megatron_name}"
+            f" {rule.megatron_shape} with {blocks} blocks (key-value groups, or rows); it must divide {blocks}."
+        )
+
+
+def find_hf_spans(rule: WeightRule, num_shards: int, shard_index: int) -> tuple[TensorSpan, ...]:
+    """Which parts of a rule's Hugging Face tensors `to_hf` makes of its shard `shard_index`, in the order of `hf`: as many
+    entries as the span says; rows of a padded vocabulary that `to_hf` leaves in are behind them.
+
+    "pieces" end anywhere in a head or an expert, so they have no such parts.
+    """
+    assert rule.split != "pieces", f"{rule.megatron_name}: pieces have no parts"
+    if rule.split == "replicated" or num_shards == 1:
+        return tuple(map(TensorSpan.cover_whole_tensor, rule.hf_tensors))
+    axis, own_axis = rule.hf_split_dim, 1 if rule.split == "columns" else 0
+    spans = []
+    for hf in rule.hf_tensors:
+        size = hf.shape[axis]
+        each = (size if len(rule.hf_tensors) > 1 else rule.megatron_shape[own_axis]) // num_shards
+        start = min(shard_index * each, size)
+        spans.append(TensorSpan(axis, start, min(each, size - start)))
+    return tuple(spans)
+
+
+def find_holder_places(rule: WeightRule, layout: ParallelLayout) -> range:
+    """Places in a pipeline stage of the ranks that hold the shards of a rule, in their order; of a tensor that is not
+    split the first one. They are of the first copy: see `ParallelLayout.copy_size`."""
+    first, ways = 0, layout.tp
+    if rule.expert is not None:
+        first, ways = rule.expert // (rule.num_experts // layout.ep) * layout.etp, layout.etp
+    return range(first, first + (1 if rule.split == "replicated" else ways))
+
+
+def slice_piece(dim_size: int, piece_index: int, num_pieces: int) -> slice:
+    """The rows of a dimension of that size that one of its "pieces" has."""
+    each = -(-dim_size // num_pieces)
+    return slice(min(piece_index * each, dim_size), min((piece_index + 1) * each, dim_size))
+
+
+def compute_shard_shape(rule: WeightRule, num_shards: int, shard_index: int = 0) -> tuple[int, ...]:
+    """The shape of shard `shard_index` of so many; all have one shape but "pieces"."""
+    shape = list(rule.megatron_shape)
+    if rule.split == "pieces":
+        rows = slice_piece(shape[0], shard_index, num_shards)
+        shape[0] = rows.stop - rows.start
+    elif rule.split != "replicated":
+        shape[1 if rule.split == "columns" else 0] //= num_shards
+    return tuple(shape)
+
+
+def select_stage_rules(
+    table: Sequence[WeightRule], stage: int, layout: ParallelLayout
+) -> tuple[WeightRule, ...]:
+    """Return the rules whose tensors stand on pipeline stage `stage`. Raises ValueError as `ParallelLayout.chunks` does."""
+    num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
+    stage_of = layout.map_layers_to_stages(num_layers)
+    owners = {"embedding": 0, "head": layout.pp - 1}
+    return tuple(
+        rule
+        for rule in table
+        if (owners[rule.owner] if rule.layer is None else stage_of[rule.layer]) == stage
+    )
+
+
+def split_tensor(rule_split: TensorSplit, full_tensor: Tensor, num_shards: int) -> list[Tensor]:
+    """The tp shards of a full Megatron tensor, in rank order. Raises ValueError when a dimension does not divide."""
+    if rule_split == "replicated" or num_shards == 1:
+        return [full_tensor] * num_shards
+    if rule_split == "pieces":
+        return [
+            full_tensor[slice_piece(len(full_tensor), number, num_shards)]
+            for number in range(num_shards)
+        ]
+    dim = 1 if rule_split == "columns" else 0
+    parts = 2 if rule_split == "gated_rows" else 1
+    if full_tensor.shape[dim] % (num_shards * parts) != 0:
+        raise ValueError(
+            f"dimension {dim} of shape {tuple(full_tensor.shape)} must be a multiple of {num_shards * parts} to be split over"
+            f" tensor parallel size {num_shards}."
+        )
+    if rule_split != "gated_rows":
+        return list(full_tensor.chunk(num_shards, dim))
+    gate, up = full_tensor.chunk(2, 0)
+    return [
+        torch.cat(pair)
+        for pair in zip(gate.chunk(num_shards, 0), up.chunk(num_shards, 0), strict=True)
+    ]
+
+
+def join_shards(rule_split: TensorSplit, shards: list[Tensor]) -> Tensor:
+    """The full Megatron tensor of its tp shards: the inverse of `split_tensor`."""
+    if rule_split == "replicated" or len(shards) == 1:
+        return shards[0]
+    if rule_split == "gated_rows":
+        halves = [shard.chunk(2, 0) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(shards, 1 if rule_split == "columns" else 0)
