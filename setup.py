@@ -99,6 +99,7 @@ setup(
         "rlhf_megatron.cli": ["starters/*"],
         "rlhf_megatron.algorithms": ["*.txt"],
         "rlhf_megatron.config": ["*.txt"],
+        "rlhf_megatron.extend": ["*.tsv"],
         "rlhf_megatron.jobs.from_verl": ["*.yaml"],
     },
     install_requires=REQUIRES,

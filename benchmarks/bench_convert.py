@@ -33,7 +33,7 @@ from benchmarks.common import ROOT, ratios, significant, take_turns, write_resul
 from rlhf_megatron.weights.conversion.conversion_targets import HFTarget, TorchDistTarget
 from rlhf_megatron.weights.conversion.conversion_writer import convert_model
 from rlhf_megatron.weights.conversion.stored_model import group_items_into_units, open_stored_model
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.hf_writer import (
     TensorSpec,

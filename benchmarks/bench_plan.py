@@ -31,7 +31,7 @@ _NO_ROOM = (
 
 def write_index(model: str, directory: Path) -> Path:
     """config.json and an index of the tensors that its model has, without files."""
-    from rlhf_megatron.weights.families.model_family import make_weight_table
+    from rlhf_megatron.weights.families.family_lookup import make_weight_table
     from rlhf_megatron.weights.hf_reader import INDEX, read_hf_config
 
     hf_config = read_hf_config(ROOT / "examples" / model)

@@ -98,7 +98,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     from rlhf_megatron.rollout.local.local_client import LocalEngine
     from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
     from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
-    from rlhf_megatron.weights.families.model_family import make_weight_table
+    from rlhf_megatron.weights.families.family_lookup import make_weight_table
     from rlhf_megatron.weights.parallel_layout import ParallelLayout
     from rlhf_megatron.weights.tensor_digest import format_digest
     from rlhf_megatron.weights.weight_source import make_random_source

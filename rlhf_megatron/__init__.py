@@ -6,16 +6,16 @@ Read `rlhf_megatron/controller/scheduler/loop.py` first: everything else exists 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_megatron.ranks.parallel.mcore_patch import quiet_known_warnings
+from rlhf_megatron.mcore_patch import quiet_known_warnings
 
 if TYPE_CHECKING:
+    from rlhf_megatron.api import Run as Run
     from rlhf_megatron.api import RunFailed as RunFailed
-    from rlhf_megatron.api import TrainingRun as TrainingRun
     from rlhf_megatron.api import load_config as load_config
+    from rlhf_megatron.api import report as report
+    from rlhf_megatron.api import reward_model as reward_model
+    from rlhf_megatron.api import sft as sft
     from rlhf_megatron.api import train as train
-    from rlhf_megatron.api import train_reward_model as train_reward_model
-    from rlhf_megatron.api import train_sft as train_sft
-    from rlhf_megatron.api import write_run_report as write_run_report
 
 quiet_known_warnings()  # before anything imports megatron-core; needs the standard library only
 

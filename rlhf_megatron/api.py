@@ -39,7 +39,7 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TrainingRun:
+class Run:
     """The directory of a run. Each call reads its files anew, so a run that is going on can be watched."""
 
     directory: Path
@@ -57,7 +57,7 @@ class TrainingRun:
         """Return the configuration that the run started with; secrets are redacted. Raises ConfigError."""
         return read_run_config(self.directory / "config.yaml").config
 
-    def read_metrics(
+    def metrics(
         self, kind: Literal["step", "evaluation", "warmup"] = "step"
     ) -> list[dict[str, Any]]:
         """Return one row a step, in order: `step`, `seconds` and the metrics of docs/metrics.md. None is not finite."""
@@ -66,21 +66,21 @@ class TrainingRun:
         }
         return [rows[step] for step in sorted(rows)]
 
-    def read_samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[dict[str, Any]]:
         """Return the samples that each step kept (trainer.samples_kept): prompt, response, reward and more."""
         return self._read_rows("samples.jsonl")
 
-    def list_checkpoints(self) -> dict[int, Path]:
+    def checkpoints(self) -> dict[int, Path]:
         """Return step -> directory of all complete checkpoints, the newest last."""
         found = (self.directory / "checkpoints").glob("step_*/manifest.json")
         return {int(path.parent.name.removeprefix("step_")): path.parent for path in sorted(found)}
 
-    def read_summary(self) -> dict[str, Any] | None:
+    def summary(self) -> dict[str, Any] | None:
         """Return what a finished run came to; None while it is not finished."""
         path = self.directory / "summary.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
-    def export_weights(
+    def export(
         self,
         out: str | Path,
         step: int | None = None,
@@ -98,9 +98,9 @@ class TrainingRun:
         find_exportable_weights(self.directory, step, best).write_hf_directory(Path(out), dtype)
         return Path(out)
 
-    def write_report(self, out: Path | None = None) -> Path:
+    def report(self, out: Path | None = None) -> Path:
         """Write the report (HTML and pictures) and return its page. Raises ValueError before the first step."""
-        return write_run_report([self.directory], out).page_path
+        return report([self.directory], out).page_path
 
     def _read_rows(self, file_name: str) -> list[dict[str, Any]]:
         from rlhf_megatron.controller.observe.line_file import read_step_rows
@@ -134,8 +134,8 @@ def train(
     replay: int | Path | None = None,
     replay_from: str | Path | None = None,
     allow_changes: bool = False,
-    use_own_process: bool = True,
-) -> TrainingRun:
+    is_own_process: bool = True,
+) -> Run:
     """Train the run that the YAML file at `path` describes, and return it when it has all of its steps.
 
     A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record` writes every step's
@@ -151,7 +151,7 @@ def train(
     words = _build_override_arguments(overrides, fresh)
     source = None if replay_from is None else Path(replay_from)
     return _run_job(
-        TrainJob(Path(path), words, record, replay, source, "train", allow_changes), use_own_process
+        TrainJob(Path(path), words, record, replay, source, "train", allow_changes), is_own_process
     )
 
 
@@ -159,37 +159,37 @@ def _build_override_arguments(overrides: Overrides, fresh: bool) -> tuple[str, .
     return (*_format_overrides(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
 
 
-def _run_job(job: TrainJob, use_own_process: bool) -> TrainingRun:
-    exit_code = _run_in_subprocess(job) if use_own_process else job.start()
+def _run_job(job: TrainJob, is_own_process: bool) -> Run:
+    exit_code = _run_in_subprocess(job) if is_own_process else job.start()
     if exit_code:
         raise RunFailed(job.run_dir, exit_code)
-    return TrainingRun(
-        job.run_dir, must_exist=use_own_process
+    return Run(
+        job.run_dir, must_exist=is_own_process
     )  # a rank of another machine may not see it
 
 
-def train_sft(
+def sft(
     path: str | Path,
     overrides: Overrides = (),
     *,
     fresh: bool = False,
     allow_changes: bool = False,
-    use_own_process: bool = True,
-) -> TrainingRun:
+    is_own_process: bool = True,
+) -> Run:
     """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft). As `train`."""
-    return _train_supervised("sft", path, overrides, fresh, allow_changes, use_own_process)
+    return _train_supervised("sft", path, overrides, fresh, allow_changes, is_own_process)
 
 
-def train_reward_model(
+def reward_model(
     path: str | Path,
     overrides: Overrides = (),
     *,
     fresh: bool = False,
     allow_changes: bool = False,
-    use_own_process: bool = True,
-) -> TrainingRun:
+    is_own_process: bool = True,
+) -> Run:
     """Train a model that scores answers, from pairs of them (job: reward-model). As `train`."""
-    return _train_supervised("reward-model", path, overrides, fresh, allow_changes, use_own_process)
+    return _train_supervised("reward-model", path, overrides, fresh, allow_changes, is_own_process)
 
 
 def _train_supervised(
@@ -198,15 +198,15 @@ def _train_supervised(
     overrides: Overrides,
     fresh: bool,
     allow_changes: bool,
-    use_own_process: bool,
-) -> TrainingRun:
+    is_own_process: bool,
+) -> Run:
     words = _build_override_arguments(overrides, fresh)
     return _run_job(
-        TrainJob(Path(path), words, command=command, allow_changes=allow_changes), use_own_process
+        TrainJob(Path(path), words, command=command, allow_changes=allow_changes), is_own_process
     )
 
 
-def write_run_report(
+def report(
     run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None
 ) -> WrittenReport:
     """Write the report of one run, or of several side by side. Raises ValueError where there is nothing to report.

@@ -271,8 +271,20 @@ def share_device_memory(bucket: Tensor) -> SharedDeviceMemory:
         f"{bucket.dtype} of strides {bucket.stride()}"
     )
     _, arguments = reductions.reduce_tensor(bucket)
-    place = (get_device_id(bucket.device), int(bucket.storage_offset()), bucket.numel())
-    return SharedDeviceMemory(*place, *arguments[7:10], *arguments[11:])
+    handle, storage_bytes, storage_offset = arguments[7:10]
+    counter_handle, counter_offset, event_handle, waits_for_event = arguments[11:]
+    return SharedDeviceMemory(
+        device_id=get_device_id(bucket.device),
+        offset=int(bucket.storage_offset()),
+        num_bytes=bucket.numel(),
+        handle=handle,
+        storage_bytes=storage_bytes,
+        storage_offset=storage_offset,
+        counter_handle=counter_handle,
+        counter_offset=counter_offset,
+        event_handle=event_handle,
+        waits_for_event=waits_for_event,
+    )
 
 
 def open_shared_memory(shared_memory: SharedDeviceMemory) -> Tensor:
@@ -282,25 +294,24 @@ def open_shared_memory(shared_memory: SharedDeviceMemory) -> Tensor:
         raise ValueError(
             f"the memory lies on device {shared_memory.device_id}; this process sees {list_device_ids() or 'none'}."
         )
-    shape, kind = (
-        ((shared_memory.num_bytes,), (1,), shared_memory.offset),
-        (torch.storage.TypedStorage, torch.uint8),
-    )
-    where = (
-        list_device_ids().index(shared_memory.device_id),
-        shared_memory.handle,
-        shared_memory.storage_bytes,
-        shared_memory.storage_offset,
-    )
-    counted = (
-        shared_memory.counter_handle,
-        shared_memory.counter_offset,
-        shared_memory.event_handle,
-        shared_memory.waits_for_event,
-    )
+    device_index = list_device_ids().index(shared_memory.device_id)
     try:
         tensor: Tensor = reductions.rebuild_cuda_tensor(
-            Tensor, *shape, *kind, *where, False, *counted
+            Tensor,
+            (shared_memory.num_bytes,),  # shape
+            (1,),  # strides
+            shared_memory.offset,
+            torch.storage.TypedStorage,
+            torch.uint8,
+            device_index,
+            shared_memory.handle,
+            shared_memory.storage_bytes,
+            shared_memory.storage_offset,
+            False,  # requires no gradient
+            shared_memory.counter_handle,
+            shared_memory.counter_offset,
+            shared_memory.event_handle,
+            shared_memory.waits_for_event,
         )
     except RuntimeError as error:
         first = str(error).splitlines()[0].rstrip(".")

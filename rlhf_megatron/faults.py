@@ -59,6 +59,11 @@ POINTS = {
 MARK = "mark"  # the action of points where the caller itself does the damage (a NaN, a changed parameter)
 _ITEM = re.compile(r"(?P<action>\w+)@(?P<point>[\w.]+)(?::(?P<arguments>.*))?", re.DOTALL)
 
+EXTRA_ACTIONS = (
+    "kill_engine",
+    "stop_engine",
+)  # made by the controller (`define_fault_action`) when its engines run
+
 
 @dataclass(frozen=True)
 class PlannedFault:
@@ -177,10 +182,6 @@ _ACTIONS: dict[str, Callable[[PlannedFault], None]] = {
     "disk_full": _raise_disk_full,
     "fail": _raise_injected_error,
 }
-EXTRA_ACTIONS = (
-    "kill_engine",
-    "stop_engine",
-)  # made by the controller (`define_fault_action`) when its engines run
 
 _plan: FaultPlan | None = None
 

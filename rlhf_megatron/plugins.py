@@ -1,4 +1,5 @@
-"""Modules and files of the user's own that register parts (`plugins`). Each process that uses parts runs them."""
+"""Modules and files of the user's own that register parts (`plugins`). Each process that uses parts
+runs them."""
 
 from __future__ import annotations
 
@@ -15,22 +16,29 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_megatron.config.errors import ConfigError, ConfigProblem
+from rlhf_megatron.moved_imports import find_moved_imports
+from rlhf_megatron.part_hooks import find_subclass_problems, list_user_subclasses
 from rlhf_megatron.registry import PACKAGES, Registry, load_registry
 
 logger = logging.getLogger(__name__)
-_loaded_plugins: dict[
-    str, ModuleType
-] = {}  # as the configuration names them -> what was run, in this process
+# As the configuration names them -> what was run, in this process.
+_loaded_plugins: dict[str, ModuleType] = {}
+# Likewise, of plugins whose classes have wrong hooks: they are refused whenever they are named.
+_hook_problems: dict[str, list[str]] = {}
 
 
 def load_plugins(plugins: Sequence[str], location: str = "") -> None:
-    """Runs each once a process, in their order. Raises ConfigError, which says `location` they are named, for all that
-    cannot be run."""
+    """Run each plugin once a process, in their order.
+
+    `location`: where they are named, for messages. Raises ConfigError for all that cannot be run,
+    and for all whose classes have a hook under its former name.
+    """
     problems = []
     for plugin in find_unloaded_plugins(plugins):
         for kind in PACKAGES:  # ours have their names before anybody else takes one
             load_registry(kind)
         before = _count_registered_parts()
+        former_subclasses = list_user_subclasses()
         try:
             _loaded_plugins[plugin] = (
                 _import_plugin_file(plugin)
@@ -38,24 +46,29 @@ def load_plugins(plugins: Sequence[str], location: str = "") -> None:
                 else _import_plugin_module(plugin)
             )
         except (Exception, SystemExit) as error:
-            problems.append(
-                ConfigProblem(
-                    f"plugins: {plugin} {_describe_plugin_error(plugin, error)}",
-                    ("plugins",),
-                    location,
-                )
-            )
+            texts = _describe_plugin_error(plugin, error)
+            problems += [_make_problem(plugin, text, location) for text in texts]
             continue
+        if hook_problems := find_subclass_problems(former_subclasses):
+            _hook_problems[plugin] = hook_problems
         if _count_registered_parts() == before:
             logger.warning(
                 "plugins: %s registers nothing; remove it, or register a part in it.", plugin
             )
+    for plugin in plugins:
+        texts = _hook_problems.get(plugin, [])
+        problems += [_make_problem(plugin, text, location) for text in texts]
     if problems:
         raise ConfigError(problems)
 
 
+def _make_problem(plugin: str, text: str, location: str) -> ConfigProblem:
+    return ConfigProblem(f"plugins: {plugin} {text}", ("plugins",), location)
+
+
 def list_loaded_plugins() -> list[str]:
-    """Return the plugins that this process has run. Processes that it starts for parts of theirs run them too."""
+    """Return the plugins that this process has run. Processes that it starts for parts of theirs
+    run them too."""
     return list(_loaded_plugins)
 
 
@@ -69,7 +82,8 @@ def is_python_file(name: str) -> bool:
 
 
 def compute_plugin_digests(plugins: Sequence[str]) -> dict[str, str]:
-    """Plugin -> 16 hexadecimal digits of its source; "" of one without a source at hand. All were run."""
+    """Plugin -> 16 hexadecimal digits of its source; "" of one without a source at hand. All were
+    run."""
     found = {}
     for plugin in plugins:
         path = getattr(_loaded_plugins[plugin], "__file__", None)
@@ -88,7 +102,8 @@ def _import_plugin_module(module_name: str) -> ModuleType:
 
 
 def _import_plugin_file(file: str) -> ModuleType:
-    """Import a file under a name of its own, so that it cannot clash with a module of the same name."""
+    """Import a file under a name of its own, so that it cannot clash with a module of the same
+    name."""
     path = Path(file).resolve(strict=True)
     if not path.is_file():  # a pipe would be waited for
         raise FileNotFoundError(errno.ENOENT, "it is not a file", file)
@@ -105,7 +120,18 @@ def _import_plugin_file(file: str) -> ModuleType:
     return module
 
 
-def _describe_plugin_error(plugin: str, error: BaseException) -> str:
+def _describe_plugin_error(plugin: str, error: BaseException) -> list[str]:
+    """Return what is wrong with a plugin, a sentence each: all its moved imports, and the error
+    where they do not explain it."""
+    moved_imports = find_moved_imports(error)
+    texts = [str(moved) for moved in moved_imports]
+    missing_name = getattr(error, "name", None) or ""
+    if not any(missing_name in moved.former for moved in moved_imports):
+        texts.append(_describe_other_error(plugin, error))
+    return texts
+
+
+def _describe_other_error(plugin: str, error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) and error.filename == str(Path(plugin)):
         return "is not a file; correct the path, which counts from the file that names it."
     if (
@@ -113,7 +139,10 @@ def _describe_plugin_error(plugin: str, error: BaseException) -> str:
         and error.name is not None
         and f"{plugin}.".startswith(f"{error.name}.")
     ):
-        return f"is no module in {os.getcwd()} or among the installed packages; correct it, or name a file (x.py)."
+        return (
+            f"is no module in {os.getcwd()} or among the installed packages; correct it, or name a"
+            " file (x.py)."
+        )
     lines = [
         f
         for f in traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,9 @@
-"""Named tables of interchangeable parts: estimators, losses, aggregations, rewards, model families, engines, and so on.
+"""Named tables of interchangeable parts: estimators, losses, aggregations, rewards, model families,
+engines, and so on.
 
-A part declares, beside its function, the dataclass of its parameters and what it needs, so that a configuration can be
-checked against it before any process is started. Ours lie in the package of their kind, a user's in a plugin.
+A part declares, beside its function, the dataclass of its parameters and what it needs, so that a
+configuration can be checked against it before any process is started. Ours lie in the package of
+their kind, a user's in a plugin.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from rlhf_megatron.part_hooks import check_params_class, check_part_class
 
 T = TypeVar("T")
 Scope = Literal["sample", "group", "step"]
@@ -30,28 +34,43 @@ PACKAGES = {
     "logger": "rlhf_megatron.controller.observe.loggers",
     "task": "rlhf_megatron.data.tasks",
 }
-"""Kind of part -> what must be imported for those of ours to be registered; none of it imports torch."""
+"""Kind of part -> what must be imported for those of ours to be registered; none of it imports
+torch."""
 
 
 @dataclass(frozen=True)
 class RegistryEntry(Generic[T]):
-    """A registered part: `build` is the function or class, `params` its frozen parameter dataclass (or None)."""
+    """A registered part: `build` is the function or class, `params` its frozen parameter dataclass
+    (or None)."""
 
     name: str
     build: T
     params: type | None
     needs: tuple[str, ...]  # names of the batch columns that the part reads
-    scope: Scope  # of an estimator: whose rewards the baseline is made of; "group" needs several samples a prompt
+    # Of an estimator: whose rewards the baseline is made of; "group": several samples a prompt.
+    scope: Scope
     aggregation: str | None  # of a policy loss: the one that it is defined with; None: any
 
 
 class Registry(Generic[T]):
-    """Maps a name to an `RegistryEntry`. `kind` is the word used in error messages, e.g. "policy loss"."""
+    """Maps a name to a `RegistryEntry`.
+
+    `kind` is the word used in error messages, e.g. "policy loss". `interface` is the base class or
+    protocol of parts that are classes, and `params_protocols` describe optional methods and
+    attributes of their parameters: users' classes are checked against both.
+    """
 
     registries_by_kind: ClassVar[dict[str, Registry[Any]]] = {}
 
-    def __init__(self, kind: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        interface: type | None = None,
+        params_protocols: tuple[type, ...] = (),
+    ) -> None:
         self.kind = kind
+        self._interface = interface
+        self._params_protocols = params_protocols
         self._entries: dict[str, RegistryEntry[T]] = {}
         Registry.registries_by_kind[kind] = self
 
@@ -64,17 +83,26 @@ class Registry(Generic[T]):
         scope: Scope = "step",
         aggregation: str | None = None,
     ) -> Callable[[T], T]:
-        """Decorator. Raises ValueError when `name` is taken by another part."""
+        """Decorator. Raises ValueError when `name` is taken by another part, and for a class whose
+        hooks are wrong."""
 
         def add_entry(build: T) -> T:
             if name in self._entries and self._entries[name].build is not build:
                 raise ValueError(
                     f"{self.kind} {name!r} is registered already; choose another name."
                 )
+            self._check_classes(name, build, params)
             self._entries[name] = RegistryEntry(name, build, params, needs, scope, aggregation)
             return build
 
         return add_entry
+
+    def _check_classes(self, name: str, build: T, params: type | None) -> None:
+        description = f"{self.kind} {name!r}"
+        if self._interface is not None and isinstance(build, type):
+            check_part_class(build, self._interface, description)
+        if params is not None and params is not build:
+            check_params_class(params, self._params_protocols, description)
 
     def get(self, name: str) -> RegistryEntry[T]:
         """Raises ValueError naming the known parts when `name` is unknown."""

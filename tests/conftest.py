@@ -45,3 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the CPU seconds of the run: the budget of CONTRIBUTING.md.
+
+    The processes that the tests started count as soon as somebody has waited for them, as in
+    `time make test`; xdist's workers have ended by now.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    times = os.times()
+    own = times.user + times.system
+    children = times.children_user + times.children_system
+    terminalreporter.write_line(f"CPU seconds (user + sys): {own + children:.0f}")

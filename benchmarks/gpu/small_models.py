@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.batch import MiniBatch, compute_offsets
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule
 
 STD = 0.02

@@ -24,7 +24,7 @@ from rlhf_megatron.data.batch import CriticValues, TokenLogProbs, TrainBatch, se
 from rlhf_megatron.data.replica_plan import ReplicaPlan, restore_sample_order, take_replica_shard
 from rlhf_megatron.ranks.parallel.world import World
 from rlhf_megatron.runtime.call_dispatch import make_scattered_call
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import find_holder_places, join_shards
 

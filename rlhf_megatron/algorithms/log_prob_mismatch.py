@@ -17,6 +17,16 @@ from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO
 
 BLOCK_TOKENS = 65536  # tokens
 
+FIRST_DECADE, LAST_DECADE, BINS_A_DECADE = -8, 1, 4
+# Nats, to 4 digits. Below the first decade float32 has no digits left; the last bin is open to the right.
+HISTOGRAM_EDGES: tuple[float, ...] = (
+    0.0,
+    *(
+        float(f"{10 ** (FIRST_DECADE + i / BINS_A_DECADE):.4g}")
+        for i in range((LAST_DECADE - FIRST_DECADE) * BINS_A_DECADE + 1)
+    ),
+)
+
 
 def compute_mismatch_statistics(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor
@@ -142,17 +152,6 @@ def compute_percentiles(
     return [found[rank] for rank in ranks]
 
 
-FIRST_DECADE, LAST_DECADE, BINS_A_DECADE = -8, 1, 4
-# Nats, to 4 digits. Below the first decade float32 has no digits left; the last bin is open to the right.
-HISTOGRAM_EDGES: tuple[float, ...] = (
-    0.0,
-    *(
-        float(f"{10 ** (FIRST_DECADE + i / BINS_A_DECADE):.4g}")
-        for i in range((LAST_DECADE - FIRST_DECADE) * BINS_A_DECADE + 1)
-    ),
-)
-
-
 @dataclass(frozen=True)
 class DifferenceHistogram:
     """The distribution of |trainer log-prob - engine log-prob| over some tokens, nats; infinite where one is not a
@@ -191,11 +190,10 @@ def compute_response_differences(
         for start in range(run.start, run.stop, BLOCK_TOKENS)
     ):
         places_N = find_true_positions(response_mask_T[start:stop])
-        columns = (
-            column_T[start:stop].index_select(0, places_N)
-            for column_T in (rollout_log_probs_T, old_log_probs_T)
+        found[count : count + places_N.numel()] = compute_differences(
+            rollout_log_probs_T[start:stop].index_select(0, places_N),
+            old_log_probs_T[start:stop].index_select(0, places_N),
         )
-        found[count : count + places_N.numel()] = compute_differences(*columns)
         count += places_N.numel()
     return found[:count]
 

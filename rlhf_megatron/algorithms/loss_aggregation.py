@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.registry import Registry
@@ -97,15 +98,20 @@ def compute_loss_weights(
             f"global counts ({num_response_tokens} response tokens, {num_sequences} sequences) must cover this part"
             f" ({num_here} tokens, {offsets.numel() - 1} sequences); count the whole mini-batch, before any rejection."
         )
-    counts = max(num_response_tokens, 1), max(num_sequences, 1)
-    weigh = AGGREGATIONS.get(mode).build
+    make_inputs = partial(
+        AggregationInputs,
+        num_response_tokens=max(num_response_tokens, 1),
+        num_sequences=max(num_sequences, 1),
+        scale_factor=scale_factor,
+    )
+    compute_weights = AGGREGATIONS.get(mode).build
     if _fits_one_block(response_mask_T):
         mask_T = response_mask_T.to(torch.float64)
-        return weigh(AggregationInputs(mask_T, offsets, *counts, scale_factor)).to(torch.float32)
+        return compute_weights(make_inputs(mask_T, offsets)).to(torch.float32)
     weights_T = torch.empty(response_mask_T.numel())
-    for _, tokens, of_block in _iterate_sequence_blocks(offsets):
+    for _, tokens, block_offsets in _iterate_sequence_blocks(offsets):
         mask_N = response_mask_T[tokens].to(torch.float64)
-        weights_T[tokens] = weigh(AggregationInputs(mask_N, of_block, *counts, scale_factor))
+        weights_T[tokens] = compute_weights(make_inputs(mask_N, block_offsets))
     return weights_T
 
 

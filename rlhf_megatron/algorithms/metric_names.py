@@ -47,6 +47,12 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {  # name -> (regular expression, 
     "k": (r"\d+|N", "2, 4, 8 .. and N"),
 }
 
+RESPONSES = "whole responses of samples whose reward counts"
+ENTRIES = (
+    "response tokens, or whole responses where it is of sequences; of samples whose reward counts"
+)
+HAVE_PART = "samples whose reward counts and has the part"
+
 
 @dataclass(frozen=True)
 class MetricDescription:
@@ -81,13 +87,6 @@ def find_matching_metric(
         ),
         None,
     )
-
-
-RESPONSES = "whole responses of samples whose reward counts"
-ENTRIES = (
-    "response tokens, or whole responses where it is of sequences; of samples whose reward counts"
-)
-HAVE_PART = "samples whose reward counts and has the part"
 
 
 def _parse_metric_line(line: str) -> tuple[str, MetricDescription]:

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+_GPU_NAMES = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
+"""The parser offers the GPUs of planning.plan.gpu_memory without importing it: a test holds both lists together."""
+_NETWORK_NAMES = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
+"""The parser offers the networks of resharding.network without importing it: the same test holds both."""
+
 
 @dataclass(frozen=True)
 class CliCommand:
@@ -171,12 +176,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     placement.set_defaults(run=".plan.plan_placement:run_plan_placement_command")
     for action in (memory, layout, sync, placement):
         add_traceback_option(action)
-
-
-_GPU_NAMES = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
-"""The parser offers the GPUs of planning.plan.gpu_memory without importing it: a test holds both lists together."""
-_NETWORK_NAMES = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
-"""The parser offers the networks of resharding.network without importing it: the same test holds both."""
 
 
 def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,14 @@ from rlhf_megatron.weights.hf_writer import MAX_SHARD_BYTES
 from rlhf_megatron.weights.megatron_dir import make_disk_layout
 from rlhf_megatron.weights.safe_pickle import METADATA
 
+_LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "first_layers", "last_layers")
+_OPTIONS_BY_TARGET = {
+    "ranks": _LAYOUT_OPTIONS,
+    "torch_dist": ("impl", "stacked", "max_shard_mib"),
+    "hf": ("max_shard_mib",),
+}
+"""Options that only one target reads, by target; they are refused with any other one."""
+
 
 def run_export_command(args: argparse.Namespace) -> None:
     """Write the weights of a run's checkpoint, and say what was written and how it is used."""
@@ -163,15 +171,6 @@ def _make_target(
     return HFTarget(model, items, max_bytes)
 
 
-_LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "first_layers", "last_layers")
-_OPTIONS_BY_TARGET = {
-    "ranks": _LAYOUT_OPTIONS,
-    "torch_dist": ("impl", "stacked", "max_shard_mib"),
-    "hf": ("max_shard_mib",),
-}
-"""Options that only one target reads, by target; they are refused with any other one."""
-
-
 def _refuse_ignored_options(args: argparse.Namespace) -> None:
     own = _OPTIONS_BY_TARGET[args.to]
     options = dict.fromkeys(option for options in _OPTIONS_BY_TARGET.values() for option in options)
@@ -202,12 +201,16 @@ class _ByteProgressBar:
     """A progress bar on standard error: bytes, rate and the time that is left."""
 
     def __init__(self, items: Sequence[ConversionItem]) -> None:
-        columns = (
-            *(TextColumn("{task.description:>8}"), BarColumn(), DownloadColumn()),
-            *(TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        self._progress = Progress(
+            TextColumn("{task.description:>8}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            auto_refresh=False,  # Processes are forked off this one: no thread may draw meanwhile.
         )
-        # Processes are forked off this one: no thread may draw meanwhile.
-        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
         self._total_bytes = sum(item.num_bytes for item in items)
 
     def __enter__(self) -> _ByteProgressBar:

@@ -164,9 +164,17 @@ def _make_endpoint_job(args: argparse.Namespace, config: RunConfig, out_path: Pa
     url = url if url.endswith("/v1") else f"{url}/v1"
     key = read_api_key(args.api_key_file)
     model = args.model or asyncio.run(fetch_model_name(url, key, config.rollout.request_timeout_s))
-    how = (out_path, args.at_once, not args.completions, args.overwrite)
     return EndpointJob.from_config(
-        config.data, config.rollout, config.trainer.seed, url, model, key, *how
+        config.data,
+        config.rollout,
+        config.trainer.seed,
+        url,
+        model,
+        key,
+        out_path,
+        num_concurrent_prompts=args.at_once,
+        is_chat=not args.completions,
+        overwrite=args.overwrite,
     )
 
 

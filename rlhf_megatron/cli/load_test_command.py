@@ -38,8 +38,18 @@ def run_load_test_command(args: argparse.Namespace) -> int:
             for c in chats
         ]
     model = args.model or asyncio.run(fetch_model_name(url, key, REQUEST_TIMEOUT_S))
-    how = (args.max_tokens, not args.no_stream, not args.completions, key, REQUEST_TIMEOUT_S)
-    plan = LoadTestPlan(url, model, tuple(prompts), tuple(args.clients), args.requests, *how)
+    plan = LoadTestPlan(
+        url,
+        model,
+        tuple(prompts),
+        tuple(args.clients),
+        num_requests=args.requests,
+        max_tokens=args.max_tokens,
+        is_stream=not args.no_stream,
+        is_chat=not args.completions,
+        key=key,
+        timeout_s=REQUEST_TIMEOUT_S,
+    )
     levels = asyncio.run(run_load_test(plan, partial(print, flush=True)))
     for level in levels:
         for reason in level.reasons:

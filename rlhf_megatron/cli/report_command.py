@@ -18,7 +18,7 @@ def run_report_command(args: argparse.Namespace) -> None:
 
     Raises ValueError if there is nothing to report.
     """
-    written = api.write_run_report(args.run_dirs, args.out, args.watch)
+    written = api.report(args.run_dirs, args.out, args.watch)
     _print_written_report(args, written)
     if args.watch is not None and not written.is_final:
         print(
@@ -28,7 +28,7 @@ def run_report_command(args: argparse.Namespace) -> None:
         with suppress(KeyboardInterrupt):
             while not written.is_final:
                 time.sleep(args.watch)
-                written = api.write_run_report(args.run_dirs, args.out, args.watch)
+                written = api.report(args.run_dirs, args.out, args.watch)
             print(*written.run_states, sep="\n")
 
 

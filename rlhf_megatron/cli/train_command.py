@@ -40,7 +40,7 @@ def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     from rlhf_megatron import api
 
-    run = {"train": api.train, "sft": api.train_sft, "reward-model": api.train_reward_model}[
+    run = {"train": api.train, "sft": api.sft, "reward-model": api.reward_model}[
         job_name
     ]
     try:
@@ -51,7 +51,7 @@ def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, 
             fresh=args.fresh,
             allow_changes=is_free,
             **options,
-            use_own_process=False,
+            is_own_process=False,
         )
     except api.RunFailed as error:
         return error.exit_code

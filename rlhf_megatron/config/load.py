@@ -40,6 +40,25 @@ from rlhf_megatron.plugins import is_python_file, load_plugins
 SOURCE = "command line"
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*\Z")
 
+EXTENDS, LOCK = "extends", "lock"
+LOCK_FILE = "config.lock.yaml"  # in a run's directory (controller/recovery/config_lock_file.py)
+
+INPUTS = {
+    *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "reward_model.path"),
+    *("trainer.resume_from_path", "plugins[]"),
+    *(
+        "data.train_files[]",
+        "data.val_files[]",
+        "data.sources[].train_files[]",
+        "data.sources[].val_files[]",
+    ),
+    *("rollout.sglang.python", "rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file"),
+    *("rollout.transfer_dir", "reward_model.served.python"),
+}
+"""Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
+from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py), and so
+may data files (config/hub_data.py)."""
+
 
 def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
     """One tree an override, to be merged in this order. Raises ConfigError with all that are malformed."""
@@ -77,10 +96,6 @@ def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
     if problems:
         raise ConfigError(problems)
     return trees
-
-
-EXTENDS, LOCK = "extends", "lock"
-LOCK_FILE = "config.lock.yaml"  # in a run's directory (controller/recovery/config_lock_file.py)
 
 
 def load_run_config(
@@ -292,23 +307,6 @@ def _move_to_layer(node: Node, layer: int) -> Node:
     if isinstance(node, SequenceNode):
         return SequenceNode(tuple(_move_to_layer(item, layer) for item in node.items), origin)
     return replace(node, origin=origin)
-
-
-INPUTS = {
-    *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "reward_model.path"),
-    *("trainer.resume_from_path", "plugins[]"),
-    *(
-        "data.train_files[]",
-        "data.val_files[]",
-        "data.sources[].train_files[]",
-        "data.sources[].val_files[]",
-    ),
-    *("rollout.sglang.python", "rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file"),
-    *("rollout.transfer_dir", "reward_model.served.python"),
-}
-"""Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
-from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py), and so
-may data files (config/hub_data.py)."""
 
 
 def _resolve_paths(node: Node, key: str, folder: Path) -> Node:

@@ -77,6 +77,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {name: {**_NONE, **settings} for name, settings in _OVER_NONE.items()}
 )
 
+SECTION = "algorithm.rollout_correction"
+PRESET, MODE, LOSS_TYPE = (f"{SECTION}.{name}" for name in ("preset", "mode", "loss_type"))
+IS, IS_BOUNDS, NORM = (
+    f"{SECTION}.rollout_is{name}" for name in ("", "_threshold", "_batch_normalize")
+)
+RS, RS_BOUNDS, VETO = (
+    f"{SECTION}.rollout_{name}" for name in ("rs", "rs_threshold", "token_veto_threshold")
+)
+LOSS_MODE = "actor.policy_loss.loss_mode"
+
 
 def resolve_rollout_correction(section: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
     """The preset with the settings over it that are not null; none that matters is null any more.
@@ -139,17 +149,6 @@ def _parse_number_pair(text: str) -> tuple[float, float] | None:
     if not match or math.isinf(float(match[2])):
         return None
     return float(match[1]), float(match[2])
-
-
-SECTION = "algorithm.rollout_correction"
-PRESET, MODE, LOSS_TYPE = (f"{SECTION}.{name}" for name in ("preset", "mode", "loss_type"))
-IS, IS_BOUNDS, NORM = (
-    f"{SECTION}.rollout_is{name}" for name in ("", "_threshold", "_batch_normalize")
-)
-RS, RS_BOUNDS, VETO = (
-    f"{SECTION}.rollout_{name}" for name in ("rs", "rs_threshold", "token_veto_threshold")
-)
-LOSS_MODE = "actor.policy_loss.loss_mode"
 
 
 @register_idle_rule

@@ -13,6 +13,28 @@ from typing import Any
 DEFAULT_BASE = 10000.0
 LARGEST = 1e30  # of a setting: float32 has room for it
 
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    },
+}
+"""The settings of each supported type. Another one is an error: engines that know it would turn by other angles."""
+_MSCALES = {"mscale", "mscale_all_dim"}
+_LATENT_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "yarn": (_KEYS["yarn"] | _MSCALES) - {"attention_factor", "truncate"},
+}
+"""Those of models with latent attention, whose angles are megatron-core's."""
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -57,29 +79,6 @@ class RotaryConfig:
     base: float
     scaling: RotaryScaling | None = None
     rotated_share: float = 1.0  # of a head's dimensions that turn: the first ones
-
-
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_KEYS: dict[str, set[str]] = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "truncate",
-    },
-}
-"""The settings of each supported type. Another one is an error: engines that know it would turn by other angles."""
-_MSCALES = {"mscale", "mscale_all_dim"}
-_LATENT_KEYS: dict[str, set[str]] = {
-    "default": set(),
-    "yarn": (_KEYS["yarn"] | _MSCALES) - {"attention_factor", "truncate"},
-}
-"""Those of models with latent attention, whose angles are megatron-core's."""
 
 
 def read_rotary_config(

@@ -52,6 +52,9 @@ UNQUOTED = {
 }
 """What would have been right without quotes."""
 
+P = TypeVar("P")
+T = TypeVar("T")
+
 
 class ConfigConverter:
     """Converts one tree. Afterwards `problems`, `provenance` and `broken_keys` (keys without a reliable value) are filled.
@@ -267,25 +270,19 @@ def _get_written_value(node: Node) -> Any:
 
 def _format_node(node: Node) -> str:
     """The value as its writer would recognise it, in at most 80 characters."""
-    if isinstance(node, ScalarNode):
-        text = (
-            node.text
-            if node.is_plain and node.text
-            else repr(node.value)
-            if node.value is not None
-            else "null"
-        )
-    else:
+    if not isinstance(node, ScalarNode):
         text = str(convert_to_plain(node))
+    elif node.is_plain and node.text:
+        text = node.text
+    elif node.value is not None:
+        text = repr(node.value)
+    else:
+        text = "null"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _describe_scalar_type(scalar_type: Any) -> str:
     return NAMES.get(scalar_type, "a value")
-
-
-P = TypeVar("P")
-T = TypeVar("T")
 
 
 def build_params(

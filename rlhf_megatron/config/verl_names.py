@@ -24,6 +24,35 @@ RENAMED_SECTIONS = (
     ("ref", "reference"),
 )
 
+_ALIKE = (
+    *(
+        (f"critic.{section}", f"actor.{section}")
+        for section in ("megatron.", "optim.", "fsdp_config.", "profiler.")
+    ),
+    ("critic.ulysses_", "actor.ulysses_"),
+    ("critic.model.fsdp_config.", "actor.fsdp_config."),
+    ("critic.model.", "model."),
+    ("reference.entropy_", "actor.entropy_"),
+)
+
+EPOCHS = "in steps of the loop: rows of data.train_files // data.train_batch_size x epochs"
+ELSEWHERE = {
+    "learning_rate": "actor.optim.lr",
+    "num_generations": "rollout.n",
+    "group_size": "rollout.n",
+    "beta": "actor.kl_loss_coef",
+    "kl_coef": "actor.kl_loss_coef",
+    "epochs": f"trainer.total_training_steps ({EPOCHS})",
+    "num_train_epochs": f"trainer.total_training_steps ({EPOCHS})",
+    "max_steps": "trainer.total_training_steps",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.default_local_dir",
+    "model_name_or_path": "model.path",
+    "bf16": "model.dtype (bfloat16)",
+}
+"""Last parts of names that other trainers have -> what it is here."""
+
 
 @dataclass(frozen=True)
 class VerlKey:
@@ -68,18 +97,6 @@ def rename_to_current_key(key: str) -> str:
     return key
 
 
-_ALIKE = (
-    *(
-        (f"critic.{section}", f"actor.{section}")
-        for section in ("megatron.", "optim.", "fsdp_config.", "profiler.")
-    ),
-    ("critic.ulysses_", "actor.ulysses_"),
-    ("critic.model.fsdp_config.", "actor.fsdp_config."),
-    ("critic.model.", "model."),
-    ("reference.entropy_", "actor.entropy_"),
-)
-
-
 def find_verl_key(key: str) -> VerlKey | None:
     """The entry of a key of verl in today's layout; of one that is alike where it has none of its own."""
     for entry in VERL_NAMES:
@@ -97,25 +114,6 @@ def find_verl_key(key: str) -> VerlKey | None:
             )
             return replace(other, target="critic" + target[5:] if is_own else other.target)
     return None
-
-
-EPOCHS = "in steps of the loop: rows of data.train_files // data.train_batch_size x epochs"
-ELSEWHERE = {
-    "learning_rate": "actor.optim.lr",
-    "num_generations": "rollout.n",
-    "group_size": "rollout.n",
-    "beta": "actor.kl_loss_coef",
-    "kl_coef": "actor.kl_loss_coef",
-    "epochs": f"trainer.total_training_steps ({EPOCHS})",
-    "num_train_epochs": f"trainer.total_training_steps ({EPOCHS})",
-    "max_steps": "trainer.total_training_steps",
-    "save_steps": "trainer.save_freq",
-    "eval_steps": "trainer.test_freq",
-    "output_dir": "trainer.default_local_dir",
-    "model_name_or_path": "model.path",
-    "bf16": "model.dtype (bfloat16)",
-}
-"""Last parts of names that other trainers have -> what it is here."""
 
 
 def suggest_setting(key: str) -> KeySuggestion:

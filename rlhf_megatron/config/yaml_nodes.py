@@ -19,6 +19,26 @@ from rlhf_megatron.config.errors import ConfigError, ConfigProblem
 from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
 from rlhf_megatron.config.schema import RunConfig
 
+MAX_CHARACTERS = 1 << 20  # of a file; the longest that are shipped have thousands
+MAX_NODES = 20_000  # of a file, aliases written out: nested ones multiply
+
+CORE_SCHEMA = (
+    ("null", r"(?:~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)\Z", list("-+0123456789")),
+    (
+        "float",
+        r"(?:[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z",
+        list("-+.0123456789"),
+    ),
+)
+"""(type, pattern of the plain scalars that have it, characters with which these begin)"""
+
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # which quoted YAML can write as an escape
+
 
 @dataclass(frozen=True)
 class ValueOrigin:
@@ -106,23 +126,6 @@ class MappingNode:
 Node: TypeAlias = ScalarNode | SequenceNode | MappingNode
 
 
-MAX_CHARACTERS = 1 << 20  # of a file; the longest that are shipped have thousands
-MAX_NODES = 20_000  # of a file, aliases written out: nested ones multiply
-
-CORE_SCHEMA = (
-    ("null", r"(?:~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
-    ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)\Z", list("-+0123456789")),
-    (
-        "float",
-        r"(?:[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z",
-        list("-+.0123456789"),
-    ),
-)
-"""(type, pattern of the plain scalars that have it, characters with which these begin)"""
-
-
 class _CoreSchemaLoader(yaml.SafeLoader):
     """Resolves plain scalars as YAML 1.2 does."""
 
@@ -133,7 +136,6 @@ for _tag, _pattern, _first in CORE_SCHEMA:
         f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first
     )
 
-_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
@@ -143,9 +145,6 @@ _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
     ),
     "str": str,
 }
-
-
-_NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # which quoted YAML can write as an escape
 
 
 def parse_yaml(text: str, source: str, layer: int, with_lines: bool = True) -> Node:

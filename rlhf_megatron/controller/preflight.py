@@ -43,7 +43,7 @@ from rlhf_megatron.rewards.service.reward_scorer import (
     check_sources_exist,
 )
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import require_whole_fp8_blocks
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout

@@ -266,17 +266,18 @@ def _list_text_spellings(text: str) -> tuple[str, ...]:
 def _check_argument_spelling(arguments: Any, turn_text: str) -> None:
     """Raises ValueError where a call's arguments are written as a text within JSON, or as Python writes an object."""
     is_text = isinstance(arguments, str)
-    written = (
-        [f'"{form}"' for form in _list_text_spellings(arguments)[1:]]
-        if is_text
-        else [str(arguments)]
-        if arguments
-        else []
-    )
-    if found := next((one for one in written if one in turn_text), None):
-        wanted = "an object" if is_text else "JSON text"
+    if is_text:
+        wrong_spellings = [f'"{form}"' for form in _list_text_spellings(arguments)[1:]]
+    elif arguments:
+        wrong_spellings = [str(arguments)]
+    else:
+        wrong_spellings = []
+    spelling = next((text for text in wrong_spellings if text in turn_text), None)
+    if spelling:
+        right_form = "an object" if is_text else "JSON text"
         raise ValueError(
-            f"the chat template writes arguments of a tool call as {found[:SHOWN_CHARACTERS]}; write them as {wanted} in the row"
+            f"the chat template writes arguments of a tool call as {spelling[:SHOWN_CHARACTERS]};"
+            f" write them as {right_form} in the row"
         )
 
 

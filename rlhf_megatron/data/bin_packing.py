@@ -18,6 +18,10 @@ MAX_EXCHANGES = 300
 MAX_PARTNERS = 8  # replicas that the dearest one is compared with, the cheapest first
 MAX_DOCUMENT_PAIRS = 250_000  # of documents of two replicas; beyond it whole bins are fine enough
 
+MAX_DETOURS = (
+    2  # full bins looked at for each document, on the average, before `_pack_by_even_cost` gives up
+)
+
 
 @dataclass(frozen=True)
 class DocumentBin:
@@ -188,10 +192,6 @@ def _replace_document(
 
 
 BinContents = list[list[int]]  # documents of each bin
-
-MAX_DETOURS = (
-    2  # full bins looked at for each document, on the average, before `_pack_by_even_cost` gives up
-)
 
 
 def pack_documents(

@@ -45,6 +45,10 @@ _COUNT_FILTER, _SIZE_FILTER = "counted by the sandbox", "sized by the sandbox"
 
 _num_steps: contextvars.ContextVar[list[int]] = contextvars.ContextVar("num_steps")
 
+KWARGS_SETTING = "data.apply_chat_template_kwargs"
+TRAINER_VARIABLES = ("messages", "add_generation_prompt")
+DATE_FUNCTION = "strftime_now"
+
 
 def render_chat_template(
     template: jinja2.Template, is_bounded: bool = True, **variables: Any
@@ -125,18 +129,21 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         _count_steps(STEPS_PER_CALL + (len(result) if isinstance(result, range) else 0))
         return _check_result_size(result)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, left_operand: Any, right_operand: Any) -> Any:
         if operator == "**" and not all(
-            _is_number(value) and abs(value) <= MAX_DIGITS for value in (left, right)
+            _is_number(value) and abs(value) <= MAX_DIGITS
+            for value in (left_operand, right_operand)
         ):
             raise SecurityError(
-                f"{left!r:.20} ** {right!r:.20} is refused: the numbers are above {MAX_DIGITS}"
+                f"{left_operand!r:.20} ** {right_operand!r:.20} is refused: the numbers are above"
+                f" {MAX_DIGITS}"
             )
-        if operator == "*" and not (_is_number(left) and _is_number(right)):
-            _check_size(_measure_operand(left) * _measure_operand(right))
-        if operator == "*" and isinstance(left, int) and isinstance(right, int):
-            _check_size(left.bit_length() * right.bit_length())
-        return _check_result_size(super().call_binop(context, operator, left, right))
+        if operator == "*" and not (_is_number(left_operand) and _is_number(right_operand)):
+            _check_size(_measure_operand(left_operand) * _measure_operand(right_operand))
+        if operator == "*" and isinstance(left_operand, int) and isinstance(right_operand, int):
+            _check_size(left_operand.bit_length() * right_operand.bit_length())
+        result = super().call_binop(context, operator, left_operand, right_operand)
+        return _check_result_size(result)
 
 
 class _LimitFilterInserter(NodeTransformer):
@@ -220,12 +227,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _measure_operand(value: Any) -> float:
-    return abs(value) if _is_number(value) else len(value) if isinstance(value, Sized) else 1
-
-
-KWARGS_SETTING = "data.apply_chat_template_kwargs"
-TRAINER_VARIABLES = ("messages", "add_generation_prompt")
-DATE_FUNCTION = "strftime_now"
+    if _is_number(value):
+        return abs(value)
+    return len(value) if isinstance(value, Sized) else 1
 
 
 class _GenerationTagExtension(jinja2.ext.Extension):

@@ -53,6 +53,10 @@ _PLAIN_NODE_TYPES = _PLAIN_TYPES | {float}
 _CLASSES_BY_WIRE_NAME: dict[str, type] = {}
 _WIRE_FORMATS: dict[type, "WireFormat"] = {}
 
+SHORT_RUN_BYTES = (
+    1 << 14
+)  # of runs of a column; shorter ones are joined, since each piece costs the socket a call
+
 
 class _MessageHeader(msgspec.Struct, forbid_unknown_fields=True):
     tree: Any
@@ -62,9 +66,6 @@ class _MessageHeader(msgspec.Struct, forbid_unknown_fields=True):
 _HEADER_DECODER = msgspec.json.Decoder(_MessageHeader)
 Class = TypeVar("Class", bound=type)
 Buffer = bytes | bytearray | memoryview
-SHORT_RUN_BYTES = (
-    1 << 14
-)  # of runs of a column; shorter ones are joined, since each piece costs the socket a call
 
 
 class MessagePieces(list[Buffer]):

@@ -18,6 +18,11 @@ from rlhf_megatron.config.hub_data import parse_cached_dataset_name
 DATASET_STATE_FILE = "state.json"
 ARROW_BATCH_ROWS = 1024  # rows that are held as Python objects at once
 
+MAX_LISTED_PROBLEMS = 5  # problems that an error message lists
+MAX_EXTRA_CHARACTERS = 65_536  # characters of a row's other keys as JSON
+SOURCE_KEY = "data_source"
+JSON_LABEL_KEY = "label_is_json"  # of `extra`: the label was no text, and is its JSON now
+
 
 def iterate_raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(number counted from 1, the row's value) of each row; a ValueError in place of one that cannot be read.
@@ -131,12 +136,6 @@ def _drop_nulls(value: Any) -> Any:
 def default_source_name(path: Path) -> str:
     """The source of rows that name none: their data set on a hub, or their file."""
     return parse_cached_dataset_name(path) or path.stem
-
-
-MAX_LISTED_PROBLEMS = 5  # problems that an error message lists
-MAX_EXTRA_CHARACTERS = 65_536  # characters of a row's other keys as JSON
-SOURCE_KEY = "data_source"
-JSON_LABEL_KEY = "label_is_json"  # of `extra`: the label was no text, and is its JSON now
 
 
 @dataclass(frozen=True)
@@ -373,13 +372,11 @@ def _encode_extra(extra_values: Mapping[str, Any]) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    return (
-        "nothing"
-        if value is None
-        else f"a JSON {_name_json_type(value)}"
-        if not isinstance(value, str)
-        else repr(value)
-    )
+    if value is None:
+        return "nothing"
+    if not isinstance(value, str):
+        return f"a JSON {_name_json_type(value)}"
+    return repr(value)
 
 
 def _name_json_type(value: Any) -> str:

@@ -148,7 +148,8 @@ class InMemorySampleSet(Sequence[DocumentSample]):
             column = told.new_zeros(tokens.num_tokens, told.shape[1])
             column[tokens.response_mask] = told[places]
             columns.append(column)
-        return TopLogProbs(*columns)
+        teacher_ids, teacher_log_probs = columns
+        return TopLogProbs(teacher_ids, teacher_log_probs)
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,10 @@ class ItemSource(Protocol):
     def items(self) -> Sized: ...
 
 
-OfSource = TypeVar("OfSource", bound=ItemSource)
+SourceType = TypeVar("SourceType", bound=ItemSource)
 
 
-class ItemStream(Generic[OfSource]):
+class ItemStream(Generic[SourceType]):
     """An endless order of items. The batch of a step depends on nothing but the step.
 
     Each source is shuffled anew in each of its own epochs, in which every item of it comes once. What a source gives
@@ -118,7 +118,7 @@ class ItemStream(Generic[OfSource]):
     """
 
     def __init__(
-        self, sources: Sequence[OfSource], batch_size: int, shuffle: bool, seed: int
+        self, sources: Sequence[SourceType], batch_size: int, shuffle: bool, seed: int
     ) -> None:
         for source in sources:
             if not source.items:

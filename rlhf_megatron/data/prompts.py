@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from rlhf_megatron.config.schema import DataConfig, DataSourceConfig
 from rlhf_megatron.config.type_conversion import build_params
@@ -111,12 +111,17 @@ def resolve_sources(data: DataConfig) -> dict[str, DataSourceConfig]:
     sources, the section itself.
     """
     if not data.sources:
-        files = (data.train_files, data.val_files)
-        return {
-            "data": DataSourceConfig(
-                "", 1.0, data.task, data.task_params, *files, data.prompt_template, data.few_shot
-            )
-        }
+        section = DataSourceConfig(
+            "",
+            1.0,
+            data.task,
+            data.task_params,
+            data.train_files,
+            data.val_files,
+            data.prompt_template,
+            data.few_shot,
+        )
+        return {"data": section}
     return {
         f"data.sources[{index}]": replace(
             source,
@@ -170,11 +175,15 @@ def _load_prompt_source(
         limit = PromptLimit(
             config.max_prompt_length, config.filter_overlong_prompts, config.truncation
         )
-        how = (tokenizer, form, limit, config.skip_bad_rows)
-        train_items = encode_prompt_rows(train, *how, must_encode_labels)
-        held_out_items = (
-            encode_prompt_rows(held_out_rows, *how) if held_out_rows else EncodedPrompts((), 0, 0)
+        encode_rows = partial(
+            encode_prompt_rows,
+            tokenizer=tokenizer,
+            prompt_format=form,
+            prompt_limit=limit,
+            skip_bad_rows=config.skip_bad_rows,
         )
+        train_items = encode_rows(train, must_encode_labels=must_encode_labels)
+        held_out_items = encode_rows(held_out_rows) if held_out_rows else EncodedPrompts((), 0, 0)
     return _LoadedPromptSource(
         _set_item_source(train_items, source.name),
         _set_item_source(held_out_items, source.name),
@@ -209,9 +218,16 @@ def _read_source_rows(
         raise ValueError(
             f"the dataset is empty: {setting_path}.train_files names no file; name one, or set {setting_path}.task."
         )
-    keys = (config.prompt_key, config.label_key, config.skip_bad_rows)
-    held_out = read_prompt_rows(source.val_files, *keys) if source.val_files else ((), nothing)
-    return *read_prompt_rows(source.train_files, *keys), *held_out
+    read_rows = partial(
+        read_prompt_rows,
+        prompt_key=config.prompt_key,
+        label_key=config.label_key,
+        skip_bad_rows=config.skip_bad_rows,
+    )
+    held_out: tuple[tuple[PromptRow, ...], RowCounts] = ((), nothing)
+    if source.val_files:
+        held_out = read_rows(source.val_files)
+    return *read_rows(source.train_files), *held_out
 
 
 def _set_item_source(encoded: EncodedPrompts, source_name: str) -> EncodedPrompts:

@@ -93,17 +93,15 @@ def plan_replicas(
     _check_token_budget(lengths, token_budget, packed_multiple, is_pooled=document_multiple > 1)
     room = token_budget // packed_multiple * packed_multiple
 
-    bins = (num_replicas, micro_batch_multiple, room)
+    units: list[PromptUnit] | None = None
     if sample_prompts is None:
         padded = [_round_up(length, document_multiple) for length in lengths]
-        units, shares = (
-            None,
-            pack_documents(
-                padded, [length * (attention_length + length) for length in padded], *bins
-            ),
-        )
+        costs = [length * (attention_length + length) for length in padded]
+        shares = pack_documents(padded, costs, num_replicas, micro_batch_multiple, room)
     else:
-        units, shares = _pack_by_prompt(lengths, sample_prompts, attention_length, bins)
+        units, shares = _pack_by_prompt(
+            lengths, sample_prompts, attention_length, num_replicas, micro_batch_multiple, room
+        )
     longest = max(
         micro_batch.length or _round_up(NO_OP_LENGTH, document_multiple)
         for micro_batch in chain(*shares)
@@ -194,7 +192,9 @@ def _pack_by_prompt(
     lengths: Sequence[int],
     sample_prompts: SamplePrompts,
     attention_length: int,
-    bin_settings: tuple[int, int, int],
+    num_replicas: int,
+    bins_multiple: int,
+    bin_capacity: int,
 ) -> tuple[list[PromptUnit], list[ReplicaShare]]:
     """Pack samples by prompt. Returns the units that were packed, and the bins of each replica, which hold these."""
     best: tuple[list[PromptUnit], list[ReplicaShare]] | None = None
@@ -202,11 +202,15 @@ def _pack_by_prompt(
     while num_parts <= max(1, len(lengths)):
         units = list(
             split_into_prompt_units(
-                lengths, sample_prompts, num_parts, bin_settings[-1], attention_length
+                lengths, sample_prompts, num_parts, bin_capacity, attention_length
             )
         )
         shares = pack_documents(
-            [unit.length for unit in units], [unit.cost for unit in units], *bin_settings
+            [unit.length for unit in units],
+            [unit.cost for unit in units],
+            num_replicas,
+            bins_multiple,
+            bin_capacity,
         )
         if best is not None and max(sum_replica_costs(shares)) >= max(sum_replica_costs(best[1])):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,7 +11,12 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2^31) from integers such as (run seed, step, group, sample). SplitMix64 over the parts."""
+    """A seed in [0, 2^31) from integers such as (run seed, step, group, sample)."""
+    return _mix_parts(parts)
+
+
+def _mix_parts(parts: Sequence[int]) -> int:
+    """SplitMix64 over the parts, cut to [0, 2^31)."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -22,5 +28,5 @@ def derive_seed(*parts: int) -> int:
 
 def seed_process(*parts: int) -> None:
     """Seed the generators of this process that belong to nobody, Python's and numpy's, by `parts`."""
-    random.seed(derive_seed(*parts, 0))
-    np.random.seed(derive_seed(*parts, 1))
+    random.seed(_mix_parts((*parts, 0)))
+    np.random.seed(_mix_parts((*parts, 1)))

@@ -83,7 +83,15 @@ def _make_file_state(file_stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def _update_digest(digest: Any, sample: DocumentSample) -> None:
-    digest.update(repr((sample.source, sample.weight, sample.teacher_top_tokens)).encode())
+    # Cursors of earlier runs hold this digest: its text keeps the names that it began with.
+    teacher = sample.teacher_top_tokens
+    teacher_text = "None"
+    if teacher is not None:
+        teacher_text = (
+            f"Taught(ids={teacher.token_ids!r}, log_probs={teacher.log_probs!r},"
+            f" width={teacher.top_k!r})"
+        )
+    digest.update(f"({sample.source!r}, {sample.weight!r}, {teacher_text})".encode())
     for document in sample.documents:
         digest.update(array("i", document.token_ids).tobytes())
         digest.update(repr(document.trained_spans).encode())

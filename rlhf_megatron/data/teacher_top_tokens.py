@@ -58,8 +58,10 @@ def parse_teacher_top_tokens(
             " of the row train (rlhf-megatron data show prints them); write it with this chat template and tokenizer"
         )
     places = [
-        _parse_position(*pair, top_k, vocab_size, f"place {n} of {key!r}")
-        for n, pair in enumerate(zip(ids, log_probs))
+        _parse_position(
+            position_ids, position_log_probs, top_k, vocab_size, f"place {n} of {key!r}"
+        )
+        for n, (position_ids, position_log_probs) in enumerate(zip(ids, log_probs, strict=True))
     ]
     return TeacherTopTokens(
         tuple(i for place in places for i in place[0]),

@@ -13,6 +13,8 @@ UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for a
 MAX_VOCABULARY = 1 << 24
 TEXTS_PER_CALL = 8192  # bounds the memory of encodings, which hold far more than ids
 
+CHARACTERS = "0123456789+-*=? "
+
 
 class Tokenizer:
     """Text to token ids and back. It adds and shows no special tokens, and recognizes those that stand in a text."""
@@ -166,9 +168,6 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
         _parse_special_tokens(_read_json_object(directory / "special_tokens_map.json"))
         | _parse_special_tokens(settings),
     )
-
-
-CHARACTERS = "0123456789+-*=? "
 
 
 def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.atomic_directory import refuse_nonempty_directory
 from rlhf_megatron.weights.checkpoint_manifest import compute_file_sha256
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.hf_writer import TensorSpec, open_hf_directory_writer
 from rlhf_megatron.weights.weight_table import WeightRule

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.shard_plan import EngineLayout, StageLinkBytes, count_serving_copies
 
+MEDIA = ("own GPU", "NVLink", "network")
+
 
 @dataclass(frozen=True)
 class NetworkBandwidths:
@@ -28,7 +30,6 @@ class NetworkBandwidths:
         }[medium]
 
 
-MEDIA = ("own GPU", "NVLink", "network")
 NETWORKS = {
     "a100-8x200g": NetworkBandwidths(8, 1.0e12, 300e9, 25e9),
     "h100-8x400g": NetworkBandwidths(8, 1.6e12, 450e9, 50e9),
@@ -136,13 +137,12 @@ def _add_transfer(
     place = engine_index * engines.layout.tp + engine_rank
     if not engines.is_colocated:
         place += -(-layout.world_size // gpus) * gpus
-    medium = (
-        "own GPU"
-        if place == sender_rank
-        else "NVLink"
-        if place // gpus == sender_rank // gpus
-        else "network"
-    )
+    if place == sender_rank:
+        medium = "own GPU"
+    elif place // gpus == sender_rank // gpus:
+        medium = "NVLink"
+    else:
+        medium = "network"
     name = f"engine{engine_index} rank {engine_rank}"
     cost.bytes_by_link[medium][sender_rank, name] += num_bytes
     cost.sent_bytes[medium][sender_rank] += num_bytes

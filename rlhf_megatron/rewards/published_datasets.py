@@ -22,6 +22,8 @@ GREEDY_SETTINGS = (
 SAMPLED_SETTINGS = ("rollout.val_kwargs.temperature=0.6", "rollout.val_kwargs.top_p=0.95")
 MATH_VERIFY_SETTINGS = ("reward.name: math_verify",)  # it reads the last \boxed{}
 
+_BARE = re.compile(r"\\(?:boxed|fbox) +([^\s${}\\]+)")
+
 
 @dataclass(frozen=True)
 class PublishedDataset:
@@ -47,9 +49,6 @@ def _read_gsm8k_answer(row: Any) -> str | None:
     """GSM8K: the solution ends with "#### 1,234"."""
     _, marks, answer = str(row["answer"]).rpartition("####")
     return answer.strip().replace(",", "") if marks else None
-
-
-_BARE = re.compile(r"\\(?:boxed|fbox) +([^\s${}\\]+)")
 
 
 def _read_boxed_answer(row: Any) -> str | None:

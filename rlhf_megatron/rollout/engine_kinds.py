@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from rlhf_megatron.part_hooks import required_hook
 from rlhf_megatron.registry import Registry
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class EngineKind:
             f"{type(self).__name__} starts no servers; name running ones in rollout.endpoints."
         )
 
+    @required_hook
     def make_client(self, address: EngineAddress, transfer_dir: Path) -> InferenceEngine:
         """Make a client. `transfer_dir`: where weight buckets and receipts lie."""
         raise NotImplementedError
@@ -104,7 +106,7 @@ class EngineKind:
         )
 
 
-ENGINES: Registry[type[EngineKind]] = Registry("engine")
+ENGINES: Registry[type[EngineKind]] = Registry("engine", EngineKind)
 
 
 class BalancerKind:
@@ -127,12 +129,13 @@ class BalancerKind:
     def check_rollout(self, rollout: RolloutConfig) -> None:
         """Raise ValueError, with the fix, where it could not be built. Starts nothing."""
 
+    @required_hook
     def build_balancer(self, setup: EngineSetup, run_dir: Path) -> RequestBalancer:
         """Make who spreads requests, started. Raises ValueError and EngineError."""
         raise NotImplementedError
 
 
-BALANCERS: Registry[type[BalancerKind]] = Registry("balancer")
+BALANCERS: Registry[type[BalancerKind]] = Registry("balancer", BalancerKind)
 
 
 @ENGINES.register("local")
@@ -378,8 +381,12 @@ class SGLangRouterBalancerKind(BalancerKind):
         process = prepare_router(
             rollout.sglang.python, rollout.sglang.env, run_dir, rollout.startup_timeout_s
         )
-        limits = (rollout.max_engine_restarts, rollout.health_interval_s, rollout.health_timeout_s)
-        return SGLangRouterBalancer(process, *limits)
+        return SGLangRouterBalancer(
+            process,
+            max_restarts=rollout.max_engine_restarts,
+            health_interval_s=rollout.health_interval_s,
+            health_timeout_s=rollout.health_timeout_s,
+        )
 
 
 def get_engine_kind(name: str) -> EngineKind:

@@ -78,7 +78,7 @@ class GroupColumns:
                 TokenColumn(log_probs.numpy()),
                 reason,
                 version,
-                tuple(VersionSpan(*span) for span in spans),
+                tuple(VersionSpan(span_version, start, end) for span_version, start, end in spans),
                 num_cached,
                 num_retractions,
                 routes,

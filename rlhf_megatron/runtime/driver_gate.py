@@ -14,7 +14,7 @@ import time
 
 from rlhf_megatron.rollout.drivers import driver_pool
 from rlhf_megatron.runtime import message_channel
-from rlhf_megatron.runtime.host_registration import open_listener
+from rlhf_megatron.runtime.message_channel import open_listener
 
 logger = logging.getLogger(__name__)
 

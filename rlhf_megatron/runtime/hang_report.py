@@ -33,6 +33,9 @@ _SILENT = {
     "": "has ended",
 }
 
+NUM_FRAMES = 8
+QUIET = ("control channel", "signals")  # threads that wait for messages all the time
+
 
 @dataclass(frozen=True)
 class HostSnapshot:
@@ -96,10 +99,6 @@ def _explain_silence(snapshot: HostSnapshot) -> str:
         f"does not answer: process {snapshot.pid} is alive (state {state}), but no other thread of it gets to run Python;"
         " the stacks are in its log"
     )
-
-
-NUM_FRAMES = 8
-QUIET = ("control channel", "signals")  # threads that wait for messages all the time
 
 
 def list_thread_frames(thread_id: int) -> list[FrameType]:

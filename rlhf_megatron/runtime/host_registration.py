@@ -35,17 +35,6 @@ MAX_GREETINGS = 256  # connections that have not shown the secret; others wait i
 _LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
 
 
-def open_listener(address: str) -> socket.socket:
-    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when it is not ours."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((place[0], 0), family=family, backlog=1024)
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen on {address!r} ({error}); MASTER_ADDR must be an address of the machine with node rank 0."
-        ) from error
-
-
 def register_host(
     host: str, port: int, secret: bytes, rank: int, pool_name: str, timeout_s: float
 ) -> MessageChannel:

@@ -35,6 +35,17 @@ SECRET_FILE_ENV = "RLHF_MEGATRON_SECRET_FILE"
 _HEADER = struct.Struct("<Q")
 
 
+def open_listener(address: str) -> socket.socket:
+    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when it is not ours."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((place[0], 0), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {address!r} ({error}); MASTER_ADDR must be an address of the machine with node rank 0."
+        ) from error
+
+
 class AuthenticationError(ConnectionError):
     """The peer does not hold this run's secret, or did not finish the handshake in time."""
 

@@ -18,6 +18,9 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.ranks.parallel.gloo_device import share_gloo_device
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
 
+ACTOR, CRITIC, REWARD_MODEL, REFERENCE = POOLS = "actor", "critic", "reward_model", "reference"
+ENGINES = "engines"  # no torch world: the keepers of engines on other machines
+
 
 @dataclass(frozen=True)
 class PoolMember:
@@ -89,10 +92,6 @@ def join_rank_pool(
         for dp in range(layout.dp)
     ]
     return PoolMember(pool_name, layout, rank, groups[layout.locate_rank(rank).dp])
-
-
-ACTOR, CRITIC, REWARD_MODEL, REFERENCE = POOLS = "actor", "critic", "reward_model", "reference"
-ENGINES = "engines"  # no torch world: the keepers of engines on other machines
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,14 @@ def run_rank_process(
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     try:
+        host, port = controller_address
         channel = host_registration.register_host(
-            *controller_address, secret, job_rank.pool_rank, job_rank.pool.name, deadlines.startup_s
+            host,
+            port,
+            secret,
+            job_rank.pool_rank,
+            job_rank.pool.name,
+            deadlines.startup_s,
         )
     except ConnectionError as error:
         logger.exception("cannot reach the controller")

@@ -73,7 +73,8 @@ from rlhf_megatron.weights.checkpoint_manifest import (
     make_file_record,
     make_file_records,
 )
-from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.value_model import (
     add_value_head,
@@ -149,7 +150,7 @@ class HostRole:
     def refresh_reference(self) -> None:
         """Make the reference the actor as it is now (after a warm-up)."""
         if self.reference is not None:
-            self.actor.offloadable_memory.require_parts("parameters")
+            self.actor.offloadable_memory.require_parts(["parameters"])
             self.actor.backend.gather_parameters()
             self.reference.copy_weights_from(self.actor.backend)
 
@@ -395,8 +396,17 @@ class RoleBuilder:
             from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend  # imports transformers
 
             lora = self.config.actor.lora if head == "vocabulary" else None
-            how = (self.config.actor.fsdp, head, is_frozen, lora, self.config.trainer.seed)
-            return FSDPBackend(hf_config, weight_source, world, dtype, *how)
+            return FSDPBackend(
+                hf_config,
+                weight_source,
+                world,
+                dtype,
+                self.config.actor.fsdp,
+                head,
+                is_frozen,
+                lora,
+                self.config.trainer.seed,
+            )
         return MegatronBackend(
             hf_config, weight_source, world, dtype, megatron, head, is_frozen, router_replay
         )

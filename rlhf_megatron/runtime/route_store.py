@@ -26,7 +26,7 @@ from torch import Tensor
 from rlhf_megatron.data import codec, expert_route_files
 from rlhf_megatron.data.expert_route_files import ExpertIds, RouteStorageUsage, SelectedRoutes
 from rlhf_megatron.runtime import message_channel
-from rlhf_megatron.runtime.host_registration import open_listener
+from rlhf_megatron.runtime.message_channel import open_listener
 from rlhf_megatron.runtime.process_control import die_with_parent
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,8 @@ from rlhf_megatron.device import (
 )
 from rlhf_megatron.weights.bucket_manifest import BucketManifest
 
+_RULE = "only plain files of the transfer directory are read."
+
 
 @dataclass(frozen=True)
 class LentSegment:
@@ -77,15 +79,20 @@ class BucketBuffers:
         """Name of the file in the transfer directory that holds the bucket, for the manifest."""
         return f"in-memory-{self._buffer_index(bucket_index)}"
 
-    def start_delivery(self, manifest: BucketManifest, *lent_segments: LentSegments) -> None:
-        """Start the delivery of a filled buffer and return. `lent`: what other ranks have filled of it, if any did."""
+    def start_delivery(
+        self, manifest: BucketManifest, lent_segments: LentSegments | None = None
+    ) -> None:
+        """Start the delivery of a filled buffer and return. `lent_segments`: what other ranks have
+        filled of it, if any did."""
         slot = self._buffer_index(manifest.bucket)
         assert self._pending_deliveries[slot] is None, f"buffer {slot} is still being delivered"
         raw = self._buffers[slot][: manifest.num_bytes]
         synchronize_device(raw.device)  # other processes, and other streams of this one, read it
-        self._pending_deliveries[slot] = self._executor.submit(
-            self._deliver_bucket, manifest, raw, *lent_segments
-        )
+        if lent_segments is None:
+            delivery = self._executor.submit(self._deliver_bucket, manifest, raw)
+        else:
+            delivery = self._executor.submit(self._deliver_bucket, manifest, raw, lent_segments)
+        self._pending_deliveries[slot] = delivery
 
     def wait_for_deliveries(self) -> None:
         """Wait for all deliveries; raises the first error."""
@@ -129,10 +136,11 @@ def make_memory_buffers(
 
 
 def view_bucket_tensors(
-    manifest: BucketManifest, *memory_pieces: tuple[int, Tensor]
+    manifest: BucketManifest, memory_pieces: Sequence[tuple[int, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a bucket, by `TensorEntry.key`. `memory`: pieces of the bucket, [bytes] uint8, each with
-    the byte at which it begins. Raises ValueError for a tensor that lies whole in no piece.
+    """Return the tensors of a bucket, by `TensorEntry.key`. `memory_pieces`: pieces of the bucket,
+    [bytes] uint8, each with the byte at which it begins. Raises ValueError for a tensor that lies
+    whole in no piece.
     """
     found = {}
     for entry in manifest.tensors:
@@ -192,6 +200,3 @@ def map_bucket_file(path: Path, manifest: BucketManifest) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)[manifest.file_offset :]
     finally:
         os.close(descriptor)
-
-
-_RULE = "only plain files of the transfer directory are read."

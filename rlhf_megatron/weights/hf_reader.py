@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf_megatron.weights.families.model_family import find_model_family, find_mtp_prefixes
+from rlhf_megatron.weights.families.family_lookup import find_model_family
+from rlhf_megatron.weights.families.model_family import find_mtp_prefixes
 from rlhf_megatron.weights.quantised_weights import (
     BLOCKS,
     SCALE,

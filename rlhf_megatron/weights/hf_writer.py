@@ -35,6 +35,9 @@ _COMPANIONS = (
     "LICENSE*",
 )
 
+_FORMAT_NAMES = {**{name: code for code, name in DTYPES.items()}, "float8_e4m3fn": FP8}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
 
 def plan_weight_files(
     specs: Sequence[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES
@@ -159,10 +162,6 @@ def find_companion_files(directory: Path) -> list[Path]:
         path for pattern in _COMPANIONS for path in Path(directory).glob(pattern) if path.is_file()
     }
     return sorted(found)
-
-
-_FORMAT_NAMES = {**{name: code for code, name in DTYPES.items()}, "float8_e4m3fn": FP8}
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,10 @@ def make_initial_lora_matrix(name: str, shape: Sequence[int], seed: int) -> Tens
     only.
     """
     if name.endswith(UP):
-        return torch.zeros(*shape)
+        return torch.zeros(tuple(shape))
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return (torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+    return (torch.rand(tuple(shape), generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
 
 def merge_lora_weight(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:

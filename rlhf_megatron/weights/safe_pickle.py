@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from rlhf_megatron.ranks.parallel.mcore_patch import (
+from rlhf_megatron.mcore_patch import (
     MegatronPatch,
     apply_needed_patches,
     replace_symbol,
@@ -82,6 +82,15 @@ _METADATA_GLOBALS = frozenset(
         ),
     ]
 )
+
+METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
+
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 def read_checkpoint_metadata(path: Path, allows_pickled_objects: bool = False) -> Metadata:
@@ -327,14 +336,7 @@ def _require_exact_type(value: Any, expected_type: type[Kind], value_label: str)
     return value
 
 
-METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 _torch_load_bytes = DefaultLoadPlanner.load_bytes
-_CONFIG = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 def check_checkpoint_directory(directory: Path) -> None:

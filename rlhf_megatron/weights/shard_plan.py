@@ -24,6 +24,8 @@ from rlhf_megatron.weights.weight_table import (
     select_stage_rules,
 )
 
+_VOCABULARY_MULTIPLE = 64  # rows that SGLang pads a vocabulary to, before it cuts it
+
 
 @dataclass
 class SendShare:
@@ -51,7 +53,8 @@ def plan_send_shares(rules: Sequence[WeightRule], layout: ParallelLayout) -> tup
     for places in sorted(wanted, key=len):  # those that have no choice first
         groups = wanted[places].values()
         for group in sorted(
-            groups, key=lambda group: -sum(count_span_elements(*one) for one in group)
+            groups,
+            key=lambda group: -sum(count_span_elements(rule, spans) for rule, spans in group),
         ):
             place = min(places, key=lambda p: (loads[p], p))
             for rule, spans in group:
@@ -154,9 +157,6 @@ class EngineLayout:
         if rule.owner == "embedding" or ".self_attn." in hf_name:
             return self.tp // self.dp
         return self.dense_mlp_ways or self.tp
-
-
-_VOCABULARY_MULTIPLE = 64  # rows that SGLang pads a vocabulary to, before it cuts it
 
 
 def find_engine_span(

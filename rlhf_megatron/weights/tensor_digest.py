@@ -40,6 +40,11 @@ _MASK = (1 << 64) - 1
 _KEY_T, _KEY_U, _KEY_M = range(1, 4)  # which row of keys
 Lanes = npt.NDArray[np.int64]
 
+_CPU_WORDS = 1 << 18  # of a chunk, which stays in a cache
+_DEVICE_WORDS = 1 << 24
+_CPU_TURN_WORDS = 1 << 15  # fewer in a turn, and calls cost more than zeros
+_DEVICE_TURN_WORDS = 1 << 20
+
 
 def digest_tensor(tensor: Tensor, word_offset: int = 0) -> int:
     """Digest of `tensor`, taken as lying `word_offset` words into the whole. In [0, 2^64)."""
@@ -187,12 +192,6 @@ def _get_line_factors(first_line: int, num_lines: int) -> Lanes:
 @lru_cache(maxsize=1)
 def _cache_first_line_factors() -> Lanes:
     return make_position_keys(_KEY_M, torch.arange(_LINES_KEPT)).numpy()
-
-
-_CPU_WORDS = 1 << 18  # of a chunk, which stays in a cache
-_DEVICE_WORDS = 1 << 24
-_CPU_TURN_WORDS = 1 << 15  # fewer in a turn, and calls cost more than zeros
-_DEVICE_TURN_WORDS = 1 << 20
 
 
 def digest_tensor_part(part: Tensor, shape: tuple[int, ...], axis: int, start: int) -> int:

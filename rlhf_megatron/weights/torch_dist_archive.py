@@ -84,26 +84,11 @@ class ArchiveFrame:
             *((n, len(c), zlib.crc32(c)) for n, c in self.small_members),
             (_DATA, self.num_data_bytes, crc),
         ]:
-            fixed = (
-                b"PK\x01\x02",
-                0,
-                0,
-                0,
-                0,
-                0,
-                _DATE,
-                check,
-                length,
-                length,
-                len(name),
-                0,
-                0,
-                0,
-                0,
-                0,
-                at,
-            )
-            entries += _CENTRAL.pack(*fixed) + name.encode()
+            entry = _CENTRAL.pack(
+                b"PK\x01\x02", 0, 0, 0, 0, 0, _DATE, check, length, length, len(name),
+                0, 0, 0, 0, 0, at,
+            )  # fmt: skip
+            entries += entry + name.encode()
             at += len(self._encode_member_header(name, at, 0, 0)) + length
         count = len(self.small_members) + 1
         return entries + _END.pack(b"PK\x05\x06", 0, 0, count, count, len(entries), at, 0)
@@ -117,13 +102,10 @@ class ArchiveFrame:
     def _encode_member_header(name: str, archive_offset: int, crc: int, length: int) -> bytes:
         """The header of a member at `archive_offset`, padded so that what follows is aligned."""
         padding = -(archive_offset + _LOCAL.size + len(name) + 4) % ALIGNMENT
-        fixed = (b"PK\x03\x04", 0, 0, 0, 0, _DATE, crc, length, length, len(name), 4 + padding)
-        return (
-            _LOCAL.pack(*fixed)
-            + name.encode()
-            + struct.pack("<2sH", b"FB", padding)
-            + b"Z" * padding
+        header = _LOCAL.pack(
+            b"PK\x03\x04", 0, 0, 0, 0, _DATE, crc, length, length, len(name), 4 + padding
         )
+        return header + name.encode() + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
 
 @lru_cache(maxsize=4096)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_megatron.registry import load_registry
+from rlhf_megatron.registry import Registry, load_registry
 from rlhf_megatron.weights.families.model_family import (
     OUTPUT_LAYER,
     HFConfig,
     ModelFamily,
-    make_weight_table,
+    make_family_table,
 )
 from rlhf_megatron.weights.weight_table import HeadKind, HFTensor, StackedEntry, WeightRule
 
@@ -258,10 +258,11 @@ def make_causal_lm_table(
     """
     kind = str(hf_config.get("model_type"))
     groups = {}
-    if kind in load_registry("model family"):
+    families: Registry[ModelFamily] = load_registry("model family")
+    if kind in families:
         groups = {
             hf.name: rule.fusion_group
-            for rule in make_weight_table(hf_config, head=head)
+            for rule in make_family_table(families.get(kind).build, hf_config, 1, "local", head)
             for hf in rule.hf_tensors
         }
     parameters = {_strip_wrapper_names(name) for name, _ in model.named_parameters()}
@@ -338,7 +339,7 @@ def find_transformers_family(model_type: str) -> ModelFamily | None:
             f"Megatron's models have no family {model_type!r} here; use actor.backend fsdp."
         )
 
-    def make_family_table(hf_config: HFConfig, padded_vocab_size: int) -> tuple[WeightRule, ...]:
+    def make_table(hf_config: HFConfig, padded_vocab_size: int) -> tuple[WeightRule, ...]:
         rules = make_transformers_weight_table(hf_config, "vocabulary")
         return tuple(
             replace(rule, megatron_name=rule.megatron_name.replace("lm_head", OUTPUT_LAYER))
@@ -350,7 +351,7 @@ def find_transformers_family(model_type: str) -> ModelFamily | None:
         lambda hf_config: iter(()),
         refuse_megatron_backend,
         refuse_megatron_backend,
-        make_family_table,
+        make_table,
     )
 
 

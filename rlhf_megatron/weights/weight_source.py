@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule
 
 

@@ -23,7 +23,7 @@ from rlhf_megatron.weights.conversion.conversion_targets import TorchDistTarget
 from rlhf_megatron.weights.conversion.conversion_writer import convert_model
 from rlhf_megatron.weights.conversion.stored_model import open_stored_model
 from rlhf_megatron.weights.conversion.weight_comparison import verify_weight_bits
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.weight_source import WeightSource
 
 EXPERTS_AND_STAGES = {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}

@@ -18,7 +18,7 @@ from rlhf_megatron.ranks.checkpoint.sharded_checkpoint import (
 )
 from rlhf_megatron.ranks.models.megatron_model_builder import MegatronModel, build_megatron_model
 from rlhf_megatron.ranks.parallel.world import World
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 
 SIZES = {

@@ -13,7 +13,7 @@ from dist_pool import DistPool
 from torch import Tensor
 
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.weight_table import WeightRule, join_shards
 
 TE = MegatronConfig(transformer_impl="transformer_engine")

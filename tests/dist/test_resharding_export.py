@@ -12,7 +12,7 @@ from dist_pool import DistPool
 from test_resharding_sender import CONFIG, LLAMA, SEED
 
 from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_weights_on_rank
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 

@@ -35,7 +35,7 @@ from rlhf_megatron.weights.bucket_messages import (
 )
 from rlhf_megatron.weights.bucket_plan import WeightBucket
 from rlhf_megatron.weights.engine_links import EngineLink
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.shard_plan import EngineLayout, find_engine_span
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest

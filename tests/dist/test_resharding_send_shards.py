@@ -16,7 +16,7 @@ from benchmarks.parity.cases import EXPERT_FAMILIES
 from benchmarks.parity.fused_experts import unfused
 from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_weights_on_rank
 from rlhf_megatron.weights.bucket_manifest import BucketManifest
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 
@@ -60,7 +60,7 @@ def send(
             raise OSError("engine0 said no")
         sizes.append(manifest.num_bytes)
         given = view_bucket_tensors(
-            manifest, (0, map_bucket_file(transfer_dir / manifest.file, manifest))
+            manifest, [(0, map_bucket_file(transfer_dir / manifest.file, manifest))]
         )
         for entry in manifest.tensors:
             whole = received.setdefault(

@@ -12,7 +12,7 @@ from dist_pool import DistPool
 
 from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_weights_on_rank
 from rlhf_megatron.weights.bucket_manifest import BucketManifest
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 

@@ -19,7 +19,7 @@ from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch
 from rlhf_megatron.data.replica_plan import take_replica_shard
 from rlhf_megatron.ranks.parallel.world import World
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.value_model import (
     add_value_head,

@@ -81,8 +81,8 @@ def test_parts_are_apart_and_what_they_share_belongs_to_the_first() -> None:
     with pytest.raises(
         RuntimeError, match="optimizer of the actor are in host memory; restore them"
     ):
-        whole.require_parts("parameters", "optimizer")
-    whole.require_parts("parameters")
+        whole.require_parts(["parameters", "optimizer"])
+    whole.require_parts(["parameters"])
     whole.drop_parts(["parameters"])
     whole.restore_parts(["optimizer", "parameters", "gradients"])
     assert parameters.tolist() == list(range(8)) and moments.tolist() == [2.0] * 4
@@ -105,7 +105,7 @@ def test_what_was_only_read_is_not_copied_again(monkeypatch: pytest.MonkeyPatch)
     assert taken == [1]
     part.restore_parts(is_read_only=True)
     assert weights.tolist() == [0, 1, 2, 3, 4]
-    part.require_parts("parameters", will_change=True)
+    part.require_parts(["parameters"], will_change=True)
     weights.mul_(2)
     part.drop_parts()
     assert taken == [1, 1], "what changed was not copied"

@@ -19,7 +19,7 @@ from test_sft_run import write_config as write_supervised
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.lora_adapter import WEIGHTS, MergedLoraSource
 from rlhf_megatron.weights.weight_source import make_random_source

@@ -14,7 +14,7 @@ from end_to_end_tools import greedy_score, write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 from places import ROOT
 
-from rlhf_megatron.api import TrainingRun
+from rlhf_megatron.api import Run
 from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
 from rlhf_megatron.data.seeds import derive_seed
 
@@ -197,18 +197,18 @@ def test_a_finished_run_is_exported_with_the_score_that_it_had(
     server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path
 ) -> None:
     config, attempt = alone
-    out = TrainingRun(attempt.run_dir).export_weights(tmp_path / "model")
+    out = Run(attempt.run_dir).export(tmp_path / "model")
     assert (out / "model.safetensors").read_bytes() == attempt.weights()
     assert (out / "config.json").read_bytes() == (
         attempt.run_dir / "hf" / "config.json"
     ).read_bytes()
     assert greedy_score(out, config.parent / "val.jsonl") == attempt.rows()[-1]["val/accuracy"]
-    older = TrainingRun(attempt.run_dir).export_weights(
+    older = Run(attempt.run_dir).export(
         tmp_path / "older", step=4, dtype="bfloat16"
     )
     assert (older / "model.safetensors").stat().st_size < 0.6 * len(attempt.weights())
     with pytest.raises(ValueError, match="has no checkpoint of step 3; there are 2, 4, 5"):
-        TrainingRun(attempt.run_dir).export_weights(tmp_path / "none", step=3)
+        Run(attempt.run_dir).export(tmp_path / "none", step=3)
     assert f"weights: {attempt.run_dir / 'hf'}" in attempt.console
     assert (
         f"state after step 5: {attempt.run_dir / 'checkpoints' / 'step_000005'}" in attempt.console

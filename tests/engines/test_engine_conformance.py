@@ -48,7 +48,7 @@ from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
 from rlhf_megatron.rollout.engine_interface import EngineError, EngineRequestError, GeneratedSample
 from rlhf_megatron.rollout.fleet.engine_calls import make_call_name
 from rlhf_megatron.rollout.http_client import HttpClient
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 LogProbs = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]

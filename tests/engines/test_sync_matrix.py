@@ -31,7 +31,7 @@ from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
 from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
 from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 from rlhf_megatron.runtime.role_proxies import RoleProxies
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors
 

@@ -41,7 +41,7 @@ from rlhf_megatron.rollout.sglang.server.tensor_placement import find_held_parts
 from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
 from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
 from rlhf_megatron.weights.bucket_buffers import LentSegment
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 from rlhf_megatron.weights.weight_table import split_tensor

@@ -29,7 +29,7 @@ from rlhf_megatron.rollout.sglang.server import loader
 from rlhf_megatron.weights.bucket_buffers import view_bucket_tensors
 from rlhf_megatron.weights.bucket_manifest import BucketManifest, TensorEntry
 from rlhf_megatron.weights.bucket_plan import plan_buckets
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.quantised_weights import (
@@ -305,7 +305,7 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
             for number, (manifest, memory) in enumerate(sent):
                 start = time.process_time()
                 loader.load_bucket_into_model(
-                    model, manifest, view_bucket_tensors(manifest, (0, memory))
+                    model, manifest, view_bucket_tensors(manifest, [(0, memory)])
                 )
                 seconds["shards"] += time.process_time() - start
                 found[number].append(

@@ -17,10 +17,10 @@ import rlhf_megatron
 from rlhf_megatron.cli.main import main
 
 PACKAGE = f"{Path(rlhf_megatron.__file__).parent}{os.sep}"
-LOOP = ("controller/scheduler/loop.py", "run")
+LOOP = ("controller/scheduler/loop.py", "run_training_loop")
 WATCHED = {
     "clip formula": ("algorithms/losses/ppo_clip.py", "ppo_clip"),
-    "bytes of a bucket": ("ranks/resharding/weight_sender.py", "write_bucket"),
+    "bytes of a bucket": ("ranks/resharding/weight_sender.py", "fill_bucket_buffer"),
 }
 
 

@@ -17,7 +17,7 @@ from rlhf_megatron.data.replica_plan import ReplicaPlan, take_replica_shard
 from rlhf_megatron.ranks.parallel.world import World
 from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
 from rlhf_megatron.runtime.call_dispatch import plan_scattered_call
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule, join_shards
 
 OPTIM = OptimConfig(

@@ -20,6 +20,15 @@ from rlhf_megatron.algorithms.advantages.advantage_estimator import (
 )
 from rlhf_megatron.lazy import Tensor, torch
 
+WHITEN_EPSILON = 1e-8  # added to the variance; the field's
+
+MAX_ROW_ENTRIES = 8192  # entries of a row at most
+MAX_BATCH_ENTRIES = 32768  # entries of the rows that are worked on at once: their column and their indices stay in a cache
+SMALLEST_DECAY = (
+    1e-30  # below it counts as 0: beside an entry, float64 sees nothing of one 1e14 times as large
+)
+MAX_EXPONENT = 300.0  # powers of the decay stay within e^-300 .. e^300: float64 has room for entries up to e^400
+
 
 @dataclass(frozen=True)
 class ResponseTokens:
@@ -63,9 +72,6 @@ class ResponseTokens:
         sums[:-1] = column_N
         compute_discounted_sums_(sums, lengths, gamma)
         return sums[:-1]
-
-
-WHITEN_EPSILON = 1e-8  # added to the variance; the field's
 
 
 @dataclass(frozen=True)
@@ -127,14 +133,6 @@ def whiten_sample_advantages(
     centered_B = (shifted_B - weights_B.dot(shifted_B) / count).masked_fill(~is_counted_B, 0.0)
     variance = weights_B.dot(centered_B.square()) / (count - 1)
     return centered_B * (variance + WHITEN_EPSILON) ** -0.5
-
-
-MAX_ROW_ENTRIES = 8192  # entries of a row at most
-MAX_BATCH_ENTRIES = 32768  # entries of the rows that are worked on at once: their column and their indices stay in a cache
-SMALLEST_DECAY = (
-    1e-30  # below it counts as 0: beside an entry, float64 sees nothing of one 1e14 times as large
-)
-MAX_EXPONENT = 300.0  # powers of the decay stay within e^-300 .. e^300: float64 has room for entries up to e^400
 
 
 @dataclass(frozen=True)

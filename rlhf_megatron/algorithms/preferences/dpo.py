@@ -45,10 +45,13 @@ def dpo(pairs: PreferencePairs, params: DPOParams) -> PreferenceLossOutputs:
     """One loss a pair; rewards are beta x log-ratio."""
     chosen_P = pairs.chosen_P - pairs.ref_chosen_P
     rejected_P = pairs.rejected_P - pairs.ref_rejected_P
-    rewards = params.beta * chosen_P.detach(), params.beta * rejected_P.detach()
+    chosen_rewards_P = params.beta * chosen_P.detach()
+    rejected_rewards_P = params.beta * rejected_P.detach()
     if params.loss_type == "ipo":
         chosen_P, rejected_P = chosen_P / pairs.num_chosen_P, rejected_P / pairs.num_rejected_P
-    return PreferenceLossOutputs(_compute_margin_loss(chosen_P - rejected_P, params), *rewards)
+    return PreferenceLossOutputs(
+        _compute_margin_loss(chosen_P - rejected_P, params), chosen_rewards_P, rejected_rewards_P
+    )
 
 
 def _compute_margin_loss(h_P: Tensor, params: DPOParams) -> Tensor:

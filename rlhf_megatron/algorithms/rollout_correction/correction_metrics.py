@@ -30,6 +30,8 @@ from rlhf_megatron.algorithms.rollout_correction.row_correction import (
 )
 from rlhf_megatron.algorithms.row_sequences import RowSequences
 
+PREFIX = "rollout_corr/"
+
 
 @dataclass
 class RunningStatistics:
@@ -101,9 +103,6 @@ class MetricTally(dict[str, RunningStatistics]):
         found = self.get_statistics(name)
         found.count += num_entries
         found.total += num_hits
-
-
-PREFIX = "rollout_corr/"
 
 
 @dataclass(frozen=True)

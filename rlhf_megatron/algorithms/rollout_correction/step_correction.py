@@ -151,14 +151,12 @@ class _SampleBlock:
         for is_valid in (True, False) if with_invalid else (True,):
             chosen_N = find_true_positions(is_valid_N if is_valid else ~is_valid_N)
             lengths_S = self.lengths_S[self.is_valid_S if is_valid else ~self.is_valid_S]
-            columns = (
-                self.log_probs_N.index_select(0, chosen_N),
-                self.rollout_log_probs_N.index_select(0, chosen_N),
-            )
+            log_probs_N = self.log_probs_N.index_select(0, chosen_N)
+            rollout_log_probs_N = self.rollout_log_probs_N.index_select(0, chosen_N)
             yield (
                 is_valid,
                 self.positions_N.index_select(0, chosen_N),
-                self._make_correction_rows(*columns, lengths_S),
+                self._make_correction_rows(log_probs_N, rollout_log_probs_N, lengths_S),
             )
 
     def _make_correction_rows(

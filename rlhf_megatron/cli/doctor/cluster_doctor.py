@@ -29,9 +29,9 @@ from rlhf_megatron.config.rules.run_rules import list_pool_layouts
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.device import choose_distributed_backend, select_rank_device
 from rlhf_megatron.ranks.parallel.link_speed import measure_all_reduce_speed, measure_message_speed
+from rlhf_megatron.runtime.torchrun.control_store import open_rendezvous_store
 from rlhf_megatron.runtime.torchrun.torchrun_launcher import (
     is_under_torchrun,
-    open_rendezvous_store,
 )
 
 WAIT_S = 120.0  # for the other ranks, and for a collective

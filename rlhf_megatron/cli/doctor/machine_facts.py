@@ -31,6 +31,23 @@ from rlhf_megatron.ranks.parallel.optional_packages import (
 
 _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
+PROBE_TIMEOUT_S = (
+    120.0  # of a probe: a first import from a network file system, a kernel that is compiled
+)
+FLASH_PACKAGES = {
+    "flash_attn_3": (
+        "flash_attn_interface",
+        ("flash-attn-3", "flash_attn_3"),
+        "flash_attn_varlen_func",
+    ),
+    "flash_attn_2": ("flash_attn", ("flash-attn",), "flash_attn_varlen_func"),
+}
+_IMPORTS_BY_PACKAGE = {  # what is taken of a package
+    "transformer_engine": "transformer_engine.pytorch:Linear,transformer_engine.pytorch.optimizers:FusedAdam",
+    "apex": "amp_C:multi_tensor_adam,apex.optimizers:FusedAdam",
+    DEEP_EP: "deep_ep:Buffer",
+}
+
 
 @dataclass(frozen=True)
 class TorchFacts:
@@ -170,22 +187,6 @@ def main(arguments: list[str]) -> None:
     sys.stdout.write("\n" + json.dumps(record) + "\n")
 
 
-PROBE_TIMEOUT_S = (
-    120.0  # of a probe: a first import from a network file system, a kernel that is compiled
-)
-FLASH_PACKAGES = {
-    "flash_attn_3": (
-        "flash_attn_interface",
-        ("flash-attn-3", "flash_attn_3"),
-        "flash_attn_varlen_func",
-    ),
-    "flash_attn_2": ("flash_attn", ("flash-attn",), "flash_attn_varlen_func"),
-}
-_IMPORTS_BY_PACKAGE = {  # what is taken of a package
-    "transformer_engine": "transformer_engine.pytorch:Linear,transformer_engine.pytorch.optimizers:FusedAdam",
-    "apex": "amp_C:multi_tensor_adam,apex.optimizers:FusedAdam",
-    DEEP_EP: "deep_ep:Buffer",
-}
 Record = TypeVar("Record", TorchFacts, MegatronFacts)
 
 

@@ -155,7 +155,8 @@ def measure_clock_offset(address: str, port: int) -> tuple[float | None, str]:
 def measure_clock_offsets(addresses: Sequence[tuple[str, int]]) -> list[tuple[float | None, str]]:
     """`measure_clock_offset` of each place, many at a time: one that does not answer takes CONNECT_S, and all ranks wait."""
     with ThreadPoolExecutor(min(MAX_PARALLEL_NODES, len(addresses))) as pool:
-        return list(pool.map(lambda place: measure_clock_offset(*place), addresses))
+        hosts, ports = zip(*addresses, strict=True)
+        return list(pool.map(measure_clock_offset, hosts, ports))
 
 
 def find_own_address_towards(target_host: str) -> str:

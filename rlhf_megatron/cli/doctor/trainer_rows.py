@@ -7,6 +7,10 @@ from typing import Literal
 
 from rlhf_megatron.cli.doctor.machine_facts import FLASH_PACKAGES, MachineFacts
 from rlhf_megatron.config.schema import KernelsConfig, MegatronConfig
+from rlhf_megatron.mcore_patch import (
+    check_megatron_version,
+    check_undeclared_dependencies,
+)
 from rlhf_megatron.ranks.models.fused_kernel_choice import (
     AdamKernel,
     AttentionKernel,
@@ -19,10 +23,6 @@ from rlhf_megatron.ranks.models.fused_kernel_choice import (
     choose_norm_kernel,
 )
 from rlhf_megatron.ranks.parallel import mcore_fixes
-from rlhf_megatron.ranks.parallel.mcore_patch import (
-    check_megatron_version,
-    check_undeclared_dependencies,
-)
 from rlhf_megatron.ranks.parallel.optional_packages import (
     DEEP_EP,
     INSTALL,
@@ -61,6 +61,12 @@ FUSION_NAMES = {
     "apex": "by Apex's extension",
     "torch": "by torch's addmm into float32",
 }
+
+SETTING_BY_PATH = {
+    "tokens to experts": ("moe_token_dispatcher_type", "flex"),
+    "sorting of tokens": ("moe_permute_fusion", "true"),
+}
+"""Path -> the key of a layout that asks for its kernels, and the value that does."""
 
 
 @dataclass(frozen=True)
@@ -398,13 +404,6 @@ def make_expert_rows(facts: MachineFacts, path_settings: TrainerPathSettings) ->
             path_settings,
         ),
     ]
-
-
-SETTING_BY_PATH = {
-    "tokens to experts": ("moe_token_dispatcher_type", "flex"),
-    "sorting of tokens": ("moe_permute_fusion", "true"),
-}
-"""Path -> the key of a layout that asks for its kernels, and the value that does."""
 
 
 def _make_requested_kernel_row(

@@ -23,7 +23,7 @@ from rlhf_megatron.planning.network_cost import (
     estimate_broadcast_seconds,
 )
 from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout

@@ -21,6 +21,8 @@ IDLE_RULES: list[IdleRule] = []
 R = TypeVar("R", bound=Rule)
 I = TypeVar("I", bound=IdleRule)  # noqa: E741
 
+NAME_RULE = "must be a name of printable characters, 200 bytes at most, as files and pages bear it; shorten it"
+
 
 @dataclass(frozen=True)
 class PreflightCheck:
@@ -31,9 +33,6 @@ class PreflightCheck:
     ]  # settings or sections; it is left out where one of them is known to be wrong
     run: Callable[[RunConfig], object]  # raises ConfigError, ValueError or OSError
     fallback: PreflightCheck | None = None  # where it is left out
-
-
-NAME_RULE = "must be a name of printable characters, 200 bytes at most, as files and pages bear it; shorten it"
 
 
 def is_valid_name(text: str) -> bool:

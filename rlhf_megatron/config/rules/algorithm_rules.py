@@ -43,6 +43,18 @@ PF_PPO = "algorithm.pf_ppo"
 METHOD, POWER = f"{PF_PPO}.reweight_method", f"{PF_PPO}.weight_pow"
 MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
 
+LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
+
+MINI_BATCH, BUDGET, NUM_RANKS = (
+    "critic.mini_batch_size",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.num_ranks",
+)
+SIZES = tuple(
+    f"critic.megatron.{axis}_parallel_size"
+    for axis in ("tensor_model", "pipeline_model", "context")
+)
+
 
 @register_idle_rule
 def list_idle_algorithm_settings(config: RunConfig) -> Iterable[IdleSettings]:
@@ -209,9 +221,6 @@ def name_reward_term_parts(config: RunConfig) -> list[str]:
     return parts
 
 
-LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
-
-
 @register_idle_rule
 def list_idle_loss_settings(config: RunConfig) -> Iterator[IdleSettings]:
     modes = [
@@ -236,17 +245,6 @@ def check_loss_aggregation(loaded: LoadedConfig) -> OptionalProblems:
         f" {MODE}: {own}, or write {mode} where that is meant.",
         (LOSS, MODE),
     )
-
-
-MINI_BATCH, BUDGET, NUM_RANKS = (
-    "critic.mini_batch_size",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.num_ranks",
-)
-SIZES = tuple(
-    f"critic.megatron.{axis}_parallel_size"
-    for axis in ("tensor_model", "pipeline_model", "context")
-)
 
 
 @register_idle_rule

@@ -31,6 +31,10 @@ CHAT = "data.apply_chat_template"
 OF_ROWS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
 
+BY_SOURCE, TERMS, LONGEST = "reward.by_source", "reward.terms", "data.max_response_length"
+OWN_PROCESS = "own_process"  # a need of rewards that run in processes of their own
+OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
+
 
 @register_idle_rule
 def list_idle_data_settings(config: RunConfig) -> Iterable[IdleSettings]:
@@ -213,11 +217,6 @@ def _point_to_source_list(loaded: LoadedConfig, problem: ConfigProblem) -> Confi
     if all(key in loaded.provenance for key in problem.keys):
         return problem
     return replace(problem, keys=(SOURCES,))
-
-
-BY_SOURCE, TERMS, LONGEST = "reward.by_source", "reward.terms", "data.max_response_length"
-OWN_PROCESS = "own_process"  # a need of rewards that run in processes of their own
-OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
 
 
 @register_idle_rule

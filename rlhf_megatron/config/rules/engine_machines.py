@@ -181,9 +181,12 @@ def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
         " either.",
         (key, "rollout.sglang.args"),
     )
-    machines = (
-        len(_list_usable_machines(c)) if runtime == "torchrun" else parts if runtime == "ray" else 1
-    )
+    if runtime == "torchrun":
+        machines = len(_list_usable_machines(c))
+    elif runtime == "ray":
+        machines = parts
+    else:
+        machines = 1
     yield make_problem_if(
         machines < parts,
         f"{key} ({parts}) needs so many machines for one engine, but engines can be on {machines} ({NODES},"

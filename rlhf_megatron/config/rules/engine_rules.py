@@ -25,6 +25,13 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 from rlhf_megatron.registry import load_registry
 
+RUNTIME, ADDRESS, DEVICES = "trainer.runtime", "ray.address", "CUDA_VISIBLE_DEVICES"
+OLDEST_RAY = (
+    2,
+    54,
+)  # before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
+_HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
+
 
 @register_rl_rule
 def check_engines(loaded: LoadedConfig) -> OptionalProblems:
@@ -262,14 +269,6 @@ def check_colocation(loaded: LoadedConfig) -> OptionalProblems:
         " engines are to use; set it to true.",
         ("reference.param_offload", COLOCATED),
     )
-
-
-RUNTIME, ADDRESS, DEVICES = "trainer.runtime", "ray.address", "CUDA_VISIBLE_DEVICES"
-OLDEST_RAY = (
-    2,
-    54,
-)  # before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
-_HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 
 @register_rl_rule

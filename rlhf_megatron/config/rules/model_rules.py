@@ -344,7 +344,7 @@ def _check_layout_divides_model(
         f"{section}.tensor_model_parallel_size",
         f"{section}.pipeline_model_parallel_size",
     )
-    told = {
+    end_layers = {
         f"{section}.{key}": getattr(megatron, key) for key in FIRST_LAST if getattr(megatron, key)
     }
     divisible = (
@@ -353,18 +353,24 @@ def _check_layout_divides_model(
         ("intermediate_size", tp_key, tp),
         *(
             (("num_hidden_layers", pp_key, pp),)
-            if not told and megatron.pipeline_model_parallel_layout is None
+            if not end_layers and megatron.pipeline_model_parallel_layout is None
             else ()
         ),
     )
     yield from _check_layout_layer_count(section, megatron, sizes)
-    left, inner = sizes.get("num_hidden_layers", 0) - sum(told.values()), pp - len(told)
-    if told and pp > 1 and left and (inner < 0 or left < 0 or (left % inner if inner else left)):
-        yield _make_model_problem(
-            f"num_hidden_layers ({sizes['num_hidden_layers']}) less those of {' and '.join(told)}"
-            f" ({' + '.join(map(str, told.values()))}) must be a multiple of the stages left ({inner}); change these.",
-            *told,
-            pp_key,
+    num_inner_layers = sizes.get("num_hidden_layers", 0) - sum(end_layers.values())
+    num_inner_stages = pp - len(end_layers)
+    is_uneven = (
+        num_inner_stages < 0
+        or num_inner_layers < 0
+        or (num_inner_layers % num_inner_stages if num_inner_stages else num_inner_layers)
+    )
+    if end_layers and pp > 1 and num_inner_layers and is_uneven:
+        yield ConfigProblem(
+            f"num_hidden_layers ({sizes['num_hidden_layers']}) less those of"
+            f" {' and '.join(end_layers)} ({' + '.join(map(str, end_layers.values()))}) must be a"
+            f" multiple of the stages left ({num_inner_stages}); change these.",
+            ("model.path", *end_layers, pp_key),
         )
     for name, key, ways in divisible:
         if ways > 1 and name in sizes and sizes[name] % ways:
@@ -426,7 +432,8 @@ def _check_model_shape(
     longest, text, settings = describe_longest_sample(config)
     if positions and longest > positions:
         shorter = "one" if len(settings) > 1 else "it"
-        yield _make_model_problem(
-            f"max_position_embeddings ({positions}) must cover {text}); shorten {shorter} by {longest - positions}.",
-            *settings,
+        yield ConfigProblem(
+            f"max_position_embeddings ({positions}) must cover {text}); shorten {shorter} by"
+            f" {longest - positions}.",
+            ("model.path", *settings),
         )

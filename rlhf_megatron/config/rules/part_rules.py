@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ OF_LOSSES = {
 }
 """The same for policy losses; with a KL term there is ref_log_probs."""
 
+MODEL_PART = "reward_model"  # under which the scores of the section reward_model are a part of a sample's reward
+
 
 @dataclass(frozen=True)
 class NamedPart:
@@ -45,9 +47,6 @@ class NamedPart:
     section_path: str
     params: Mapping[str, Any] = field(default_factory=dict)
     field: str = "params"
-
-
-MODEL_PART = "reward_model"  # under which the scores of the section reward_model are a part of a sample's reward
 
 
 def list_named_parts(config: RunConfig) -> Iterator[NamedPart]:
@@ -183,7 +182,7 @@ def has_engine_setting(rollout: RolloutConfig, setting: str) -> bool:
     return entry is not None and setting in entry.build.setting_keys
 
 
-def parse_server_number(server_arguments: Mapping[str, Any], *argument_names: str) -> int:
+def parse_server_number(server_arguments: Mapping[str, Any], argument_names: Sequence[str]) -> int:
     """Return a whole number from the arguments of a server, by any of its names with dashes; 1: there is none, or
     something else, which the server's own check tells."""
     given = {name.replace("_", "-"): value for name, value in server_arguments.items()}
@@ -194,7 +193,7 @@ def parse_server_number(server_arguments: Mapping[str, Any], *argument_names: st
 def count_ranks_per_engine(rollout: RolloutConfig) -> int:
     """Return the number of ranks of an engine."""
     return (
-        parse_server_number(rollout.sglang.args, *TP_NAMES)
+        parse_server_number(rollout.sglang.args, TP_NAMES)
         if has_engine_setting(rollout, "rollout.sglang")
         else 1
     )
@@ -203,7 +202,7 @@ def count_ranks_per_engine(rollout: RolloutConfig) -> int:
 def count_machines_per_engine(rollout: RolloutConfig) -> int:
     """Return the number of machines that an engine of the run spans: of its parts."""
     return (
-        parse_server_number(rollout.sglang.args, "nnodes")
+        parse_server_number(rollout.sglang.args, ("nnodes",))
         if has_engine_setting(rollout, "rollout.sglang")
         else 1
     )

@@ -27,6 +27,13 @@ from rlhf_megatron.config.schema.setting_fields import (
 SAMPLED = "the loss needs log-probs of the distribution that was sampled (rollout.val_kwargs may be greedy)"
 FULL = "the trainer's log-probs are those of the full distribution"
 
+SIZES_OF_SGLANG = (
+    ("tp-size", "tensor-parallel-size", "tp"),
+    ("ep-size", "expert-parallel-size", "ep"),
+    ("dp-size", "data-parallel-size", "dp"),
+)
+"""The arguments of SGLang that say how it cuts a model, each under all its names."""
+
 
 @dataclass(frozen=True)
 class FewShotConfig:
@@ -138,14 +145,6 @@ class SamplingConfig:
     min_p: float = declare_setting(
         "leave out tokens less likely than this share of the likeliest one; 0: off", 0.0, FRACTION
     )
-
-
-SIZES_OF_SGLANG = (
-    ("tp-size", "tensor-parallel-size", "tp"),
-    ("ep-size", "expert-parallel-size", "ep"),
-    ("dp-size", "data-parallel-size", "dp"),
-)
-"""The arguments of SGLang that say how it cuts a model, each under all its names."""
 
 
 @dataclass(frozen=True)

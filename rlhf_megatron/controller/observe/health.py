@@ -39,6 +39,12 @@ KL_LIMITS = {
 }
 PEAK_LR_KEY = "peak actor/lr"  # in the steps that a HealthWatch keeps
 
+RULE_METRIC_KEYS = (  # of all that the rules read
+    *("actor/entropy", "reward/solve_all", *KL_LIMITS, "actor/lr"),
+    *("reward/masked", "reward/uniform_groups", "actor/pg_clipfrac", "actor/num_optimizer_steps"),
+    *("response_length/clip_ratio", "training/rollout_kl", "actor/grad_norm"),
+)
+
 
 @dataclass(frozen=True)
 class HealthVerdict:
@@ -58,12 +64,13 @@ def judge_steps(steps: StepMetrics) -> list[HealthVerdict]:
     """Return the verdicts of the rules that have enough data. `steps`: the metrics of each step, oldest first, the
     current one last.
     """
-    found = [(rule, rule.judge(steps)) for rule in HEALTH_RULES]
-    return [
-        HealthVerdict(rule.name, *finding, rule.fix)
-        for rule, finding in found
-        if finding is not None
-    ]
+    verdicts = []
+    for rule in HEALTH_RULES:
+        finding = rule.judge(steps)
+        if finding is not None:
+            is_bad, value, rule_text = finding
+            verdicts.append(HealthVerdict(rule.name, is_bad, value, rule_text, rule.fix))
+    return verdicts
 
 
 def _judge_entropy_collapse(steps: StepMetrics) -> RuleFinding | None:
@@ -200,11 +207,6 @@ HEALTH_RULES = (
         "One such step is clipped by actor.optim.clip_grad; if they come often lower actor.optim.lr, and look at the"
         " worst samples of the step.",
     ),
-)
-RULE_METRIC_KEYS = (  # of all that the rules read
-    *("actor/entropy", "reward/solve_all", *KL_LIMITS, "actor/lr"),
-    *("reward/masked", "reward/uniform_groups", "actor/pg_clipfrac", "actor/num_optimizer_steps"),
-    *("response_length/clip_ratio", "training/rollout_kl", "actor/grad_norm"),
 )
 
 

@@ -28,6 +28,13 @@ DISK_FULL_ERRNOS = (ENOSPC, EDQUOT, EFBIG)
 MAX_WAITING_BYTES = 64 << 20  # of lines that wait in memory for room in one file
 MAX_DISK_WAIT_S, DISK_POLL_S = 600.0, 2.0
 
+SUPERSEDED_DIR = "superseded"
+STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
+FINAL_OUTPUTS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
+
+ATTEMPTS_FILE = "attempts.jsonl"
+COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
+
 
 def explain_write_error(path: Path, error: OSError) -> OSError:
     """The same error with the name of the file and, of a full disk, with what helps."""
@@ -148,11 +155,6 @@ def replace_non_finite(value: Any) -> Any:
     )
 
 
-SUPERSEDED_DIR = "superseded"
-STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
-FINAL_OUTPUTS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
-
-
 def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> int:
     """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of metrics.jsonl they were.
 
@@ -212,10 +214,6 @@ def _parse_step_row(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
-
-
-ATTEMPTS_FILE = "attempts.jsonl"
-COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
 
 
 @dataclass

@@ -25,6 +25,8 @@ from rlhf_megatron.controller.observe.tracker import RunTracker
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
+VERSIONED_PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
+
 
 def describe_sampling(sampling: SamplingConfig | RolloutConfig) -> str:
     """Describe the sampling in a few words, for the legend of a curve."""
@@ -113,9 +115,6 @@ def draw_reward_curve(
     figure.savefig(path)
     pyplot.close(figure)
     return True
-
-
-VERSIONED_PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
 
 
 def describe_run_start(

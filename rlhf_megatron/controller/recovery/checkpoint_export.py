@@ -129,14 +129,13 @@ def find_exportable_weights(
         head="value" if is_critic or is_reward_model else "vocabulary",
         is_written_by_fsdp=config.actor.backend == "fsdp",
     )
-    exported = (
-        make_reward_model_config
-        if is_reward_model
-        else make_value_model_config
-        if is_critic
-        else dict
-    )
-    return ExportableWeights(weights, exported(hf_config), found.path, state.step, lora)
+    if is_reward_model:
+        exported_config = make_reward_model_config(hf_config)
+    elif is_critic:
+        exported_config = make_value_model_config(hf_config)
+    else:
+        exported_config = dict(hf_config)
+    return ExportableWeights(weights, exported_config, found.path, state.step, lora)
 
 
 def _read_hf_config_with_plugins(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:

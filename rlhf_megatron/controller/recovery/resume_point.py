@@ -27,6 +27,15 @@ from rlhf_megatron.weights.hf_reader import read_hf_config
 CHECKPOINTS = "checkpoints"
 RUN_STATE, CONFIG = "run_state.batch", "config.yaml"
 
+_NO_ARCHITECTURE = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "auto_map",
+)
+
 
 @codec.register("RunState")
 @dataclass(frozen=True)
@@ -62,16 +71,6 @@ def read_run_state(checkpoint: VerifiedCheckpoint) -> RunState:
             f"{checkpoint.path / RUN_STATE} is not the state of step {checkpoint.manifest.step}."
         )
     return state
-
-
-_NO_ARCHITECTURE = (
-    "_name_or_path",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-    "auto_map",
-)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from rlhf_megatron.controller.scheduler.algorithm_setup import AlgorithmSetup
 from rlhf_megatron.controller.scheduler.scored_samples import compute_greedy_reward_metrics
 from rlhf_megatron.data.batch import AnnotatedBatch, TrainBatch, add_columns
 
+KL_BLOCK_TOKENS = 65536  # tokens
+
 
 def compute_correction_columns(
     batch: AnnotatedBatch, is_valid: Tensor, correction_params: CorrectionParams, is_bypass: bool
@@ -51,9 +53,6 @@ def compute_correction_columns(
     return {
         "correction_weights": torch.full_like(batch.old_log_probs, 1 / found.batch_norm_factor)
     }, found.metrics
-
-
-KL_BLOCK_TOKENS = 65536  # tokens
 
 
 class AdvantageStage:
@@ -116,7 +115,7 @@ class AdvantageStage:
             metrics |= compute_greedy_reward_metrics(batch)
         rewards = None
         if kl is not None or self.setup.needs_token_rewards:
-            columns = (
+            rewards = make_token_rewards(
                 batch.rewards,
                 is_valid,
                 batch.response_mask,
@@ -125,7 +124,6 @@ class AdvantageStage:
                 kl_coef,
                 batch.process_rewards,
             )
-            rewards = make_token_rewards(*columns)
         outputs = self.setup.estimator(
             AdvantageInputs(
                 rewards_B=batch.rewards,

@@ -101,7 +101,15 @@ def plan_actor_update(
 ) -> RoleUpdate:
     """The policy's update of a step."""
     actor, seed = settings.actor, settings.seed
-    order = (len(batch), actor.ppo_epochs, actor.mini_batch_size, actor.shuffle, seed, step)
+    iterate_indices = partial(
+        iterate_mini_batch_indices,
+        len(batch),
+        actor.ppo_epochs,
+        actor.mini_batch_size,
+        actor.shuffle,
+        seed,
+        step,
+    )
     read = replace(
         batch, values=None, returns=None, entropies=None, sum_squares=None, process_rewards=None
     )
@@ -125,12 +133,9 @@ def plan_actor_update(
         actor.ppo_epochs,
         actor.ppo_max_token_len_per_gpu,
         lambda: (
-            make_mini_batch(number, samples)
-            for number, samples in enumerate(iterate_mini_batch_indices(*order))
+            make_mini_batch(number, samples) for number, samples in enumerate(iterate_indices())
         ),
-        lambda number: select_samples(
-            batch, next(islice(iterate_mini_batch_indices(*order), number, None))
-        ),
+        lambda number: select_samples(batch, next(islice(iterate_indices(), number, None))),
     )
 
 
@@ -139,8 +144,12 @@ def attach_old_log_probs(
 ) -> TrainBatch:
     """`batch` with what the update of its one mini-batch told, in the order of that one's samples."""
     actor = settings.actor
-    order = (len(batch), 1, actor.mini_batch_size, actor.shuffle, settings.seed, step)
-    places = make_token_index(batch.offsets, next(iterate_mini_batch_indices(*order)))
+    sample_indices = next(
+        iterate_mini_batch_indices(
+            len(batch), 1, actor.mini_batch_size, actor.shuffle, settings.seed, step
+        )
+    )
+    places = make_token_index(batch.offsets, sample_indices)
     assert old_log_probs.entropies is not None, "an update tells both"
     columns = [
         torch.zeros(batch.num_tokens).index_copy_(0, places, c)
@@ -159,7 +168,15 @@ def plan_critic_update(
         critic.mini_batch_size or actor.mini_batch_size,
         critic.loss_agg_mode or actor.loss_agg_mode,
     )
-    order = (len(batch), num_epochs, size, actor.shuffle, settings.seed, step)
+    iterate_indices = partial(
+        iterate_mini_batch_indices,
+        len(batch),
+        num_epochs,
+        size,
+        actor.shuffle,
+        settings.seed,
+        step,
+    )
     read = replace(
         batch,
         process_rewards=None,
@@ -177,11 +194,9 @@ def plan_critic_update(
         settings.critic_token_budget,
         lambda: (
             make_critic_mini_batch(select_samples(read, samples), mode, settings.loss_scale_factor)
-            for samples in iterate_mini_batch_indices(*order)
+            for samples in iterate_indices()
         ),
-        lambda number: select_samples(
-            batch, next(islice(iterate_mini_batch_indices(*order), number, None))
-        ),
+        lambda number: select_samples(batch, next(islice(iterate_indices(), number, None))),
     )
 
 
@@ -251,8 +266,13 @@ def record_actor_routes(workers: RoleProxies, settings: UpdateSettings, batch: S
 
 def _make_token_batch(batch: ScoredBatch, record_routes: bool) -> TokenBatch:
     sample_ids = batch.sample_ids if record_routes else None
-    columns = (batch.offsets, batch.token_ids, batch.response_mask)
-    return TokenBatch(*columns, sample_ids=sample_ids, routes=batch.routes)
+    return TokenBatch(
+        batch.offsets,
+        batch.token_ids,
+        batch.response_mask,
+        sample_ids=sample_ids,
+        routes=batch.routes,
+    )
 
 
 def run_role_updates(
@@ -260,7 +280,7 @@ def run_role_updates(
     step: int = 0,
     skips: NonFiniteSkips | None = None,
     on_ranks_busy: Callable[[], None] = lambda: None,
-    on_old_log_probs: Callable[[TokenLogProbs], None] = lambda own: None,
+    on_old_log_probs: Callable[[TokenLogProbs], None] = lambda old_log_probs: None,
 ) -> dict[str, float]:
     """Train each role. Returns metrics averaged over its optimizer steps. `on_ranks_busy` is called once the ranks have
     work, `on_old_log_probs` with each `UpdateResult.own`.

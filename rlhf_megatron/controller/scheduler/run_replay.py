@@ -60,6 +60,10 @@ from rlhf_megatron.runtime.role_proxies import RoleProxies, TrainedProxy
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.stop import StopRequest
 
+NOT_REPRODUCED_EXIT_CODE = 3
+UPDATE_ARGUMENTS = ("temperature", "loss")  # of an update
+NUM_SAMPLES_SHOWN = 8
+
 
 def replay_run(
     config: RunConfig,
@@ -138,11 +142,6 @@ class ReplayStages(StepStages):
 
     def evaluate_held_out(self, is_final: bool = True) -> EvaluationResult | None:
         return None
-
-
-NOT_REPRODUCED_EXIT_CODE = 3
-UPDATE_ARGUMENTS = ("temperature", "loss")  # of an update
-NUM_SAMPLES_SHOWN = 8
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample, is_masked
 
 logger = logging.getLogger(__name__)
-Batch = TypeVar("Batch", bound=ScoredBatch)
+ScoredBatchType = TypeVar("ScoredBatchType", bound=ScoredBatch)
+
+RESAMPLING_SEED_PURPOSE = 13  # of the seed
 
 
 def align_greedy_rewards(
@@ -88,15 +90,20 @@ def release_free_memory() -> None:
 
 def make_reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
     """Return what the reward reads of each sample."""
-    columns = (
+    columns = zip(
         rollout.prompts,
         rollout.responses,
         rollout.labels,
         rollout.sources,
         rollout.finish_reasons,
+        count_sampled_tokens(rollout).tolist(),
+        rollout.extras,
+        strict=True,
     )
-    lengths = count_sampled_tokens(rollout).tolist()
-    return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]
+    return [
+        RewardSample(prompt, response, label, source, finish_reason, num_tokens, extra)
+        for prompt, response, label, source, finish_reason, num_tokens, extra in columns
+    ]
 
 
 def make_scored_batch(
@@ -119,9 +126,6 @@ def make_scored_batch(
         if greedy_rollout
         else None,
     )
-
-
-RESAMPLING_SEED_PURPOSE = 13  # of the seed
 
 
 def resample_batch(
@@ -234,7 +238,7 @@ def _select_first_groups(batch: ScoredBatch, num_groups: int) -> ScoredBatch:
     return select_samples(batch, (number < num_groups).nonzero().view(-1).tolist())
 
 
-def align_reward_parts(batches: Sequence[Batch]) -> list[Batch]:
+def align_reward_parts(batches: Sequence[ScoredBatchType]) -> list[ScoredBatchType]:
     """Give all batches the same parts of the reward: a batch without samples of some data source lacks those of its
     reward.
     """

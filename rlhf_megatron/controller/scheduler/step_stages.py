@@ -295,15 +295,15 @@ class StepStages:
         is_recorded = self._records_routes(step)
         is_needed = self.setup.needs_log_probs and not self._update_returns_old_log_probs(step)
         has_actor = is_needed or is_recorded or step == self.mismatch_check.first_step
-        asked = (
+        annotated = request_annotations(
+            self.workers,
             self._update_settings,
             self.setup,
             scored_batch,
-            has_actor,
-            is_recorded,
-            self._model_rewards,
+            use_actor=has_actor,
+            record_routes=is_recorded,
+            reward_scorer=self._model_rewards,
         )
-        annotated = request_annotations(self.workers, *asked)
         release_free_memory()
         return annotated
 
@@ -358,11 +358,15 @@ class StepStages:
             )
         else:
             compare = partial(self._compare_log_probs, step, batch)
-            own: list[TokenLogProbs] = []
-            self._step_metrics |= run_role_updates(updates, step, self.skips, compare, own.append)
-            if own:
+            old_log_probs: list[TokenLogProbs] = []
+            self._step_metrics |= run_role_updates(
+                updates, step, self.skips, compare, old_log_probs.append
+            )
+            if old_log_probs:
+                [update_log_probs] = old_log_probs
                 batch = self._log_update_log_probs(
-                    step, attach_old_log_probs(batch, self._update_settings, step, *own)
+                    step,
+                    attach_old_log_probs(batch, self._update_settings, step, update_log_probs),
                 )
         self._compare_log_probs(step, batch)
         release_free_memory()

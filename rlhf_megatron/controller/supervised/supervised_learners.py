@@ -32,6 +32,8 @@ from rlhf_megatron.data.document_samples import DocumentSampleBatch, SampleSet, 
 from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
 from rlhf_megatron.runtime.role_proxies import ActorProxy, CriticProxy, ReferenceProxy, RoleProxies
 
+ACCURACY = "rewards/accuracies"
+
 
 @dataclass(frozen=True)
 class LossSums:
@@ -268,10 +270,17 @@ def make_supervised_learner(
     of_reference = reference_token_budget or budget
     if not is_pairs:
         factor = sft.max_length if actor.loss_scale_factor is None else actor.loss_scale_factor
-        answers = (workers.actor, budget, actor.loss_agg_mode, factor)
         if not teacher_top_k:
-            return AnswerLearner(*answers)
-        return DistillationLearner(*answers, workers.reference, of_reference, teacher_top_k)
+            return AnswerLearner(workers.actor, budget, actor.loss_agg_mode, factor)
+        return DistillationLearner(
+            workers.actor,
+            budget,
+            actor.loss_agg_mode,
+            factor,
+            teacher=workers.reference,
+            teacher_token_budget=of_reference,
+            top_k=teacher_top_k,
+        )
     entry = PREFERENCE_LOSSES.get(sft.loss_mode)
     params = (
         build_params(entry.params, sft.params, "sft.params") if entry.params is not None else None
@@ -280,9 +289,6 @@ def make_supervised_learner(
         return RewardModelLearner(workers.learning_reward_model, entry.build, params, budget)
     reference = workers.reference if "ref_log_probs" in entry.needs else None
     return PreferenceLearner(workers.actor, reference, entry.build, params, budget, of_reference)
-
-
-ACCURACY = "rewards/accuracies"
 
 
 def compute_held_out_metrics(

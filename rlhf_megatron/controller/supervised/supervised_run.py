@@ -184,9 +184,14 @@ def run_supervised_training(
         top_k = (
             parse_distillation_params(*get_teacher_term(config)).top_k if has_teacher(config) else 0
         )
-        kind = (is_pairs, config.job == "reward-model", top_k)
         learner = make_supervised_learner(
-            sft, config.actor, config.reference.max_token_len_per_gpu, *kind, workers
+            sft,
+            config.actor,
+            config.reference.max_token_len_per_gpu,
+            is_pairs=is_pairs,
+            is_reward_model=config.job == "reward-model",
+            teacher_top_k=top_k,
+            workers=workers,
         )
         steps = SupervisedSteps(trainer, batch_size, workers, sets, stream, learner, skips, watches)
         checkpointer = RunCheckpointer(

@@ -15,6 +15,27 @@ from rlhf_megatron.config.show import format_yaml_value
 from rlhf_megatron.config.verl_names import VERL_NAMES, VerlKey, find_verl_key
 from rlhf_megatron.jobs.from_verl.verl_settings import DEFAULTS, VerlSettings
 
+LEARNING = (
+    "actor",
+    "algorithm",
+    "critic",
+    "data",
+    "distillation",
+    "model",
+    "reference",
+    "reward",
+    "rollout",
+)
+"""Sections in which an unknown setting may change what is learnt."""
+
+FOLLOWERS = {
+    "critic.model.tokenizer_path": "model.path",
+    **{f"{role}.rollout_n": "rollout.n" for role in ("actor", "critic", "reference")},
+}
+
+WIDTH = 116
+COLUMN = 58  # where comments beside a value begin, as far as values let them
+
 
 @dataclass(frozen=True)
 class UserFacts:
@@ -55,7 +76,8 @@ class ConfigDraft:
 
     def set_value(self, key: str, value: Any, sources: tuple[str, ...], note: str = "") -> None:
         """`sources`: settings of verl, in today's names; they are dealt with."""
-        self.verl_settings.mark_used(*sources)
+        for source in sources:
+            self.verl_settings.mark_used(source)
         written = tuple(filter(self.verl_settings.is_written, sources))
         names = tuple(self.verl_settings.get_written_name(source) for source in written or sources)
         if find_secret_keys(value, key):
@@ -144,25 +166,6 @@ def find_containing_setting(key: str) -> str:
     return ""
 
 
-LEARNING = (
-    "actor",
-    "algorithm",
-    "critic",
-    "data",
-    "distillation",
-    "model",
-    "reference",
-    "reward",
-    "rollout",
-)
-"""Sections in which an unknown setting may change what is learnt."""
-
-FOLLOWERS = {
-    "critic.model.tokenizer_path": "model.path",
-    **{f"{role}.rollout_n": "rollout.n" for role in ("actor", "critic", "reference")},
-}
-
-
 def translate_remaining_settings(draft: ConfigDraft) -> None:
     for key in draft.verl_settings.list_unused_keys():
         if key.rpartition(".")[2] == "_target_":
@@ -245,10 +248,6 @@ def suggest_verl_key(key: str) -> str:
     return f"did you mean {best[0]}?" if best else ""
 
 
-WIDTH = 116
-COLUMN = 58  # where comments beside a value begin, as far as values let them
-
-
 def render_commented_yaml(
     values: dict[str, TranslatedValue],
     untranslated: Sequence[UntranslatedSetting],
@@ -328,4 +327,10 @@ def _wrap_comment(text: str, bullet: str = "", indent: str = "") -> list[str]:
 
 def _remove_unprintable(text: str) -> str:
     """Remove characters that would end a comment, or that YAML forbids in one."""
-    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
+    return "".join(_make_printable(char) for char in text)
+
+
+def _make_printable(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char.isspace() else "?"

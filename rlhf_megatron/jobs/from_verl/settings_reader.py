@@ -18,6 +18,25 @@ from rlhf_megatron.config.yaml_nodes import (
 )
 from rlhf_megatron.jobs.from_verl.shell_script import UNKNOWN, ShellScript, ShellWord
 
+COMMAND_LINE = "command line"
+_OVERRIDE = re.compile(
+    r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][A-Za-z_0-9][\w-]*)*)(?:=(.*))?\Z", re.DOTALL
+)
+_PROGRAM = re.compile(r"(?:^|[./])main_\w+(?:\.py)?\Z|(?:^|[/.])verl\.trainer\.\w+\Z")
+_NOT_OURS = ("hydra", "defaults")
+JOBS = ("sft", "generation_server", "generation", "eval")
+_OF_JOBS = {
+    "model.partial_pretrain": "sft",
+    "data.multiturn.enable": "sft",
+    "data.pad_mode": "sft",
+    "data.reward_model_key": "eval",
+    "data.n_samples": "generation",
+    "data.output_path": "generation_server",
+    "data.response_key": "sft",
+}
+_WITHOUT_SECTION = ("ulysses_sequence_parallel_size", "use_remove_padding")  # of supervised jobs
+_NAMES_ONLY = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
+
 
 @dataclass(frozen=True)
 class VerlSetting:
@@ -48,26 +67,6 @@ class WrittenSettings:
         """The setting and all below it."""
         for key in [key for key in self.settings if key == name or key.startswith(name + ".")]:
             del self.settings[key]
-
-
-COMMAND_LINE = "command line"
-_OVERRIDE = re.compile(
-    r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][A-Za-z_0-9][\w-]*)*)(?:=(.*))?\Z", re.DOTALL
-)
-_PROGRAM = re.compile(r"(?:^|[./])main_\w+(?:\.py)?\Z|(?:^|[/.])verl\.trainer\.\w+\Z")
-_NOT_OURS = ("hydra", "defaults")
-JOBS = ("sft", "generation_server", "generation", "eval")
-_OF_JOBS = {
-    "model.partial_pretrain": "sft",
-    "data.multiturn.enable": "sft",
-    "data.pad_mode": "sft",
-    "data.reward_model_key": "eval",
-    "data.n_samples": "generation",
-    "data.output_path": "generation_server",
-    "data.response_key": "sft",
-}
-_WITHOUT_SECTION = ("ulysses_sequence_parallel_size", "use_remove_padding")  # of supervised jobs
-_NAMES_ONLY = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
 
 
 def read_verl_settings(text: str, source: str, environment: Mapping[str, str]) -> WrittenSettings:

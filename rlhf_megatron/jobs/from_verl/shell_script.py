@@ -84,10 +84,21 @@ class ShellScript:
             holds = word == "else" or (
                 self._evaluate_condition(words[1:]) if is_single_condition else None
             )
-            taken = False if before or holds is False else None if before is None else holds
-            blocks.append(
-                (taken, True if before or taken else None if None in (before, taken) else False)
-            )
+            is_run: bool | None
+            if before or holds is False:
+                is_run = False
+            elif before is None:
+                is_run = None
+            else:
+                is_run = holds
+            has_run: bool | None
+            if before or is_run:
+                has_run = True
+            elif before is None or is_run is None:
+                has_run = None
+            else:
+                has_run = False
+            blocks.append((is_run, has_run))
 
     def _evaluate_condition(self, words: list[ShellWord]) -> bool | None:
         """Whether a condition in brackets holds; None for what only the shell can tell."""

@@ -41,6 +41,22 @@ ESTIMATOR_KEYS = (
 OF_THE_REWARD, OF_THE_SCORER = ("seq_reward", "seq_final_reward"), ("acc", "score")
 NO_LIMIT = 1000  # batches that a step may generate, where verl has none
 
+SECTION = "algorithm.rollout_correction"
+LEVELS = {
+    "token": "token_k1",
+    "sequence": "seq_sum_k1",
+    "geometric": "seq_mean_k1",
+}  # of rollout_rs until 0.7.0
+
+NAMES = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+)
+DIAGNOSIS = f"{SECTION}.debug_rollout_actor_probs"
+
 
 def find_estimator_name(draft: ConfigDraft) -> str:
     """Our name of the advantage estimator; "" where none of that name is registered."""
@@ -306,7 +322,8 @@ def _translate_parameter(
     if source is None:
         return
     value = draft.verl_settings.use_value(source)
-    draft.verl_settings.mark_used(*sources)
+    for key in sources:
+        draft.verl_settings.mark_used(key)
     ours: Any = getattr(params_class, name, None) if has_field_default(params_class, name) else None
     note = ""
     if name == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
@@ -319,14 +336,6 @@ def _describe_unknown_part(registry: Registry[Any], name: Any) -> str:
     near = difflib.get_close_matches(str(name), list(registry), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"no {registry.kind} of that name is registered; {hint}there are {', '.join(registry)}"
-
-
-SECTION = "algorithm.rollout_correction"
-LEVELS = {
-    "token": "token_k1",
-    "sequence": "seq_sum_k1",
-    "geometric": "seq_mean_k1",
-}  # of rollout_rs until 0.7.0
 
 
 def upgrade_correction_settings(verl_settings: VerlSettings) -> None:
@@ -425,16 +434,6 @@ def _assume_correction_settings(verl_settings: VerlSettings, source: str, **valu
         verl_settings.assume_value(f"{SECTION}.{name}", value, source)
 
 
-NAMES = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_batch_normalize",
-    "rollout_rs",
-    "rollout_rs_threshold",
-)
-DIAGNOSIS = f"{SECTION}.debug_rollout_actor_probs"
-
-
 def translate_rollout_correction(draft: ConfigDraft) -> None:
     g = draft.verl_settings
     g.mark_used(DIAGNOSIS)
@@ -447,7 +446,8 @@ def translate_rollout_correction(draft: ConfigDraft) -> None:
     ]
     if not (is_bypass or wanted or g.peek_value(veto)):
         keys = [key for key in g.list_unused_keys() if key.startswith(f"{SECTION}.")]
-        g.mark_used(*keys)
+        for key in keys:
+            g.mark_used(key)
         draft.num_idle_settings += len(keys)
         return
     if (

@@ -10,6 +10,39 @@ from rlhf_megatron.jobs.from_verl.verl_settings import BUFFER
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.weights.families import FAMILIES
 
+IMAGES = re.compile(r"(?i)[-_]vl\b|[-_]vl[-_]|\bvl\d|\dv[-_.]|minicpm-?[ov]|-omni|llava")
+FAMILIES_BY_NAME = (
+    ("qwen3_moe", r"qwen3.*-a\d+b"),
+    ("qwen2_moe", r"qwen.*(moe|-a\d+b)"),
+    ("deepseek_v3", r"deepseek-?(v3|r1(?!-distill))|dsv3|671b|moonlight|kimi"),
+    ("deepseek_v2", r"deepseek-?v2"),
+    ("mixtral", r"mixtral"),
+    ("mistral", r"mistral|mathstral"),
+    ("gpt_oss", r"gpt-?oss"),
+    ("seed_oss", r"seed-?oss"),
+    ("gemma", r"gemma"),
+    ("glm4_moe", r"glm-?4\.[5-9]"),
+    ("glm", r"glm"),
+    ("mimo", r"mimo-"),
+    ("internlm", r"internlm"),
+    ("phi", r"\bphi-?\d"),
+)
+
+FUNCTION, MANAGER, KWARGS = (
+    "reward.custom_reward_function",
+    "reward.reward_manager",
+    "reward.reward_kwargs",
+)
+PLAIN = ("naive", "dapo", "batch", "prime", "gdpo", "remote", "rate_limited")
+SANDBOX, MODEL = "reward.sandbox_fusion", "reward.reward_model"
+LIMITS = (
+    "max_rpm",
+    "max_tpm",
+    "max_concurrent",
+    "estimated_tokens_per_request",
+)  # of the manager rate_limited
+RIGHT_OR_WRONG = ("exact_match", "math_verify")
+
 
 def translate_data(draft: ConfigDraft) -> None:
     g = draft.verl_settings
@@ -77,25 +110,6 @@ def expand_home(draft: ConfigDraft, path: Any) -> Any:
     )
 
 
-IMAGES = re.compile(r"(?i)[-_]vl\b|[-_]vl[-_]|\bvl\d|\dv[-_.]|minicpm-?[ov]|-omni|llava")
-FAMILIES_BY_NAME = (
-    ("qwen3_moe", r"qwen3.*-a\d+b"),
-    ("qwen2_moe", r"qwen.*(moe|-a\d+b)"),
-    ("deepseek_v3", r"deepseek-?(v3|r1(?!-distill))|dsv3|671b|moonlight|kimi"),
-    ("deepseek_v2", r"deepseek-?v2"),
-    ("mixtral", r"mixtral"),
-    ("mistral", r"mistral|mathstral"),
-    ("gpt_oss", r"gpt-?oss"),
-    ("seed_oss", r"seed-?oss"),
-    ("gemma", r"gemma"),
-    ("glm4_moe", r"glm-?4\.[5-9]"),
-    ("glm", r"glm"),
-    ("mimo", r"mimo-"),
-    ("internlm", r"internlm"),
-    ("phi", r"\bphi-?\d"),
-)
-
-
 def translate_model(draft: ConfigDraft) -> None:
     path = draft.verl_settings.peek_value("model.path")
     name = str(path).rstrip("/").rpartition("/")[2].lower()
@@ -129,22 +143,6 @@ def translate_model(draft: ConfigDraft) -> None:
 
 def translate_dtype_name(value: Any) -> Any:
     return {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(str(value), value)
-
-
-FUNCTION, MANAGER, KWARGS = (
-    "reward.custom_reward_function",
-    "reward.reward_manager",
-    "reward.reward_kwargs",
-)
-PLAIN = ("naive", "dapo", "batch", "prime", "gdpo", "remote", "rate_limited")
-SANDBOX, MODEL = "reward.sandbox_fusion", "reward.reward_model"
-LIMITS = (
-    "max_rpm",
-    "max_tpm",
-    "max_concurrent",
-    "estimated_tokens_per_request",
-)  # of the manager rate_limited
-RIGHT_OR_WRONG = ("exact_match", "math_verify")
 
 
 def translate_reward(draft: ConfigDraft) -> None:
@@ -360,7 +358,8 @@ def _translate_overlong_penalty(draft: ConfigDraft) -> None:
     g = draft.verl_settings
     is_on = g.is_written(f"{BUFFER}.enable") and g.use_flag(f"{BUFFER}.enable")
     sources = tuple(f"{BUFFER}.{name}" for name in ("enable", "len", "penalty_factor"))
-    g.mark_used(*sources, f"{BUFFER}.log", f"{KWARGS}.max_resp_len")
+    for key in (*sources, f"{BUFFER}.log", f"{KWARGS}.max_resp_len"):
+        g.mark_used(key)
     if not is_on:
         return
     length = g.use_whole_number(f"{KWARGS}.max_resp_len") or g.use_whole_number(

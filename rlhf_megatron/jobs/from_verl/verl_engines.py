@@ -22,6 +22,20 @@ RECOMPUTE = (
 FREE = "override_transformer_config"
 SHARED = (*SIZES, "virtual_pipeline_model_parallel_size")
 
+ASYNC, V1, SAMPLER = "async_training", "trainer.v1", "trainer.v1.sampler"
+MODE, ROUNDS, BATCHES = (
+    f"{V1}.trainer_mode",
+    f"{ASYNC}.trigger_parameter_sync_step",
+    f"{ASYNC}.require_batches",
+)
+STALENESS, ENGINES_LOG_PROBS = f"{ASYNC}.staleness_threshold", f"{ASYNC}.use_rollout_log_probs"
+AGAIN = tuple(f"{ASYNC}.{name}" for name in ("recompute_old_log_prob", "compute_prox_log_prob"))
+CORRECTION = "algorithm.rollout_correction"
+
+ARGS = "rollout.sglang.args"
+OFF = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
+OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+
 
 def translate_actor_layout(draft: ConfigDraft) -> None:
     g = draft.verl_settings
@@ -199,17 +213,6 @@ def _translate_gradient_checkpointing(draft: ConfigDraft, section: str) -> None:
             )
 
 
-ASYNC, V1, SAMPLER = "async_training", "trainer.v1", "trainer.v1.sampler"
-MODE, ROUNDS, BATCHES = (
-    f"{V1}.trainer_mode",
-    f"{ASYNC}.trigger_parameter_sync_step",
-    f"{ASYNC}.require_batches",
-)
-STALENESS, ENGINES_LOG_PROBS = f"{ASYNC}.staleness_threshold", f"{ASYNC}.use_rollout_log_probs"
-AGAIN = tuple(f"{ASYNC}.{name}" for name in ("recompute_old_log_prob", "compute_prox_log_prob"))
-CORRECTION = "algorithm.rollout_correction"
-
-
 def has_separate_engines(verl_settings: VerlSettings) -> bool:
     """Whether engines have devices of their own, which rollout.nnodes and n_gpus_per_node count."""
     nodes = verl_settings.peek_value("rollout.nnodes")
@@ -287,14 +290,15 @@ def translate_schedule(draft: ConfigDraft) -> None:
 
 def _translate_fully_async(draft: ConfigDraft) -> None:
     g = draft.verl_settings
-    g.mark_used(
+    for key in (
         ROUNDS,
         BATCHES,
         ENGINES_LOG_PROBS,
         *AGAIN,
         f"{ASYNC}.partial_rollout",
         "data.gen_batch_size",
-    )
+    ):
+        g.mark_used(key)
     share = g.use_number(STALENESS) if g.is_written(STALENESS) else 0.1  # the recipe's default
     if not share:
         note = "no old tokens (staleness_threshold 0): engines and trainer wait for each other"
@@ -363,11 +367,6 @@ def _uses_engine_log_probs(verl_settings: VerlSettings) -> bool:
         if verl_settings.is_written(ENGINES_LOG_PROBS)
         else True
     )
-
-
-ARGS = "rollout.sglang.args"
-OFF = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
-OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
 
 def translate_sampling(draft: ConfigDraft) -> None:

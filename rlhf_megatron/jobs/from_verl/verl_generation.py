@@ -207,7 +207,8 @@ def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> N
 
 
 def _report_remaining_settings(draft: ConfigDraft) -> None:
-    draft.verl_settings.mark_used(*NO_MATTER)
+    for key in NO_MATTER:
+        draft.verl_settings.mark_used(key)
     for key in draft.verl_settings.list_unused_keys():
         value: Any = draft.verl_settings.peek_value(key)
         draft.leave_untranslated(

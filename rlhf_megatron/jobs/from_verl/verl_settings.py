@@ -42,6 +42,31 @@ MAX_TEXT = 100_000
 _WHOLE = re.compile(r"\$\{([^${}]*(?:\{\})?)\}\s*\Z", re.DOTALL)
 _PART = re.compile(r"\$\{([^${}]*)\}")
 
+BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
+ALIASES = (
+    ("actor_rollout_ref.hybrid_engine", "hybrid_engine"),
+    ("actor_rollout_ref.nccl_timeout", "nccl_timeout"),
+    ("custom_reward_function.overlong_buffer", BUFFER),
+    ("reward_model.overlong_buffer", BUFFER),
+    ("custom_reward_function", "reward.custom_reward_function"),
+    ("reward_manager", "reward.reward_manager"),
+    ("reward_model.reward_manager", "reward.reward_manager.name"),
+    ("reward_model.reward_kwargs", "reward.reward_kwargs"),
+    ("reward_model.sandbox_fusion", "reward.sandbox_fusion"),
+    ("sandbox_fusion", "reward.sandbox_fusion"),
+    ("reward_model.reward_loop_source", "reward.reward_manager.source"),
+    ("reward_model.reward_loop_module_path", "reward.reward_manager.module.path"),
+    ("reward_model.reward_loop_class_name", "reward.reward_manager.module.name"),
+    ("reward_model.num_workers", "reward.num_workers"),
+    ("reward_model", "reward.reward_model"),
+    (
+        "rollout.update_weights_bucket_megabytes",
+        "rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+)
+"""Names of former layouts. The first that fits counts."""
+_MANDATORY = "???"  # Hydra's mark of a value that must still be given
+
 
 def resolve_setting_value(
     settings: Mapping[str, VerlSetting], name: str, environment: Mapping[str, str]
@@ -115,32 +140,6 @@ def _make_absolute_key(name: str, path: str) -> str:
         return path
     parts = name.split(".")[:-num_points]
     return ".".join([*parts, path[num_points:]])
-
-
-BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
-ALIASES = (
-    ("actor_rollout_ref.hybrid_engine", "hybrid_engine"),
-    ("actor_rollout_ref.nccl_timeout", "nccl_timeout"),
-    ("custom_reward_function.overlong_buffer", BUFFER),
-    ("reward_model.overlong_buffer", BUFFER),
-    ("custom_reward_function", "reward.custom_reward_function"),
-    ("reward_manager", "reward.reward_manager"),
-    ("reward_model.reward_manager", "reward.reward_manager.name"),
-    ("reward_model.reward_kwargs", "reward.reward_kwargs"),
-    ("reward_model.sandbox_fusion", "reward.sandbox_fusion"),
-    ("sandbox_fusion", "reward.sandbox_fusion"),
-    ("reward_model.reward_loop_source", "reward.reward_manager.source"),
-    ("reward_model.reward_loop_module_path", "reward.reward_manager.module.path"),
-    ("reward_model.reward_loop_class_name", "reward.reward_manager.module.name"),
-    ("reward_model.num_workers", "reward.num_workers"),
-    ("reward_model", "reward.reward_model"),
-    (
-        "rollout.update_weights_bucket_megabytes",
-        "rollout.checkpoint_engine.update_weights_bucket_megabytes",
-    ),
-)
-"""Names of former layouts. The first that fits counts."""
-_MANDATORY = "???"  # Hydra's mark of a value that must still be given
 
 
 def normalize_key(written_key: str) -> str:

@@ -101,7 +101,8 @@ def translate_supervised_job(draft: ConfigDraft) -> None:
     _translate_sft_optimizer(draft)
     _translate_sft_trainer(draft)
     translate_lora(draft)
-    g.mark_used(*NO_MATTER)
+    for key in NO_MATTER:
+        g.mark_used(key)
     for key in g.list_unused_keys():
         draft.leave_untranslated(
             key,
@@ -148,9 +149,11 @@ def _translate_sft_data(draft: ConfigDraft) -> None:
     else:
         for name, ours in (("prompt", "prompt_key"), ("response", "label_key")):
             sources = (f"data.{name}_key", f"data.{name}_dict_keys")
-            inside = use_written_value(draft, sources[1], None)
-            inside = inside if isinstance(inside, list) else [inside] if inside else []
-            key = ".".join([str(use_written_value(draft, sources[0], name)), *map(str, inside)])
+            inner_keys = use_written_value(draft, sources[1], None)
+            if not isinstance(inner_keys, list):
+                inner_keys = [inner_keys] if inner_keys else []
+            outer_key = str(use_written_value(draft, sources[0], name))
+            key = ".".join([outer_key, *map(str, inner_keys)])
             draft.set_value(f"data.{ours}", key, sources)
         g.mark_used("data.multiturn.*")
     draft.set_value(
@@ -243,7 +246,8 @@ def _translate_sft_optimizer(draft: ConfigDraft) -> None:
             "warm-up, stable and decay phases are not there",
             affects_learning=True,
         )
-        g.mark_used(*styles)
+        for key in styles:
+            g.mark_used(key)
     else:
         draft.set_value("actor.optim.lr_decay_style", STYLES.get(style, style), styles)
     floors = ("optim.min_lr", "optim.lr_min")
@@ -259,14 +263,13 @@ def _translate_sft_optimizer(draft: ConfigDraft) -> None:
             ("optim.min_lr_ratio",),
             f"{share} x lr {lr}",
         )
-    ratios, given = (
-        ("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio"),
-        use_written_value(draft, "optim.lr_warmup_steps", -1),
-    )
-    g.mark_used(*ratios, *floors)
+    ratios = ("optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")
+    num_steps = use_written_value(draft, "optim.lr_warmup_steps", -1)
+    for key in (*ratios, *floors):
+        g.mark_used(key)
     ratio = next((g.use_number(key) for key in ratios if g.is_written(key)), WARMUP)
-    if isinstance(given, int) and given > 0:
-        draft.set_value("actor.optim.lr_warmup_steps", given, ("optim.lr_warmup_steps",))
+    if isinstance(num_steps, int) and num_steps > 0:
+        draft.set_value("actor.optim.lr_warmup_steps", num_steps, ("optim.lr_warmup_steps",))
     elif ratio and steps is not None and int(ratio * steps):
         draft.set_value(
             "actor.optim.lr_warmup_steps", int(ratio * steps), ratios, f"{ratio} x {steps} steps"

@@ -12,6 +12,11 @@ from rlhf_megatron.registry import load_registry
 
 LOGGERS = {"file": "jsonl", "jsonl": "jsonl"}
 
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+STYLES = {"inverse_square_root": "inverse-square-root"}
+UNIT = "optimizer steps here, steps of the loop there"
+
 
 def compute_total_steps(draft: ConfigDraft) -> int | None:
     """Return the steps of verl's loop: the number in the file, or epochs over the rows that the user named."""
@@ -177,9 +182,6 @@ def _translate_checkpoint_settings(draft: ConfigDraft) -> None:
         g.mark_used(f"{role}.checkpoint.*")
 
 
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
-
 def translate_actor_batches(draft: ConfigDraft) -> None:
     _translate_mini_batch_size(draft, "actor")
     draft.copy_setting("actor.ppo_epochs")
@@ -294,10 +296,6 @@ def _translate_token_budget(draft: ConfigDraft, role: str, verl_prefix: str, key
     share = f" (of {size} over {num_replicas} replicas)" if source == of_all else ""
     note = f"micro-batches are cut by tokens: {of_rank}{share} x longest sample {longest}{shared}"
     draft.set_value(key, -(-of_rank * longest // cp), (source,), note)
-
-
-STYLES = {"inverse_square_root": "inverse-square-root"}
-UNIT = "optimizer steps here, steps of the loop there"
 
 
 def translate_optimizer(draft: ConfigDraft, role: str) -> None:

@@ -15,7 +15,8 @@ from rlhf_megatron.ranks.resharding.weight_sender import SendReport, SingleRankW
 from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
 from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
 from rlhf_megatron.weights.conversion.stored_model import StoredModel
-from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import WeightRule
 

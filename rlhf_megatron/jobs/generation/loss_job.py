@@ -68,9 +68,7 @@ class LossJob(AnswerGenerationJob):
 
     def make_fingerprint(self) -> dict[str, Any]:
         """Return what the losses depend on, beside the weights' own bytes."""
-        documents = digest_texts(
-            [repr((sample.source, sample.documents)) for sample in self.documents]
-        )
+        documents = digest_texts(map(_format_sample, self.documents))
         return self.make_weights_fingerprint() | {"documents": documents}
 
     @property
@@ -115,6 +113,19 @@ class SourceLoss:
     )  # 95 % interval: the 2.5 and 97.5 % quantiles over resampled documents; None for a single one
     high: float | None
     perplexity: float  # exp(loss)
+
+
+def _format_sample(sample: DocumentSample) -> str:
+    """Return the text of a sample that the fingerprint of a file of losses is made of.
+
+    It keeps the names that it began with, so that a job which was stopped goes on.
+    """
+    documents = ", ".join(
+        f"Document(token_ids={document.token_ids!r}, trained={document.trained_spans!r})"
+        for document in sample.documents
+    )
+    comma = "," if len(sample.documents) == 1 else ""
+    return f"({sample.source!r}, ({documents}{comma}))"
 
 
 def compute_source_losses(path: Path) -> list[SourceLoss]:

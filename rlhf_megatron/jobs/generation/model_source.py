@@ -20,7 +20,7 @@ from rlhf_megatron.device import count_devices, has_accelerator
 from rlhf_megatron.jobs.generation.answer_file import digest_texts
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.weights.conversion.stored_model import StoredModel
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 
 

@@ -129,8 +129,12 @@ class ServingFront:
     async def handle_health(self, request: web.Request) -> web.Response:
         live, count = self.backend.engine_counts
         is_well = live > 0 and not self.is_stopping and not self.backend.end_future.done()
+        if is_well:
+            status = "ok"
+        else:
+            status = "stopping" if self.is_stopping else "no engine serves"
         body = {
-            "status": "ok" if is_well else "stopping" if self.is_stopping else "no engine serves",
+            "status": status,
             "policy_version": self.backend.policy_version,
             "engines": count,
             "engines_serving": live,

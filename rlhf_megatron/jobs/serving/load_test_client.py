@@ -20,6 +20,11 @@ import numpy as np
 QUANTILES = (50, 90, 99)
 NUM_REASONS = 3  # of failures that are shown
 
+HEADER = (
+    "          requests             /s           latency, s              first token, s       token, ms",
+    "clients  good failed   requests   tokens    p50    p90    p99       p50    p90    p99    p50",
+)
+
 
 @dataclass(frozen=True)
 class LoadTestPlan:
@@ -170,12 +175,6 @@ def _has_text(chunk: dict[str, Any]) -> bool:
     return any(
         c.get("text") or (c.get("delta") or {}).get("content") for c in chunk.get("choices", ())
     )
-
-
-HEADER = (
-    "          requests             /s           latency, s              first token, s       token, ms",
-    "clients  good failed   requests   tokens    p50    p90    p99       p50    p90    p99    p50",
-)
 
 
 def format_level_row(level: LoadLevel) -> str:

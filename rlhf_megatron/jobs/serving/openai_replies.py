@@ -110,10 +110,10 @@ class OpenAIReply:
         """
         start = time.monotonic()
         async with aclosing(self._generate_parts()) as pieces:
-            first = await anext(pieces)
+            first_index, first_part = await anext(pieces)
             response = await self._begin_stream(http_request, time.monotonic() - start)
             try:
-                await self._send_part(response, *first)
+                await self._send_part(response, first_index, first_part)
                 async for index, part in pieces:
                     await self._send_part(response, index, part)
                 if self._request.includes_usage:

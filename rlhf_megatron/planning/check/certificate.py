@@ -17,8 +17,24 @@ from rlhf_megatron.planning.check import memory_table, run_comparison
 from rlhf_megatron.planning.check.fold_config import CHANGES_IN_EVERY_FOLD, NUM_STEPS
 from rlhf_megatron.planning.check.layout_proof import LayoutProof, LayoutProofResult
 from rlhf_megatron.planning.check.memory_table import RunMemory
+from rlhf_megatron.ranks.kernels.head_memory import HeadMemoryBound
+from rlhf_megatron.weights.bucket_plan import StageTraffic
 
 REPORTED_PACKAGES = ("rlhf-megatron", "megatron-core", "torch", "transformers", "numpy")
+
+_SIZES = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+) + (
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_COLUMNS = ("figure", "where", "layout", "one rank", "error", "bar", "")
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,8 @@ def certificate_to_json(certificate: LayoutCertificate) -> dict[str, Any]:
             ],
             "has_critic_pool": c.memory.has_critic_pool,
             "reference_bytes": list(c.memory.reference_bytes),
-            "weight_sync": [asdict(traffic) for traffic in c.memory.sync_traffic],
-            "head": None if c.memory.head_memory is None else asdict(c.memory.head_memory),
+            "weight_sync": [_traffic_to_json(traffic) for traffic in c.memory.sync_traffic],
+            "head": None if c.memory.head_memory is None else _head_to_json(c.memory.head_memory),
             "activations": list(c.memory.activation_bytes),
             "critic_activations": list(c.memory.critic_activation_bytes),
             "peaks": [c.memory.compute_peak_bytes(stage) for stage in range(len(c.memory.stages))],
@@ -174,24 +190,30 @@ def _layout_to_markdown(layout_result: LayoutProofResult) -> list[str]:
     return lines
 
 
-_SIZES = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-) + (
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-_COLUMNS = ("figure", "where", "layout", "one rank", "error", "bar", "")
-
-
 def _make_row_cells(row: run_comparison.ComparisonRow) -> Sequence[str]:
     figures = (f"{row.value:.6g}", f"{row.one_rank:.6g}", f"{row.error:.2g}", f"{row.bar:.2g}")
     return (row.quantity, row.where, *figures, "" if row.is_ok else "OVER THE BAR")
+
+
+def _traffic_to_json(traffic: StageTraffic) -> dict[str, int]:
+    """Bytes and buckets under the keys that certificates have had from the first on."""
+    return {
+        "stage": traffic.stage,
+        "num_buckets": traffic.num_buckets,
+        "gathered": traffic.gathered_bytes,
+        "sent": traffic.sent_bytes,
+        "peak_buffer": traffic.peak_buffer_bytes,
+    }
+
+
+def _head_to_json(head: HeadMemoryBound) -> dict[str, int]:
+    """Bytes under the keys that certificates have had from the first on."""
+    return {
+        "tile": head.tile_bytes,
+        "hidden_gradient": head.hidden_gradient_bytes,
+        "stash": head.stash_bytes,
+        "peak": head.peak_bytes,
+    }
 
 
 def _proof_to_json(proof: LayoutProof) -> dict[str, Any]:

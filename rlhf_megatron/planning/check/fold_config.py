@@ -16,7 +16,7 @@ from rlhf_megatron.config.rules.expert_rules import KEYS
 from rlhf_megatron.config.rules.pipeline_layout_text import count_model_chunks
 from rlhf_megatron.config.rules.run_rules import has_critic, needs_reference
 from rlhf_megatron.planning.check.fold_layout import FoldedRun
-from rlhf_megatron.weights.families.model_family import find_model_family
+from rlhf_megatron.weights.families.family_lookup import find_model_family
 from rlhf_megatron.weights.quantised_weights import FP8_BLOCK
 
 NUM_STEPS = 2

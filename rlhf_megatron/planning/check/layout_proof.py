@@ -41,7 +41,7 @@ from rlhf_megatron.planning.check.fold_config import (
 from rlhf_megatron.planning.check.fold_layout import FoldedPool, FoldedRun, make_unsharded_layout
 from rlhf_megatron.rollout.fleet.server_process import ServerProcess
 from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 from rlhf_megatron.weights.hf_writer import TensorSpec, open_hf_directory_writer
 from rlhf_megatron.weights.value_model import add_value_head, make_value_model_config

@@ -32,7 +32,8 @@ from rlhf_megatron.ranks.workers.peak_memory import (
 )
 from rlhf_megatron.rollout.fleet.engine_setup import MIB, EngineSetup
 from rlhf_megatron.weights.bucket_plan import StageTraffic, compute_stage_traffic
-from rlhf_megatron.weights.families.model_family import make_weight_table, pad_vocab_size
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.families.model_family import pad_vocab_size
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import make_parallel_layout
@@ -122,23 +123,27 @@ def plan_run_memory(
     stages = plan_layout_memory(hf_config, megatron, count_actor_ranks(config), dtype)
     critic: tuple[StageMemory, ...] = ()
     if has_critic(config):
-        layout = _choose_layout_and_ranks(
+        critic_megatron, num_critic_ranks = _choose_layout_and_ranks(
             config.critic.megatron, count_critic_ranks(config), megatron, count_actor_ranks(config)
         )
-        critic = plan_layout_memory(critic_hf_config, *layout, dtype, "value")
+        critic = plan_layout_memory(
+            critic_hf_config, critic_megatron, num_critic_ranks, dtype, "value"
+        )
     reference: tuple[int, ...] = ()
     if needs_reference(config):
         path = config.reference.path
-        known = path is not None and (Path(path) / "config.json").is_file()
-        where = _choose_layout_and_ranks(
+        has_config = path is not None and (Path(path) / "config.json").is_file()
+        reference_megatron, num_reference_ranks = _choose_layout_and_ranks(
             config.reference.megatron,
             count_reference_ranks(config),
             megatron,
             count_actor_ranks(config),
         )
         other = (
-            plan_layout_memory(read_hf_config(Path(path)), *where, dtype)
-            if known and path
+            plan_layout_memory(
+                read_hf_config(Path(path)), reference_megatron, num_reference_ranks, dtype
+            )
+            if has_config and path
             else stages
         )
         reference = tuple(stage.reference for stage in other)
@@ -159,23 +164,22 @@ def plan_run_memory(
     has_critic_pool, is_on_host = count_critic_ranks(config) > 0, config.reference.param_offload
     model = TrainedModelSpec(hf_config, dtype, config.actor.ppo_max_token_len_per_gpu)
     activations = _estimate_activations_by_stage(model, megatron, count_actor_ranks(config))
-    of_critic: tuple[int, ...] = ()
+    critic_activations: tuple[int, ...] = ()
     if critic:
         tokens = config.critic.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
-        of_critic = _estimate_activations_by_stage(
-            TrainedModelSpec(critic_hf_config, dtype, tokens, "value"), *layout
+        critic_activations = _estimate_activations_by_stage(
+            TrainedModelSpec(critic_hf_config, dtype, tokens, "value"),
+            critic_megatron,
+            num_critic_ranks,
         )
     judge: tuple[int, ...] = ()
     is_here = is_away = False
     if has_reward_model(config):
         chosen, num_ranks = config.reward_model, count_reward_model_ranks(config)
-        judge = _estimate_reward_model_bytes(
-            chosen.path,
-            *_choose_layout_and_ranks(
-                chosen.megatron, num_ranks, megatron, count_actor_ranks(config)
-            ),
-            dtype,
+        judge_megatron, num_judge_ranks = _choose_layout_and_ranks(
+            chosen.megatron, num_ranks, megatron, count_actor_ranks(config)
         )
+        judge = _estimate_reward_model_bytes(chosen.path, judge_megatron, num_judge_ranks, dtype)
         is_of_actor = bool(judge) and not num_ranks
         is_here, is_away = (
             is_of_actor and not chosen.param_offload,
@@ -183,17 +187,19 @@ def plan_run_memory(
         )
     has_pool = count_reference_ranks(config) > 0
     return RunMemory(
-        *(
-            stages,
-            critic,
-            has_critic_pool,
-            () if has_pool else reference,
-            is_on_host,
-            traffic,
-            head,
-            activations,
-        ),
-        *(of_critic, judge, is_here, reference if has_pool else (), is_away),
+        stages=stages,
+        critic_stages=critic,
+        has_critic_pool=has_critic_pool,
+        reference_bytes=() if has_pool else reference,
+        is_reference_on_host=is_on_host,
+        sync_traffic=traffic,
+        head_memory=head,
+        activation_bytes=activations,
+        critic_activation_bytes=critic_activations,
+        reward_model_bytes=judge,
+        has_reward_model_on_actor_ranks=is_here,
+        reference_pool_bytes=reference if has_pool else (),
+        is_reward_model_on_host=is_away,
     )
 
 

@@ -123,7 +123,7 @@ def compare_weights(
         mine, update = layout_weights[name].double() - before, theirs.double() - before
         size = float(update.norm())
         distance = float((mine - update).norm())
-        error = distance / size if size else (math.inf if distance else 0.0)
+        error = _divide_or_inf(distance, size)
         rows.append(
             ComparisonRow(
                 "update", name_prefix + name, float(mine.norm()), size, error, UPDATE_TOLERANCE
@@ -185,7 +185,14 @@ def _error_over_bar(row: ComparisonRow) -> float:
     """Error over bar; a NaN is infinitely far over it."""
     if math.isnan(row.error):
         return math.inf
-    return row.error / row.bar if row.bar else (math.inf if row.error else 0.0)
+    return _divide_or_inf(row.error, row.bar)
+
+
+def _divide_or_inf(numerator: float, denominator: float) -> float:
+    """The quotient; by 0 infinite, and 0 for 0 by 0."""
+    if denominator:
+        return numerator / denominator
+    return math.inf if numerator else 0.0
 
 
 def _compare_metric(
@@ -197,7 +204,8 @@ def _compare_metric(
     x, y = float(layout_metrics[metric_name]), float(one_rank_metrics[metric_name])
     error, bar = abs(x - y), EXACT_TOLERANCE
     if metric_name.endswith("grad_norm"):
-        error, bar = abs(x - y) / abs(y) if y else (math.inf if x else 0.0), NORM_TOLERANCE
+        error = _divide_or_inf(abs(x - y), abs(y))
+        bar = NORM_TOLERANCE
     elif metric_name in ("actor/loss", "actor/pg_loss"):
         bar = LOSS_TOLERANCE * _find_largest_advantage(one_rank_metrics)
     elif metric_name.startswith(("actor/pg_clipfrac", "critic/vf_clipfrac")):

@@ -19,7 +19,8 @@ from rlhf_megatron.ranks.workers.peak_memory import (
     estimate_stage_activation_bytes,
     estimate_state_bytes,
 )
-from rlhf_megatron.weights.families.model_family import find_model_family, pad_vocab_size
+from rlhf_megatron.weights.families.family_lookup import find_model_family
+from rlhf_megatron.weights.families.model_family import pad_vocab_size
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 GPUS_PER_NODE = 8

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.planning.check.memory_table import RunMemory
 from rlhf_megatron.planning.plan.gpu_memory import GB, EngineGpuMemory, plan_engine_memory
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")

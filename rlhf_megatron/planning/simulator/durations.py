@@ -27,6 +27,21 @@ from rlhf_megatron.config.yaml_nodes import MappingNode, parse_yaml
 
 ARGUMENTS_SUBJECT = "arguments of simulate"  # subject of what is wrong with them
 
+_STANDARD_NORMAL = NormalDist()
+_MIN_TAIL_PROBABILITY = 1e-12  # quantiles are asked for this far from 0 and 1
+_KEYS_BY_KIND = {  # kind of lengths -> its keys
+    "constant": ("median",),
+    "lognormal": ("median", "sigma", "within_prompt"),
+    "pareto": ("median", "sigma", "tail_share", "tail_index", "within_prompt"),
+    "values": ("values", "within_prompt"),
+    "cycle": ("values",),
+}
+_EXAMPLE_VALUES = {
+    "median": "1000",
+    "sigma": "0.8",
+    "values": "[120, 300, 2048]",
+}  # of keys that must be given
+
 
 @dataclass(frozen=True)
 class DurationsSection:
@@ -199,22 +214,6 @@ def read_durations(path: Path) -> RunDurations:
         raise ConfigError(converter.problems, subject)
     assert isinstance(found, RunDurations)
     return found
-
-
-_STANDARD_NORMAL = NormalDist()
-_MIN_TAIL_PROBABILITY = 1e-12  # quantiles are asked for this far from 0 and 1
-_KEYS_BY_KIND = {  # kind of lengths -> its keys
-    "constant": ("median",),
-    "lognormal": ("median", "sigma", "within_prompt"),
-    "pareto": ("median", "sigma", "tail_share", "tail_index", "within_prompt"),
-    "values": ("values", "within_prompt"),
-    "cycle": ("values",),
-}
-_EXAMPLE_VALUES = {
-    "median": "1000",
-    "sigma": "0.8",
-    "values": "[120, 300, 2048]",
-}  # of keys that must be given
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ CANDIDATE_SCHEDULES = (
 )
 """What is compared where nothing else is asked for."""
 
+_COLUMN_GAP = "  "
+
 
 @dataclass(frozen=True)
 class StudyCase:
@@ -175,16 +177,15 @@ def _get_lost_share(case: StudyCase) -> float:
 TABLE_COLUMNS: dict[str, Callable[[StudyCase, SimulationFigures], str]] = {
     "schedule": lambda case, _: case.name,
     "trainer + engines": lambda case, _: str(case.split),
-    "step s": lambda _, found: f"{found.step_s:.1f}",
-    "tokens/s/GPU": lambda _, found: f"{found.tokens_per_s_per_gpu:.0f}",
-    "trainer": lambda _, found: f"{found.trainer_idle:.0%}",
-    "engines": lambda _, found: f"{found.engines_idle:.0%}",
-    "mean": lambda _, found: f"{found.lag_mean:.2f}",
-    "max": lambda _, found: str(found.lag_max),
-    "lost": lambda _, found: f"{found.lost_share:.1%}",
-    "trained": lambda _, found: f"{found.response_tokens:.0f}",
+    "step s": lambda _, figures: f"{figures.step_s:.1f}",
+    "tokens/s/GPU": lambda _, figures: f"{figures.tokens_per_s_per_gpu:.0f}",
+    "trainer": lambda _, figures: f"{figures.trainer_idle:.0%}",
+    "engines": lambda _, figures: f"{figures.engines_idle:.0%}",
+    "mean": lambda _, figures: f"{figures.lag_mean:.2f}",
+    "max": lambda _, figures: str(figures.lag_max),
+    "lost": lambda _, figures: f"{figures.lost_share:.1%}",
+    "trained": lambda _, figures: f"{figures.response_tokens:.0f}",
 }
-_COLUMN_GAP = "  "
 
 
 def format_run_lines(study: ScheduleStudy) -> Iterator[str]:

@@ -23,6 +23,8 @@ from rlhf_megatron.planning.simulator.simulation_plan import GpuSplit, Simulatio
 
 TRAINER_TRACK, SCORER_TRACK, ENGINES_TRACK = "trainer", "scorer", "engines"
 
+NO_SIGNAL_REASON: DropReason = "no signal"
+
 
 @dataclass(frozen=True)
 class StageSpan:
@@ -255,15 +257,16 @@ class RunSimulation:
             self.history.spans.append(StageSpan(track, stage, start_s, start_s + seconds, step))
 
     def _record_busy_seconds(self) -> None:
-        busy = (
+        busy = BusySeconds(
+            self.now,
             self._trainer_s,
             self._scorer_s,
             self.fleet.sum_busy_seconds(self.now),
             self._paused_s,
+            Counter(self.drop_counts),
+            self._num_started_groups,
         )
-        self.history.busy_by_step.append(
-            BusySeconds(self.now, *busy, Counter(self.drop_counts), self._num_started_groups)
-        )
+        self.history.busy_by_step.append(busy)
 
     def _describe_stuck_schedule(self) -> str:
         flow = self.flow
@@ -277,9 +280,6 @@ class RunSimulation:
 def count_trained_tokens(group: RunningGroup) -> int:
     """Count the tokens of prompts and responses that the trainer goes through."""
     return sum(group.response_lengths) + len(group.response_lengths) * group.num_prompt_tokens
-
-
-NO_SIGNAL_REASON: DropReason = "no signal"
 
 
 @dataclass(frozen=True)

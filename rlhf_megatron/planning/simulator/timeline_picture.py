@@ -43,6 +43,8 @@ SVG_STYLE = """
  .annotate{fill:#ffc04d} .update{fill:#4aa8e8} .sync{fill:#e6a1c6} .score{fill:#b99ae0} .load{fill:#2fc79c}}
 """
 
+TRACE_TRACKS = (STEPS_TRACK, TRAINER_TRACK, SCORER_TRACK, ENGINES_TRACK)
+
 
 @dataclass(frozen=True)
 class TimelinePanel:
@@ -98,13 +100,12 @@ def _render_panel(panel: TimelinePanel, seconds: float, top: float) -> tuple[lis
     ]
     for number, row in enumerate(rows):
         y = first + number * (ROW_HEIGHT + ROW_GAP)
-        name = (
-            row
-            if isinstance(row, str)
-            else f"engine {row[0]}"
-            if len(row) == 1
-            else f"engines {row[0]}–{row[-1]}"
-        )
+        if isinstance(row, str):
+            name = row
+        elif len(row) == 1:
+            name = f"engine {row[0]}"
+        else:
+            name = f"engines {row[0]}–{row[-1]}"
         parts.append(
             f'<text class="muted" x="{LEFT_MARGIN - 8}" y="{y + 12:.1f}" text-anchor="end">{name}</text>'
         )
@@ -213,9 +214,6 @@ def _render_time_axis(seconds: float, pixels_per_second: float, y: float) -> Ite
             f'<text class="muted small" x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{number * tick:g}'
             f"{' ' + name if not number else ''}</text>"
         )
-
-
-TRACE_TRACKS = (STEPS_TRACK, TRAINER_TRACK, SCORER_TRACK, ENGINES_TRACK)
 
 
 def render_trace_json(history: SimulationHistory, process_name: str) -> str:

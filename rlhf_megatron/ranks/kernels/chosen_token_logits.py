@@ -186,11 +186,11 @@ def find_likeliest_tokens(
         )
         log_z_R1 = torch.logaddexp(log_z_R1, logits_RC.logsumexp(-1, keepdim=True))
         tile_best_RK, at_RK = logits_RC.topk(min(top_k, len(tile_CH)), -1)
-        found = (
+        best_RK, ids_RK = _select_top_k_tokens(
             torch.cat([best_RK, tile_best_RK], -1),
             torch.cat([ids_RK, at_RK + shard.vocab_start + first], -1),
+            top_k,
         )
-        best_RK, ids_RK = _select_top_k_tokens(*found, top_k)
     if shard.exchange_group is not None and len(rows_R):
         (best_RK, ids_RK), log_z_R1 = _merge_shard_candidates(
             best_RK, ids_RK, log_z_R1, shard.exchange_group

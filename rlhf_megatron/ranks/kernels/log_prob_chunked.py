@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,9 +190,10 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
         active_A = _find_rows_with_gradient(gradients)
         if active_A is not None:
             columns_R, gradients = columns_R[active_A], gradients.select_rows(active_A)
-        head_rows_A = (
-            rows_R if active_A is None else (active_A if rows_R is None else rows_R[active_A])
-        )
+        if active_A is None:
+            head_rows_A = rows_R
+        else:
+            head_rows_A = active_A if rows_R is None else rows_R[active_A]
         sequence_SH = _gather_hidden_states(hidden_SH, num_rows, call)
         tiles = _LogitTiles(
             sequence_SH, weight_VH, head_rows_A, gradients.inv_temperature_R, len(columns_R), call
@@ -222,7 +224,7 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
                     active_A,
                     columns_R,
                     gradients.select_rows(rows),
-                    call.ops,
+                    call.tile_ops,
                 )
                 if grad_hidden is not None:
                     grad_hidden.add_tile(rows, grad_RC, chunk)
@@ -425,14 +427,25 @@ def _compute_tile_gradient(
     tile_ops: TileOps,
 ) -> Tensor:
     """d loss / d logits of one tile, as a GEMM operand."""
-    of_rows = (columns_R[rows], gradient_inputs, tiles.operand_dtype, chunk.first_row)
+    compute_gradient = partial(
+        tile_ops.compute_logit_gradient,
+        columns_R=columns_R[rows],
+        gradient_inputs=gradient_inputs,
+        dtype=tiles.operand_dtype,
+        first_column=chunk.first_row,
+    )
     if stashed_chunk is None:
-        return tile_ops.compute_logit_gradient(tiles.compute_logits(rows, chunk), *of_rows)
+        return compute_gradient(tiles.compute_logits(rows, chunk))
     stashed_chunk = stashed_chunk.select_rows(rows if active_A is None else active_A[rows])
     if stashed_chunk.max_R is None:
-        return tile_ops.compute_logit_gradient(stashed_chunk.values_RC, *of_rows)
+        return compute_gradient(stashed_chunk.values_RC)
     return tile_ops.compute_logit_gradient_from_stash(
-        stashed_chunk.values_RC, stashed_chunk.max_R, *of_rows
+        stashed_chunk.values_RC,
+        stashed_chunk.max_R,
+        columns_R[rows],
+        gradient_inputs,
+        tiles.operand_dtype,
+        chunk.first_row,
     )
 
 

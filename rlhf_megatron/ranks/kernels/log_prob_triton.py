@@ -37,6 +37,26 @@ _SCALE = tl.constexpr(STASH_SCALE)
 _LOG_SCALE = tl.constexpr(math.log(STASH_SCALE))
 _SMALLEST = tl.constexpr(2.0**-24)  # above 0 in float16
 
+# A row's numbers are read one by one, so their alignment, which the number of rows decides, makes no other kernel.
+_UPDATE_ROWS = [
+    "inv_temperatures",
+    "columns",
+    "stash_maxima",
+    "maxima",
+    "sums",
+    "targets",
+    "weighteds",
+    "squares",
+]
+_GRAD_ROWS = [
+    *_UPDATE_ROWS[:3],
+    "log_zs",
+    "log_z_rests",
+    "grad_log_probs",
+    "entropies",
+    "grad_entropies",
+]
+
 
 class TritonTileOps:
     """See `tile_ops.TileOps`. Tiles in float64 are given to `TorchTileOps`: these kernels compute in float32."""
@@ -71,14 +91,14 @@ class TritonTileOps:
             return
         logits_RC = _make_rows_contiguous(logits_RC)
         grid, sizes = _choose_launch_sizes(logits_RC)
-        running = [
+        running_rows = (
             statistics.max_R,
             statistics.sum_R,
             statistics.target_R,
             statistics.weighted_R,
             statistics.squares_R,
-        ]
-        assert len({(x.stride(0), x.dtype) for x in running if x is not None}) == 1, (
+        )
+        assert len({(row.stride(0), row.dtype) for row in running_rows if row is not None}) == 1, (
             "statistics are rows of one tensor"
         )
         assert (stash_RC is None) == (stash_max_R is None), "a stash comes with its maxima"
@@ -91,7 +111,11 @@ class TritonTileOps:
             _make_contiguous(inv_temperature_R),
             _make_contiguous(columns_R),
             first_column,
-            *running,
+            statistics.max_R,
+            statistics.sum_R,
+            statistics.target_R,
+            statistics.weighted_R,
+            statistics.squares_R,
             statistics.max_R.stride(0),
             stash_RC,
             0 if stash_RC is None else stash_RC.stride(0),
@@ -261,27 +285,6 @@ def _store_stash_block(stash, stride, rows_R, is_row_R, columns_B, num_columns, 
         (exp_RB * _SCALE).to(tl.float16),
         mask=is_here_RB,
     )
-
-
-# A row's numbers are read one by one, so their alignment, which the number of rows decides, makes no other kernel.
-_UPDATE_ROWS = [
-    "inv_temperatures",
-    "columns",
-    "stash_maxima",
-    "maxima",
-    "sums",
-    "targets",
-    "weighteds",
-    "squares",
-]
-_GRAD_ROWS = [
-    *_UPDATE_ROWS[:3],
-    "log_zs",
-    "log_z_rests",
-    "grad_log_probs",
-    "entropies",
-    "grad_entropies",
-]
 
 
 @triton.jit(

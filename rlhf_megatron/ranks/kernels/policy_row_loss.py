@@ -105,10 +105,10 @@ class PolicyRowLoss:
                 inputs,
             )
             sums = self.compute_row_sums(plain, weights_R, metric_weights_R)
-        known = [(log_probs_R, sums.grad_R, 1.0)]
+        known_gradients = [(log_probs_R, sums.grad_R, 1.0)]
         if entropies_R is not None and self.regularizers.entropy_coeff != 0:
-            known.append((entropies_R, weights_R, -self.regularizers.entropy_coeff))
-        value = attach_gradients(sums.loss_sum, *known)
+            known_gradients.append((entropies_R, weights_R, -self.regularizers.entropy_coeff))
+        value = attach_gradients(sums.loss_sum, known_gradients)
         return value, {"actor/loss": value.detach(), **sums.metric_sums}
 
     def compute_row_sums(
@@ -174,11 +174,12 @@ def _map_loss_inputs(
     transform: Callable[[Tensor], Tensor], inputs: PolicyLossInputs
 ) -> PolicyLossInputs:
     """All columns that are there, changed."""
-    columns = (getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__)
-    changed: list[Any] = [
-        transform(column) if isinstance(column, Tensor) else column for column in columns
-    ]
-    return PolicyLossInputs(*changed)
+    columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
+    changed: dict[str, Any] = {
+        name: transform(column) if isinstance(column, Tensor) else column
+        for name, column in columns.items()
+    }
+    return PolicyLossInputs(**changed)
 
 
 def _find_triton_loss(loss: PolicyLoss, device: torch.device) -> TritonLoss | None:

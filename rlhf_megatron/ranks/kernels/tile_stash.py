@@ -79,11 +79,11 @@ class TileStash:
         """Return memory for the chunk that begins at column `first_column`, or None where it does not fit. `logits_like`: type of
         logits.
         """
-        size = (num_rows, num_columns, logits_like.element_size())
-        if self._budget.reserve_float16_chunk(*size):
+        element_size = logits_like.element_size()
+        if self._budget.reserve_float16_chunk(num_rows, num_columns, element_size):
             values_RC = logits_like.new_empty(num_rows, num_columns, dtype=torch.float16)
             chunk = StashedChunk(values_RC, logits_like.new_empty(num_rows))
-        elif self._budget.reserve_logit_chunk(*size):
+        elif self._budget.reserve_logit_chunk(num_rows, num_columns, element_size):
             chunk = StashedChunk(logits_like.new_empty(num_rows, num_columns), None)
         else:
             return None

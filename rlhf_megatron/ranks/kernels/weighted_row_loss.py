@@ -126,12 +126,15 @@ def compute_value_loss_sums(
                 block, compute_value_loss(values_T, old_T, returns_T, cliprange_value)
             )
         sums = summing.finish_sums()
-    return attach_gradients(sums.loss_sum, (values_R, sums.grad_R, 1.0)), sums.metric_sums
+    return attach_gradients(sums.loss_sum, [(values_R, sums.grad_R, 1.0)]), sums.metric_sums
 
 
-def attach_gradients(loss: Tensor, *known_gradients: tuple[Tensor, Tensor, float]) -> Tensor:
-    """A copy of the scalar `loss`. `known`: (tensor, gradient, factor), whose product is the tensor's gradient."""
-    tensors = [tensor for of, grad_R, _ in known_gradients for tensor in (of, grad_R)]
+def attach_gradients(
+    loss: Tensor, known_gradients: Sequence[tuple[Tensor, Tensor, float]]
+) -> Tensor:
+    """A copy of the scalar `loss`. `known_gradients`: (tensor, gradient, factor) each; the product
+    of the last two is the tensor's gradient."""
+    tensors = [tensor for input_R, grad_R, _ in known_gradients for tensor in (input_R, grad_R)]
     return _AttachGradients.apply(loss, [factor for _, _, factor in known_gradients], *tensors)
 
 

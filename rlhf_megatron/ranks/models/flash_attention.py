@@ -74,9 +74,9 @@ def choose_flash_kernel(
     )
     if has_sinks and choice.name == "torch":
         return FlashKernel(choice, None, make_sink_attention(TorchAttentionPasses()))
-    for name, source in SOURCES.items():
+    for name, (module, attribute) in SOURCES.items():
         if name == choice.name:
-            function = try_import_attribute(*source)[0]
+            function = try_import_attribute(module, attribute)[0]
             return FlashKernel(
                 choice,
                 wrap_torch_varlen(function)
@@ -90,8 +90,8 @@ def explain_absent_kernels() -> dict[AttentionKernel, str]:
     """Say why kernels cannot be used, for those that cannot. Imports the packages."""
     absent = {
         name: why_not
-        for name, source in SOURCES.items()
-        if (why_not := try_import_attribute(*source)[1])
+        for name, (module, attribute) in SOURCES.items()
+        if (why_not := try_import_attribute(module, attribute)[1])
     }
     if not torch.backends.cuda.is_flash_attention_available():
         absent["torch"] = "this build of torch has no flash attention"
@@ -115,7 +115,14 @@ def wrap_torch_varlen(varlen_attn: Callable[..., Any]) -> FlashAttentionCall:
         if "enable_gqa" in options:  # without it, fewer heads of keys are taken as they are
             chosen["enable_gqa"] = query.shape[1] != key.shape[1]
         out = varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), *borders, **chosen
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            borders.query_borders,
+            borders.key_borders,
+            borders.longest_query,
+            borders.longest_key,
+            **chosen,
         )
         return _take_first_output(out)
 
@@ -133,7 +140,14 @@ def wrap_flash_attn_package(flash_attn_varlen_func: Callable[..., Any]) -> Flash
         if "deterministic" in options:
             chosen["deterministic"] = torch.are_deterministic_algorithms_enabled()
         out = flash_attn_varlen_func(
-            query.contiguous(), key.contiguous(), value.contiguous(), *borders, **chosen
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            borders.query_borders,
+            borders.key_borders,
+            borders.longest_query,
+            borders.longest_key,
+            **chosen,
         )
         return _take_first_output(out)
 
@@ -178,9 +192,12 @@ class TorchAttentionPasses:
             query,
             key,
             value,
-            *borders,
-            0.0,
-            window is None,
+            borders.query_borders,
+            borders.key_borders,
+            borders.longest_query,
+            borders.longest_key,
+            0.0,  # no dropout
+            window is None,  # causal
             False,
             scale=scale,
             **_make_window_options(window),
@@ -191,20 +208,27 @@ class TorchAttentionPasses:
         self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sums: Tensor, borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        no_dropout = (torch.zeros(2, dtype=torch.uint64, device=grad.device), grad.new_empty(0))
-        of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
+        query, key, value = inputs
+        random_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+        grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
             grad,
-            *inputs,
+            query,
+            key,
+            value,
             output,
             log_sums,
-            *borders,
-            0.0,
-            window is None,
-            *no_dropout,
+            borders.query_borders,
+            borders.key_borders,
+            borders.longest_query,
+            borders.longest_key,
+            0.0,  # no dropout, so the random state is not read
+            window is None,  # causal
+            random_state,
+            grad.new_empty(0),
             scale=scale,
             **_make_window_options(window),
         )
-        return of_query, of_key, of_value
+        return grad_query, grad_key, grad_value
 
 
 def _make_window_options(window: int | None) -> dict[str, int]:
@@ -224,9 +248,15 @@ def make_sink_attention(attention_passes: AttentionPasses) -> SinkAttentionCall:
         window: int | None,
         sinks: Tensor,
     ) -> Tensor:
-        given = (query.contiguous(), key.contiguous(), value.contiguous())
         output: Tensor = _SinkAttention.apply(
-            *given, sinks, attention_passes, borders, scale, window
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            sinks,
+            attention_passes,
+            borders,
+            scale,
+            window,
         )
         return output
 

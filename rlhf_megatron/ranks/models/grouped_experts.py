@@ -76,12 +76,20 @@ class GroupedExperts(SequentialMLP):
         if bias is not None:
             gate_up = gate_up + bias
         if config.bias_activation_fusion:
-            given = (gate_up, None, probs_T.unsqueeze(-1), config.activation_func_fp8_input_store)
+            probs_T1 = probs_T.unsqueeze(-1)
             if config.activation_func is quick_gelu:
-                more = (config.glu_linear_offset, config.activation_func_clamp_value)
-                fused: Tensor = weighted_bias_quick_geglu_impl(*given, *more)
+                fused: Tensor = weighted_bias_quick_geglu_impl(
+                    gate_up,
+                    None,
+                    probs_T1,
+                    config.activation_func_fp8_input_store,
+                    config.glu_linear_offset,
+                    config.activation_func_clamp_value,
+                )
             else:
-                fused = weighted_bias_swiglu_impl(*given)
+                fused = weighted_bias_swiglu_impl(
+                    gate_up, None, probs_T1, config.activation_func_fp8_input_store
+                )
             return fused
         gate, up = gate_up.chunk(2, -1)
         if (limit := config.activation_func_clamp_value) is not None:

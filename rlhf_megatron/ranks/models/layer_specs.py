@@ -40,6 +40,13 @@ from rlhf_megatron.weights.weight_table import LayerImpl, LayerPart
 
 logger = logging.getLogger(__name__)
 
+_LOCAL_KEYS = {
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Names in checkpoints with latent attention, where megatron's local layers do not have those of fused ones."""
+
 
 def has_transformer_engine() -> bool:
     """Whether megatron-core found Transformer Engine when it was imported."""
@@ -167,8 +174,10 @@ def _make_class_without_bias(linear_class: Any) -> Any:
     """`linear_class`, one of megatron's classes, that has no bias where it is asked for one."""
 
     class LinearWithoutBias(linear_class):
-        def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
-            super().__init__(*sizes, bias=False, **options)
+        def __init__(
+            self, input_size: int, output_size: int, *, bias: bool, **options: Any
+        ) -> None:
+            super().__init__(input_size, output_size, bias=False, **options)
 
     return LinearWithoutBias
 
@@ -202,14 +211,6 @@ def _make_local_layer(config: Any, num_experts: int | None) -> Any:
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
         }
     return layer
-
-
-_LOCAL_KEYS = {
-    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
-    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-"""Names in checkpoints with latent attention, where megatron's local layers do not have those of fused ones."""
 
 
 def _make_torch_layer_with_fused_names(config: Any, num_experts: int | None) -> Any:

@@ -39,7 +39,8 @@ from rlhf_megatron.ranks.parallel.mcore_fixes import (
 )
 from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 from rlhf_megatron.ranks.parallel.world import World
-from rlhf_megatron.weights.families.model_family import find_model_family, pad_vocab_size
+from rlhf_megatron.weights.families.family_lookup import find_model_family
+from rlhf_megatron.weights.families.model_family import pad_vocab_size
 from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl
 
 logger = logging.getLogger(__name__)

@@ -270,12 +270,14 @@ class PackedAttention(MegatronModule):
         if self.softmax_offset is None:
             return {}
         assert metadata is not None, "metadata has the group of the copies"
-        named, groups = (
-            {"softmax_offset": self.softmax_offset},
-            (self.tp_group, metadata["dp_cp_group"]),
-        )
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            named, prefix, {"softmax_offset": 0}, sharded_offsets, "_extra_state", *groups
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            "_extra_state",
+            self.tp_group,
+            metadata["dp_cp_group"],
         )
         return sharded
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.ranks.parallel.mcore_patch import (
+from rlhf_megatron.mcore_patch import (
     MegatronPatch,
     apply_needed_patches,
     replace_symbol,

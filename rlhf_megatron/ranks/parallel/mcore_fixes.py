@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rlhf_megatron.ranks.parallel.mcore_patch import (
+from rlhf_megatron.mcore_patch import (
     MegatronPatch,
     apply_needed_patches,
     replace_symbol,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 
-from rlhf_megatron.ranks.parallel import cpu_platform, mcore_fixes
-from rlhf_megatron.ranks.parallel.gloo_device import share_gloo_device
-from rlhf_megatron.ranks.parallel.mcore_patch import (
+from rlhf_megatron.mcore_patch import (
     check_megatron_version,
     check_undeclared_dependencies,
 )
+from rlhf_megatron.ranks.parallel import cpu_platform, mcore_fixes
+from rlhf_megatron.ranks.parallel.gloo_device import share_gloo_device
 from rlhf_megatron.ranks.parallel.optional_packages import (
     INSTALL,
     TRANSFORMER_ENGINE,

@@ -188,8 +188,13 @@ class _ShardSender:
                 rule.megatron_name: tensor for rule, tensor in exported if tensor is not None
             }
             rules = [rule for rule, _ in exported]
-            how = (self.request.dtype_name, self.request.bucket_bytes, alignment)
-            self.rounds = plan_send_rounds(rules, self.world.layout, *how)
+            self.rounds = plan_send_rounds(
+                rules,
+                self.world.layout,
+                self.request.dtype_name,
+                self.request.bucket_bytes,
+                alignment,
+            )
             plan = fingerprint_bucket_plan(
                 [bucket for mine in self.rounds.buckets_by_rank for bucket in mine]
             )
@@ -296,7 +301,7 @@ class _ShardSender:
                 merged,
             )
             try:
-                self.buffers.start_delivery(manifest, *self._arrange_lent_segments(found))
+                self.buffers.start_delivery(manifest, self._arrange_lent_segments(found))
             except Exception as error:  # the other ranks wait for the next agreement
                 self._pending_failure = error
 
@@ -311,19 +316,19 @@ class _ShardSender:
 
     def _arrange_lent_segments(
         self, filled_parts: Sequence[FilledBufferPart]
-    ) -> list[list[list[LentSegment]]]:
-        """Return the device memory that the other ranks lend, by reader, where they do."""
+    ) -> list[list[LentSegment]] | None:
+        """The device memory that the other ranks lend, by reader; None where they lend none."""
         others = [
-            (start, one.lent)
-            for start, one in zip(self.rounds.part_offsets, filled_parts, strict=False)
-            if one.lent
+            (start, part.lent)
+            for start, part in zip(self.rounds.part_offsets, filled_parts, strict=False)
+            if part.lent
         ]
-        readers = range(self.num_readers)
-        return (
-            [[[LentSegment(start, lent[reader]) for start, lent in others] for reader in readers]]
-            if others
-            else []
-        )
+        if not others:
+            return None
+        return [
+            [LentSegment(start, lent[reader]) for start, lent in others]
+            for reader in range(self.num_readers)
+        ]
 
     def _fill_own_bucket(self, round_number: int, buffer: Tensor) -> list[TensorEntry]:
         mine = self.rounds.buckets_by_rank[self.copy_rank]

@@ -87,7 +87,7 @@ class ActorModel(TrainedModel):
     ) -> TokenLogProbs | None:
         """Log-probs of the current policy, as `PolicyWorker.log_probs`."""
         faults.reach_fault_point("actor.before_log_probs")
-        self.offloadable_memory.require_parts("parameters")
+        self.offloadable_memory.require_parts(["parameters"])
         rows = RowLogProbs(self.head, temperature, with_entropy, with_sum_squares)
         return compute_log_probs(self.backend, rows, batch, plan)
 
@@ -105,11 +105,10 @@ class ActorModel(TrainedModel):
             self._run_training_pass(packed, row_loss), packed, capsule
         )
         columns = None if own is None else gather_token_columns(own, packed, self.world)
-        return (
-            result
-            if result is None or columns is None
-            else replace(result, old_log_probs=TokenLogProbs(*columns))
-        )
+        if result is None or columns is None:
+            return result
+        log_probs_T, entropies_T = columns
+        return replace(result, old_log_probs=TokenLogProbs(log_probs_T, entropies_T))
 
     def rerun_forward_backward(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
@@ -132,11 +131,13 @@ class ActorModel(TrainedModel):
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.row_losses)}.")
         row_loss = self.row_losses[loss]
         world, routes = self.world, self.backend.routes
-        place = (world.layout, world.coordinates.cp, COLUMNS, world.device)
         packed = pack_batch(
             batch,
             plan,
-            *place,
+            world.layout,
+            world.coordinates.cp,
+            COLUMNS,
+            world.device,
             self.backend.has_router_terms,
             with_source_tokens=routes is not None,
         )

@@ -58,7 +58,7 @@ class CriticModel(TrainedModel):
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> CriticValues | None:
         """Values of the current model, as `ValueWorker.values`."""
-        self.offloadable_memory.require_parts("parameters")
+        self.offloadable_memory.require_parts(["parameters"])
         return compute_values(self.backend, batch, plan)
 
     def update(

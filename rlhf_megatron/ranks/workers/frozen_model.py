@@ -37,7 +37,7 @@ class FrozenModel:
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
         """This rank's shards with their table rules. The weights must be on the device: see `onload`."""
-        self.offloadable_memory.require_parts("parameters")
+        self.offloadable_memory.require_parts(["parameters"])
         return self.backend.export_shards()
 
     def offload(self) -> None:
@@ -56,7 +56,7 @@ class FrozenModel:
     def _weights_on_device(self, will_change_weights: bool = False) -> Iterator[None]:
         """The weights are there meanwhile, and then where they are kept."""
         self.onload()
-        self.offloadable_memory.require_parts("parameters", will_change=will_change_weights)
+        self.offloadable_memory.require_parts(["parameters"], will_change=will_change_weights)
         try:
             yield
         finally:

@@ -172,9 +172,15 @@ class LogProbHead:
     ) -> tuple[Tensor, Tensor]:
         """See `backend.Head`."""
         weight_VH = self._get_weight_shard()
-        of = (num_top, micro_batch.rows, self._make_head_shard(weight_VH))
         return find_likeliest_tokens(
-            hidden_SH, weight_VH, *of, temperature, self.chunk_size, self.softcap
+            hidden_SH,
+            weight_VH,
+            num_top,
+            micro_batch.rows,
+            self._make_head_shard(weight_VH),
+            temperature,
+            self.chunk_size,
+            self.softcap,
         )
 
     def _make_head_shard(self, weight_VH: nn.Parameter) -> HeadShard:

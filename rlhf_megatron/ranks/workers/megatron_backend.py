@@ -47,7 +47,8 @@ from rlhf_megatron.ranks.workers.pipeline_passes import run_micro_batches
 from rlhf_megatron.ranks.workers.rank_reports import ReplicaReport
 from rlhf_megatron.ranks.workers.replica_check import compare_replicas
 from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, PackedBatch
-from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
 
@@ -156,9 +157,15 @@ class MegatronBackend:
         return self.world
 
     def make_head(self, role: str, chunk_size: int, kernels: KernelsConfig) -> LogProbHead:
-        vocabulary = (self.model.vocab_start, self.model.vocab_size)
         return LogProbHead(
-            role, self._head_weight, *vocabulary, self.world, self.dtype, chunk_size, kernels
+            role,
+            self._head_weight,
+            self.model.vocab_start,
+            self.model.vocab_size,
+            self.world,
+            self.dtype,
+            chunk_size,
+            kernels,
         )
 
     def _head_weight(self) -> nn.Parameter:

@@ -232,9 +232,9 @@ def make_lr_and_decay_schedules(
 def detect_megatron_adam() -> AdamKernel:
     """Whose Adam megatron-core took when it was imported; on a CPU torch's (`ranks.parallel.cpu_platform`)."""
     home = importlib.import_module("megatron.core.optimizer").Adam.__module__.partition(".")[0]
-    return (
-        "transformer_engine" if home == TRANSFORMER_ENGINE else "apex" if home == APEX else "torch"
-    )
+    if home == TRANSFORMER_ENGINE:
+        return "transformer_engine"
+    return "apex" if home == APEX else "torch"
 
 
 def refuse_broken_adam(adam_source: AdamKernel, apex_package: OptionalPackage) -> None:

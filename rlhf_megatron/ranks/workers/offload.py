@@ -108,7 +108,7 @@ class OffloadableMemory:
                 for storage, _ in storages:
                     _view_as_bytes(storage).zero_()
 
-    def require_parts(self, *parts: TrainerPart, will_change: bool = False) -> None:
+    def require_parts(self, parts: Sequence[TrainerPart], will_change: bool = False) -> None:
         """Wait for parts. Call it before working with them; `will_change`: before changing them.
 
         Raises RuntimeError where its bytes are not on the device.

@@ -18,11 +18,8 @@ import torch
 
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.ranks.workers.optimizer_state_format import OptimizerStateFormat
-from rlhf_megatron.weights.families.model_family import (
-    HFConfig,
-    find_model_family,
-    make_weight_table,
-)
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
 from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl
 
@@ -159,7 +156,10 @@ class ModelElementCounts:
         found: dict[int | str, list[int]] = {}
         for rule in make_weight_table(model.hf_config, head=model.head):
             where = found.setdefault(rule.owner if rule.layer is None else rule.layer, [0, 0, 0])
-            kind = 0 if rule.expert is not None else 2 if rule.split == "replicated" else 1
+            if rule.expert is not None:
+                kind = 0
+            else:
+                kind = 2 if rule.split == "replicated" else 1
             where[kind] += math.prod(rule.megatron_shape)
         none = [0, 0, 0]
         layers = [

@@ -148,13 +148,13 @@ class TrainedModel:
 
     def check_replicas(self) -> ReplicaReport:
         """Compare what this rank holds alike with others."""
-        self.offloadable_memory.require_parts("parameters", "optimizer")
+        self.offloadable_memory.require_parts(["parameters", "optimizer"])
         self.backend.gather_parameters()
         return self.backend.check_replicas()
 
     def save_weights(self, directory: Path) -> str:
         """Model and random states into a capsule; "" or why they could not be written. See `ranks.workers.capsule_weights`."""
-        self.offloadable_memory.require_parts("parameters")
+        self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
         return write_capsule_weights(
             directory, lambda: self.backend.stage_state_for_save(None), self.world
@@ -162,7 +162,7 @@ class TrainedModel:
 
     def load_weights(self, directory: Path) -> None:
         """The model of a capsule, under any layout. The optimizer stays as it is. Raises ValueError as `load`."""
-        self.offloadable_memory.require_parts("parameters", will_change=True)
+        self.offloadable_memory.require_parts(["parameters"], will_change=True)
         self.backend.restore_state(directory / WEIGHTS, None)
 
     def _run_training_pass(
@@ -171,7 +171,7 @@ class TrainedModel:
         row_loss: RowLossFunction,
         nonfinite_watch: NonFiniteWatch | None = None,
     ) -> _PassResult:
-        self.offloadable_memory.require_parts(*TRAINER_PARTS, will_change=True)
+        self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         names: list[str] = []
 
         def collect_rows(micro_batch: MicroBatch, hidden_states: Tensor) -> RowsResult:
@@ -236,7 +236,7 @@ class TrainedModel:
 
     def reset_optimizer(self, phase: str) -> None:
         """Enter a phase with a fresh optimizer. Raises ValueError for an unknown one."""
-        self.offloadable_memory.require_parts(*TRAINER_PARTS, will_change=True)
+        self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         if phase not in self.phases:
             raise ValueError(f"unknown phase {phase!r}; known: {', '.join(self.phases)}.")
         self.phase_name = phase
@@ -244,14 +244,14 @@ class TrainedModel:
 
     def replace_weights(self, weight_source: WeightSource) -> None:
         """Become the model of `weight_source`, with a fresh optimizer of the current phase."""
-        self.offloadable_memory.require_parts(*TRAINER_PARTS, will_change=True)
+        self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         self.backend.gather_parameters()
         self.backend.load_weights(weight_source)
         self._begin_current_phase()
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
         """This rank's shards with their table rules, all gathered. Raises on numbers that are not finite."""
-        self.offloadable_memory.require_parts("parameters")
+        self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
         check_parameters_finite(self.backend.named_weights(), self.world)
         return self.backend.export_shards()
@@ -259,7 +259,7 @@ class TrainedModel:
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Free the device's memory of these parts."""
         if "parameters" in parts and not self.offloadable_memory.is_dropped("parameters"):
-            self.offloadable_memory.require_parts("parameters")
+            self.offloadable_memory.require_parts(["parameters"])
             self.backend.gather_parameters()
         free_scratch_buffers()
         self.offloadable_memory.drop_parts(parts)
@@ -280,7 +280,7 @@ class TrainedModel:
 
     def begin_save(self, directory: Path) -> None:
         """Copy what is saved to host memory, and begin to write it."""
-        self.offloadable_memory.require_parts("parameters", "optimizer")
+        self.offloadable_memory.require_parts(["parameters", "optimizer"])
         assert self._background_save is None, "one save at a time"
         self.backend.gather_parameters()
         self._background_save = BackgroundSave(
@@ -309,7 +309,7 @@ class TrainedModel:
 
     def load(self, directory: Path) -> None:
         """Become what was saved. Raises ValueError."""
-        self.offloadable_memory.require_parts(*TRAINER_PARTS, will_change=True)
+        self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         plain = load_plain_values(directory)
         if plain["phase"] != self.phase_name:
             self.reset_optimizer(plain["phase"])

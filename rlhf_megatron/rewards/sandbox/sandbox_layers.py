@@ -20,6 +20,69 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 NAMESPACES, LANDLOCK, SECCOMP = "namespaces", "landlock", "seccomp"
 LAYERS = (NAMESPACES, LANDLOCK, SECCOMP)  # limits and the guardian's clock are always there
 
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
+NEW_NAMESPACES = (
+    0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
+)
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+AUDIT_ARCH = 0xC00000B7 if IS_ARM else 0xC000003E
+
+LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
+
+INSIDE = 1000  # user and group of a program in its user namespace
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
+    2,
+    4,
+    8,
+    4096,
+    16384,
+    1 << 18,
+    2,
+)
+AT_FDCWD, AT_RECURSIVE, READ_ONLY = -100, 0x8000, 1 | 2 | 4
+
+STAGE = "/tmp"  # a folder that every system has; the namespace covers it by a file system of its own at once
+NEW_ROOT = (
+    f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the machine bears the name
+)
+
+EXECUTE, WRITE, READ, READ_FOLDER, TRUNCATE = 1, 2, 4, 8, 1 << 14
+
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH = (
+    0,
+    4,
+    16,
+    24,
+    32,
+    40,
+)  # offsets of what a filter reads
+ALL_BITS, NAMESPACE_FLAGS, SHARED_ANONYMOUS = 0xFFFFFFFF, 0x7E020000, 0x21
+# Others reach flags of files that are open for reading, leases on them, input of terminals, and signals to owners.
+IOCTLS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+FCNTLS = (
+    *range(8),
+    36,
+    37,
+    38,
+    1030,
+    1032,
+)  # descriptors, their flags, locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
+TRUNCATES, ACCESS = 0x200, 3  # of the flags of open
+WRITES_THROUGH = 0x1000 | (
+    0x10000 if IS_ARM else 0x4000
+)  # O_DSYNC, which is in O_SYNC, and O_DIRECT
+
 
 @dataclass(frozen=True)
 class SandboxLimits:
@@ -54,15 +117,6 @@ def invoke_prctl(*arguments: int) -> int:
     return raise_on_error(
         LIBC.prctl(*[ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0, 0)[:5]]), "prctl"
     )
-
-
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
-PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
-NEW_NAMESPACES = (
-    0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
-)
-IS_ARM = platform.machine() in ("aarch64", "arm64")
-AUDIT_ARCH = 0xC00000B7 if IS_ARM else 0xC000003E
 
 
 def parse_syscall_numbers(table: str) -> tuple[int, ...]:
@@ -111,7 +165,6 @@ SIGNALS = parse_syscall_numbers(
 SYNCS = parse_syscall_numbers(
     "sync 162/81, syncfs 306/267, fsync 74/82, fdatasync 75/83, msync 26/227, sync_file_range 277/84"
 )
-LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
 
 
 def find_syscall_number(name: str) -> int:
@@ -128,9 +181,6 @@ def find_syscall_number(name: str) -> int:
 def unshare_namespaces() -> None:
     """New user, mount, network, IPC, UTS, cgroup and (for the next fork) PID namespaces."""
     raise_on_error(LIBC.unshare(NEW_NAMESPACES), "unshare")
-
-
-INSIDE = 1000  # user and group of a program in its user namespace
 
 
 def map_namespace_users(pid: int) -> None:
@@ -168,18 +218,6 @@ def become_inside_user() -> None:
         os.setresuid(INSIDE, INSIDE, INSIDE)
 
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
-    2,
-    4,
-    8,
-    4096,
-    16384,
-    1 << 18,
-    2,
-)
-AT_FDCWD, AT_RECURSIVE, READ_ONLY = -100, 0x8000, 1 | 2 | 4
-
-
 def mount_file_system(
     source: str | None,
     target: str,
@@ -205,12 +243,6 @@ def _make_read_only(target: str) -> None:
         ),
         f"read-only {target}",
     )
-
-
-STAGE = "/tmp"  # a folder that every system has; the namespace covers it by a file system of its own at once
-NEW_ROOT = (
-    f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the machine bears the name
-)
 
 
 def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> None:
@@ -313,9 +345,6 @@ def drop_capabilities() -> None:
     )
 
 
-EXECUTE, WRITE, READ, READ_FOLDER, TRUNCATE = 1, 2, 4, 8, 1 << 14
-
-
 def query_landlock_version() -> int:
     """0 where the kernel has none."""
     return max(0, invoke_syscall(444, 0, 0, 1))
@@ -328,7 +357,10 @@ def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str])
         raise OSError(errno.ENOSYS, "this kernel has no Landlock")
     files = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     files |= 1 << 15 if version >= 5 else 0
-    size = 8 if version < 4 else 16 if version < 6 else 24
+    if version < 4:
+        size = 8
+    else:
+        size = 16 if version < 6 else 24
     rights = struct.pack("<QQQ", files, 3, 3)[:size]
     rules = raise_on_error(
         invoke_syscall(444, ctypes.create_string_buffer(rights, size), size, 0), "Landlock"
@@ -349,40 +381,6 @@ def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str])
             os.close(place)
     raise_on_error(invoke_syscall(446, rules, 0), "Landlock")
     os.close(rules)
-
-
-ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH = (
-    0,
-    4,
-    16,
-    24,
-    32,
-    40,
-)  # offsets of what a filter reads
-ALL_BITS, NAMESPACE_FLAGS, SHARED_ANONYMOUS = 0xFFFFFFFF, 0x7E020000, 0x21
-# Others reach flags of files that are open for reading, leases on them, input of terminals, and signals to owners.
-IOCTLS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
-FCNTLS = (
-    *range(8),
-    36,
-    37,
-    38,
-    1030,
-    1032,
-)  # descriptors, their flags, locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
-TRUNCATES, ACCESS = 0x200, 3  # of the flags of open
-WRITES_THROUGH = 0x1000 | (
-    0x10000 if IS_ARM else 0x4000
-)  # O_DSYNC, which is in O_SYNC, and O_DIRECT
 
 
 def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:

@@ -28,6 +28,21 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 
 END_CHARS, BOX_CHARS = 300, 100  # of the response, in which an answer is looked for
 
+LEFT_OUT = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
+
+REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+
+UNWRAPPED = (
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+    *((rf"(\\{name}\{{)(.*?)(\}})", r"\2") for name in ("text", "textbf", "overline")),
+    (r"(\\boxed\{)(.*)(\})", r"\2"),
+    (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
+    (r"(sqrt)([^{])", r"sqrt{\2}"),
+)
+
 
 @dataclass(frozen=True)
 class BenchmarkRuleParams:
@@ -139,9 +154,6 @@ def _find_last_box(text: str) -> str | None:
     )
 
 
-LEFT_OUT = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
-
-
 def _normalise_math(text: str) -> str:
     """Apply the rules of MATH, in their order. Raises IndexError and ValueError for what they do not know."""
     for what in LEFT_OUT[0]:
@@ -182,10 +194,6 @@ def _brace_fractions(text: str) -> str:
     return first
 
 
-REPLACED = (
-    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
-    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
-)
 WORDS = (
     *(
         "square",
@@ -236,13 +244,6 @@ WORDS = (
         '"',
         "\\dots",
     ),
-)
-UNWRAPPED = (
-    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
-    *((rf"(\\{name}\{{)(.*?)(\}})", r"\2") for name in ("text", "textbf", "overline")),
-    (r"(\\boxed\{)(.*)(\})", r"\2"),
-    (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
-    (r"(sqrt)([^{])", r"sqrt{\2}"),
 )
 
 

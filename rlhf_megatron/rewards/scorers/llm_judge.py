@@ -47,6 +47,14 @@ instruction to you.
 Say briefly why. Then rate the response on a scale of 1 to 10 strictly in this form: [[rating]], for example [[5]]."""
 FIELDS = ("prompt", "response", "label", "rubric")
 
+PROBE = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "2+2="}],
+    "temperature": 0.0,
+    "max_tokens": 1,
+    "logprobs": True,
+}
+
 
 @dataclass(frozen=True)
 class LlmJudgeParams:
@@ -132,15 +140,6 @@ def parse_verdict(judge_answer: str, params: LlmJudgeParams) -> float | None:
     if number is None or not params.lowest <= number <= params.highest:
         return None
     return (number - params.lowest) / (params.highest - params.lowest)
-
-
-PROBE = {
-    "model": "default",
-    "messages": [{"role": "user", "content": "2+2="}],
-    "temperature": 0.0,
-    "max_tokens": 1,
-    "logprobs": True,
-}
 
 
 def read_first_log_prob(answer: Any, url: str) -> float:

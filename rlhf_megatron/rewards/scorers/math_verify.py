@@ -37,6 +37,22 @@ FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!")
 CHOOSE = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)\s*\}|\\choose|\bC\s*\(\s*(\d+)")
 SHRUNK = "9" * 7  # stands for a number of more digits than an exponent may have
 
+# Parsed once before workers are forked: parser and algebra are slow the first time that they meet a construct.
+REHEARSAL = (
+    r"\frac{1}{2}",
+    "0.5",
+    r"2\sqrt{3}",
+    "x^2+2x+1",
+    "(1,2)",
+    r"\{1,2\}",
+    "[0,1)",
+    "10^{5}",
+    r"\pi",
+    "x=3",
+    "12%",
+)
+PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked as such, or words
+
 
 def is_formula_too_large(text: str) -> bool:
     """Return True for brackets nested too deeply, and for powers, factorials and binomials of numbers too large."""
@@ -92,23 +108,6 @@ def _has_large_factorial(text: str) -> bool:
         for match in CHOOSE.finditer(text)
         if (number := match.group(1) or match.group(2)) is not None
     )
-
-
-# Parsed once before workers are forked: parser and algebra are slow the first time that they meet a construct.
-REHEARSAL = (
-    r"\frac{1}{2}",
-    "0.5",
-    r"2\sqrt{3}",
-    "x^2+2x+1",
-    "(1,2)",
-    r"\{1,2\}",
-    "[0,1)",
-    "10^{5}",
-    r"\pi",
-    "x=3",
-    "12%",
-)
-PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked as such, or words
 
 
 @dataclass(frozen=True)

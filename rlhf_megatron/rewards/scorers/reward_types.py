@@ -137,7 +137,17 @@ def _format_value(value: object) -> str:
 
 
 Reward = Callable[[RewardSample, Any], RewardResult]  # (sample, params)
-REWARDS: Registry[Reward] = Registry("reward")
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    params_protocols=(
+        PreparedParams,
+        MemoryLimitedParams,
+        PatternSearchingParams,
+        ResultKeyParams,
+        LabelCheckingParams,
+        ServerWaitingParams,
+    ),
+)
 
 
 def is_masked(status: str) -> bool:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 ABORTED = MASKED + "aborted"
 RESPONSE_CHARS = 200  # of the sample that the message shows
 
+REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker processes print
+
 
 class RewardErrorRateError(ValueError):
     """Too many rewards failed for reasons other than the policy."""
@@ -75,9 +77,6 @@ def check_reward_error_rate(
 
 def _shorten_text(text: str) -> str:
     return repr(text if len(text) <= RESPONSE_CHARS else f"{text[:RESPONSE_CHARS]}…")
-
-
-REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker processes print
 
 
 class RewardScorer:

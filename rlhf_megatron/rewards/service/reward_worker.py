@@ -37,6 +37,11 @@ from rlhf_megatron.rewards.service.worker_messages import (
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GIB = 2**30
 
+TRACEBACK_LINES = 12
+
+MEMORY_ERROR = make_masked_result(MemoryError.__name__).status
+MEMORY_GIB = 4.0  # where the params do not say
+
 
 def set_process_option(option: int, value: int) -> None:
     """prctl, where there is one."""
@@ -55,9 +60,6 @@ def limit_memory(max_gib: float) -> None:
     """Allocations beyond this fail with MemoryError. Counts what the process may write, not libraries or files."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(max_gib * GIB), hard))
-
-
-TRACEBACK_LINES = 12
 
 
 def call_reward(reward: Reward, sample: RewardSample, params: Any) -> RewardResult:
@@ -88,10 +90,6 @@ def format_traceback_end(error: BaseException) -> str:
     """Return the last lines of its traceback."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])
-
-
-MEMORY_ERROR = make_masked_result(MemoryError.__name__).status
-MEMORY_GIB = 4.0  # where the params do not say
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import msgspec
@@ -44,8 +44,12 @@ def encode_tasks(batch_token: str, tasks: dict[int, RewardTask]) -> bytes:
 
 def decode_tasks(line: bytes) -> tuple[str, dict[int, RewardTask]]:
     token, tasks = json.loads(line)
+    field_names = [field.name for field in fields(RewardSample)]
     return token, {
-        number: RewardTask(component, RewardSample(*fields)) for number, component, *fields in tasks
+        number: RewardTask(
+            component_index, RewardSample(**dict(zip(field_names, values, strict=True)))
+        )
+        for number, component_index, *values in tasks
     }
 
 

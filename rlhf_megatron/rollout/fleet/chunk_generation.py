@@ -126,7 +126,7 @@ class ChunkGeneration:
 
     def take_back_chunks(self) -> None:
         """Chunks of engines that serve no more. What such an engine still answers is read by nobody."""
-        if all(_is_answer_awaited(*place) for place in self._call_counts):
+        if all(_is_answer_awaited(member, engine) for member, engine in self._call_counts):
             return
         for call in list(self._task_by_call):
             member = call.assignment.member

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 _MAX_RECORDED_CALLS = 100
 
+_MAX_LOCK_WAIT_S = 7200.0  # that the lock is waited for: two syncs at their deadlines
+
 
 def make_call_name(num_samples: int) -> str:
     """A new name for a generate call, by which it can be aborted."""
@@ -107,9 +109,6 @@ class EngineCallLog:
     def list_recent_calls(self) -> list[EngineCallRecord]:
         """The newest calls, oldest first."""
         return list(self._records)
-
-
-_MAX_LOCK_WAIT_S = 7200.0  # that the lock is waited for: two syncs at their deadlines
 
 
 class FairLock:

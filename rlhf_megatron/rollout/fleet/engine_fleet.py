@@ -100,14 +100,15 @@ class EngineFleet:
         self._driver_pool = driver_pool
         self._session: GenerationSession | None = None
         self._balancer = balancer or LeastOutstandingBalancer()
-        parts = (
+        self._resources = FleetResources(
             self._lock,
             self._supervisor,
             self._balancer,
             self._call_log,
             self._served_versions,
+            request_timeout_s,
+            request_retries,
         )
-        self._resources = FleetResources(*parts, request_timeout_s, request_retries)
         self._current_generation: ChunkGeneration | None = (
             None  # of the call of `generate` that is under way
         )

@@ -26,7 +26,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
 from rlhf_megatron.rollout.sglang.attached_engines import AttachedEngines
 from rlhf_megatron.rollout.sglang.sglang_environment import MachineGpus
 from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 from rlhf_megatron.weights.shard_plan import count_serving_copies
@@ -134,21 +134,33 @@ class EngineSetup:
         gates = [
             address.drivers if balancer.sends_to_engines else "" for address in servers.addresses
         ]
-        num_drivers = choose_driver_counts(gates, rollout.num_drivers)
+        num_local_drivers, num_drivers_per_machine = choose_driver_counts(
+            gates, rollout.num_drivers
+        )
         make_client = partial(
             get_engine_kind(rollout.engine).make_client, transfer_dir=transfer_dir
         )
-        own = None if isinstance(servers, AttachedEngines) else servers
-        limits = (rollout.health_interval_s, rollout.health_timeout_s, rollout.max_engine_restarts)
+        supervision = SupervisionSettings(
+            servers=None if isinstance(servers, AttachedEngines) else servers,
+            make_client=make_client,
+            health_interval_s=rollout.health_interval_s,
+            health_timeout_s=rollout.health_timeout_s,
+            max_restarts=rollout.max_engine_restarts,
+        )
+        clients = [make_client(address) for address in servers.addresses]
+        request_balancer = balancer.build_balancer(self, run_dir)
+        driver_pool: DriverPool | None = None
+        if num_local_drivers or num_drivers_per_machine:
+            driver_pool = DriverPool(num_local_drivers, num_drivers_per_machine)
         return EngineFleet(
-            [make_client(address) for address in servers.addresses],
+            clients,
             rollout.request_timeout_s,
             rollout.request_retries,
-            supervision=SupervisionSettings(own, make_client, *limits),
-            balancer=balancer.build_balancer(self, run_dir),
+            supervision=supervision,
+            balancer=request_balancer,
             is_isolated=self.trainer.deterministic,
             check_stop=check_stop,
-            driver_pool=DriverPool(*num_drivers) if any(num_drivers) else None,
+            driver_pool=driver_pool,
         )
 
 

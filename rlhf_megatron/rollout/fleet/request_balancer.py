@@ -23,6 +23,8 @@ from rlhf_megatron.rollout.engine_interface import (
 )
 from rlhf_megatron.rollout.fleet.engine_supervisor import FleetMember
 
+_DEFAULT_MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
+
 
 @dataclass(eq=False, slots=True)
 class RequestChunk:
@@ -81,9 +83,6 @@ def find_unknown_runs(
             if index > first:
                 yield range(first, index)
             first = index + 1
-
-
-_DEFAULT_MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -27,6 +27,14 @@ _REAPER_SCRIPT = """trap '' TERM INT HUP USR1; read -r word || kill -s KILL -- "
 # Begins only when it is watched, and is deaf to the signal with which a scheduler tells a whole job to stop.
 _GUARDED_START_SCRIPT = """trap '' USR1; read -r word && exec "$@" </dev/null"""
 
+_TERM_GRACE_S = 5.0
+_KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
+_POLL_S = 0.05
+TAIL_LINES = 20
+_ENDING_LINES = 3
+HIDDEN_TOKEN = "********"
+LOOPBACK = "127.0.0.1"
+
 
 def wrap_for_reaper(command: Sequence[str]) -> list[str]:
     """`command` as a process that waits for its `ChildReaper`."""
@@ -66,13 +74,6 @@ StartProgress = Callable[[str, float, str], None]
 
 logger = logging.getLogger(__name__)
 
-_TERM_GRACE_S = 5.0
-_KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
-_POLL_S = 0.05
-TAIL_LINES = 20
-_ENDING_LINES = 3
-HIDDEN_TOKEN = "********"
-LOOPBACK = "127.0.0.1"
 _running_servers: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 

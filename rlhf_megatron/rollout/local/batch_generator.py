@@ -94,8 +94,17 @@ class BatchGenerator:
     def add_request(self, request: GenerateRequest) -> list[PendingSample]:
         """Queue a group. Each member is handed out by `decode_step` when it has finished."""
         self.check_request(request)
-        shared = (request.params, request.num_given, request.routes_dir, request.routes_bytes)
-        members = [PendingSample(request.prompt_ids, seed, *shared) for seed in request.seeds]
+        members = [
+            PendingSample(
+                request.prompt_ids,
+                seed,
+                request.params,
+                request.num_given,
+                request.routes_dir,
+                request.routes_bytes,
+            )
+            for seed in request.seeds
+        ]
         self._waiting_groups.append(WaitingGroup(list(request.prompt_ids), deque(members)))
         return members
 

@@ -256,7 +256,7 @@ class LocalModel:
         ]
         for experts in layers:  # called with (hidden states, experts of each token, their weights)
             experts.register_forward_pre_hook(
-                lambda module, given: self._picked_experts.append(given[1])
+                lambda module, inputs: self._picked_experts.append(inputs[1])
             )
         return len(layers)
 

@@ -193,8 +193,8 @@ class EngineVerbHandlers:
             web.post("/generate", self.handle_generate),
             web.post("/update_weights", self.handle_update_weights),
             *(
-                web.post(f"/{name}", self._make_verb_handler(*of_verb))
-                for name, of_verb in verbs.items()
+                web.post(f"/{name}", self._make_verb_handler(body_class, call_service))
+                for name, (body_class, call_service) in verbs.items()
             ),
         ]
 

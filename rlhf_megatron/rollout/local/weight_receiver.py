@@ -44,6 +44,12 @@ from rlhf_megatron.weights.shard_plan import spans_cover_tensor
 from rlhf_megatron.weights.tensor_digest import digest_tensor, digest_tensor_part, format_digest
 from rlhf_megatron.weights.weight_table import TensorSpan
 
+WEIGHT_BUFFER = ".e_score_correction_bias"
+_FUSED_EXPERTS_PATTERN = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_EXPERT_ENTRY_PATTERN = re.compile(r"(.*\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)")
+_DEFAULT_EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
+_EXPERT_NAMES_ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+
 
 @dataclass(frozen=True)
 class ParameterSlice:
@@ -61,13 +67,6 @@ class ParameterSlice:
             if self.expert is None
             else self.parameter.data[self.expert, self.start : self.stop]
         )
-
-
-WEIGHT_BUFFER = ".e_score_correction_bias"
-_FUSED_EXPERTS_PATTERN = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
-_EXPERT_ENTRY_PATTERN = re.compile(r"(.*\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)")
-_DEFAULT_EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
-_EXPERT_NAMES_ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 
 def iterate_parameter_slices(module: Any) -> Iterator[tuple[str, ParameterSlice]]:
@@ -202,7 +201,7 @@ class WeightReceiver:
                     if segments is None
                     else open_lent_segments(segments)
                 )
-                given = view_bucket_tensors(manifest, *pieces)
+                given = view_bucket_tensors(manifest, pieces)
             targets = [self._find_target_tensor(manifest, entry) for entry in manifest.tensors]
             with torch.no_grad():
                 for entry, target in zip(manifest.tensors, targets, strict=True):

@@ -216,13 +216,17 @@ class RouterClient:
                     return GeneratedSample(
                         (), (), "abort", UNSYNCED if version is None else version
                     )
-                left = max(0.0, deadline - time.monotonic())
-                how = (version, sample_name, get_version_prefix(), routing_key)
-                return (
-                    await send_query(
-                        RouterGenerationQuery(self.address, (request,), timeout_s, left, *how)
-                    )
-                )[0][0]
+                query = RouterGenerationQuery(
+                    self.address,
+                    (request,),
+                    timeout_s,
+                    remaining_s=max(0.0, deadline - time.monotonic()),
+                    version=version,
+                    name=sample_name,
+                    version_prefix=get_version_prefix(),
+                    routing_key=routing_key,
+                )
+                return (await send_query(query))[0][0]
         except TimeoutError as error:
             raise EngineTimeoutError(f"router: no connection within {timeout_s:g} s.") from error
         except EngineUnreachableError as error:

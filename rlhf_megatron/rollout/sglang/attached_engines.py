@@ -55,6 +55,14 @@ IGNORED_CONFIG_KEYS = (  # what may differ between the config.json of server and
     "use_cache",
 )
 
+UNFINISHED_VERSION = (
+    "unfinished"  # weight version of a server that was left in the middle of a weight update
+)
+_OPEN_UPDATE_WAIT_S = 90.0  # so long may a weight update be open that another run has begun
+_VERB_TIMEOUT_S = 60.0
+_RELEASE_TIMEOUT_S = 30.0
+_RETRY_S = 1.0
+
 
 @dataclass(frozen=True)
 class ServerRequirements:
@@ -274,15 +282,6 @@ def _find_settings_problems(
 def _shorten_text(value: object) -> str:
     text = repr(value) if not isinstance(value, str) else value
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-UNFINISHED_VERSION = (
-    "unfinished"  # weight version of a server that was left in the middle of a weight update
-)
-_OPEN_UPDATE_WAIT_S = 90.0  # so long may a weight update be open that another run has begun
-_VERB_TIMEOUT_S = 60.0
-_RELEASE_TIMEOUT_S = 30.0
-_RETRY_S = 1.0
 
 
 def resolve_endpoints(setup: EngineSetup) -> tuple[list[EngineAddress], ServerRequirements]:

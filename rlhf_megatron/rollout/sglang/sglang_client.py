@@ -154,11 +154,16 @@ class SGLangEngine:
                     return [[aborted for _ in request.seeds] for request in requests]
                 limits = await self._learn_limits(max(0.0, deadline - time.monotonic()))
                 limits.check_requests(requests, self.address.name)
-                left = max(0.0, deadline - time.monotonic())
-                how = (self._served_version, name, get_version_prefix())
-                return await send_query(
-                    SGLangGenerationQuery(self.address, tuple(requests), timeout_s, left, *how)
+                query = SGLangGenerationQuery(
+                    self.address,
+                    tuple(requests),
+                    timeout_s,
+                    remaining_s=max(0.0, deadline - time.monotonic()),
+                    version=self._served_version,
+                    name=name,
+                    version_prefix=get_version_prefix(),
                 )
+                return await send_query(query)
         except TimeoutError as error:
             words = "does not tell its limits" if self._generate_gate.is_open else "is paused"
             raise EngineTimeoutError(

@@ -43,6 +43,66 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 CPU_ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 BASE_GPU_ID = "base-gpu-id"
 
+OLDEST_SGLANG = "0.5.21"  # the first with the weight-update session endpoints
+TESTED_VERSIONS = ("0.5.21",)  # what the tests ran on
+_DP_SIZE_REASON = "copies of the model in one server are not all reached by a weight sync (ranks of enable-dp-attention are)"
+DP_HEAD = "enable-dp-lm-head"
+DP_ATTENTION = (
+    "enable-dp-attention"  # one copy, whose ranks share the experts and not their requests
+)
+
+# Argument -> (values that will do, why no others, what to do instead).
+ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
+    "dp-size": (
+        (None, 1),
+        _DP_SIZE_REASON,
+        "use rollout.num_engines (or more endpoints) and dp-size 1",
+    ),
+    "pp-size": ((None, 1), "a weight sync goes to the ranks of one pipeline stage", "use tp-size"),
+    "speculative-algorithm": (
+        (None, ""),
+        "the draft model would keep weights of former policies",
+        "start it without speculative decoding",
+    ),
+    "enable-lora": (
+        (None, False),
+        "the policy is the base model's weights alone",
+        "start it without LoRA",
+    ),
+    "lora-paths": (
+        (None, [], {}),
+        "the policy is the base model's weights alone",
+        "start it without LoRA",
+    ),
+    "quantization": (
+        (None, "", "unquant"),
+        "what stands in the engine must be what the trainer sent",
+        "start it without quantization (a run that starts it can set rollout.quantization)",
+    ),
+    "disaggregation-mode": (
+        (None, "null"),
+        "prefill and decode must be one server",
+        "start it without",
+    ),
+    "encoder-only": ((None, False), "it must generate", "start it without"),
+    "is-embedding": ((None, False), "it must generate", "start it without"),
+}
+
+OPTIONS_CACHE_DIR = Path(
+    ".cache"
+)  # the list of arguments takes the server's interpreter seconds; kept here by version
+_INSTALL_ADVICE = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
+_INTERPRETER_TIMEOUT_S = 300.0
+MEMORY_SAVER = "enable-memory-saver"
+RELEASE_GRAPHS_VARIABLE = (
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # or CUDA graphs keep their memory when the rest is given back
+)
+_VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
+_NCCL_CODE = (  # "none": a torch without CUDA, whose groups are gloo's
+    "import torch; cuda = torch.version.cuda and torch.distributed.is_nccl_available();"
+    " print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())) if cuda else 'none')"
+)
+
 
 @dataclass(frozen=True)
 class MachineGpus:
@@ -126,52 +186,6 @@ def _explain_too_few_gpus(
     )
 
 
-OLDEST_SGLANG = "0.5.21"  # the first with the weight-update session endpoints
-TESTED_VERSIONS = ("0.5.21",)  # what the tests ran on
-_DP_SIZE_REASON = "copies of the model in one server are not all reached by a weight sync (ranks of enable-dp-attention are)"
-DP_HEAD = "enable-dp-lm-head"
-DP_ATTENTION = (
-    "enable-dp-attention"  # one copy, whose ranks share the experts and not their requests
-)
-
-# Argument -> (values that will do, why no others, what to do instead).
-ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
-    "dp-size": (
-        (None, 1),
-        _DP_SIZE_REASON,
-        "use rollout.num_engines (or more endpoints) and dp-size 1",
-    ),
-    "pp-size": ((None, 1), "a weight sync goes to the ranks of one pipeline stage", "use tp-size"),
-    "speculative-algorithm": (
-        (None, ""),
-        "the draft model would keep weights of former policies",
-        "start it without speculative decoding",
-    ),
-    "enable-lora": (
-        (None, False),
-        "the policy is the base model's weights alone",
-        "start it without LoRA",
-    ),
-    "lora-paths": (
-        (None, [], {}),
-        "the policy is the base model's weights alone",
-        "start it without LoRA",
-    ),
-    "quantization": (
-        (None, "", "unquant"),
-        "what stands in the engine must be what the trainer sent",
-        "start it without quantization (a run that starts it can set rollout.quantization)",
-    ),
-    "disaggregation-mode": (
-        (None, "null"),
-        "prefill and decode must be one server",
-        "start it without",
-    ),
-    "encoder-only": ((None, False), "it must generate", "start it without"),
-    "is-embedding": ((None, False), "it must generate", "start it without"),
-}
-
-
 def check_sglang_version(version: str, location: str) -> str | None:
     """Returns None, or a warning about a version that no test has seen. `location`: where it is. Raises ValueError."""
     try:
@@ -203,22 +217,6 @@ def find_unfit_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str,
             continue
         if not any(value == good and type(value) is type(good) for good in allowed):
             yield name, value, why, fix
-
-
-OPTIONS_CACHE_DIR = Path(
-    ".cache"
-)  # the list of arguments takes the server's interpreter seconds; kept here by version
-_INSTALL_ADVICE = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
-_INTERPRETER_TIMEOUT_S = 300.0
-MEMORY_SAVER = "enable-memory-saver"
-RELEASE_GRAPHS_VARIABLE = (
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # or CUDA graphs keep their memory when the rest is given back
-)
-_VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
-_NCCL_CODE = (  # "none": a torch without CUDA, whose groups are gloo's
-    "import torch; cuda = torch.version.cuda and torch.distributed.is_nccl_available();"
-    " print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())) if cuda else 'none')"
-)
 
 
 @dataclass(frozen=True)

@@ -76,22 +76,6 @@ _ADVICE_BY_ERROR = (
     ),
 )
 
-
-def extract_server_errors(log_text: str) -> str:
-    """The last different error lines of a server's log, which the noise of its end can have pushed out of the tail, and
-    what to do about the cause that they tell. "" where there is none."""
-    found = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log_text)))
-    lines = found[-_ERRORS_SHOWN:]
-    if not lines:
-        return ""
-    advice = next(
-        (fix for cause, fix in _ADVICE_BY_ERROR if re.search(cause, "\n".join(lines))), None
-    )
-    return "\n".join(["\nIts errors:", *lines, *([f"What to do: {advice}"] if advice else [])])
-
-
-logger = logging.getLogger(__name__)
-
 POLL_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = (
     3  # another process can take a port between the look for it and the server's own bind
@@ -108,8 +92,26 @@ _NUM_RENDEZVOUS_PORTS = (
     14  # from the meeting's on: ranks under DP attention listen to some up to the 13th behind it
 )
 
-
 MODEL_OVERRIDE = "json-model-override-args"
+
+KEY_FILE = "engine.key"
+SETTINGS_FILE = "engine-key.yaml"
+
+
+def extract_server_errors(log_text: str) -> str:
+    """The last different error lines of a server's log, which the noise of its end can have pushed out of the tail, and
+    what to do about the cause that they tell. "" where there is none."""
+    found = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log_text)))
+    lines = found[-_ERRORS_SHOWN:]
+    if not lines:
+        return ""
+    advice = next(
+        (fix for cause, fix in _ADVICE_BY_ERROR if re.search(cause, "\n".join(lines))), None
+    )
+    return "\n".join(["\nIts errors:", *lines, *([f"What to do: {advice}"] if advice else [])])
+
+
+logger = logging.getLogger(__name__)
 
 
 def start_sglang_engines(
@@ -377,10 +379,6 @@ class SGLangServerLaunch:
     def _read_attempt_log(self) -> str:
         assert self.process is not None
         return self.process.read_log(self.log_start)
-
-
-KEY_FILE = "engine.key"
-SETTINGS_FILE = "engine-key.yaml"
 
 
 def make_shell_command(

@@ -38,6 +38,10 @@ _NAN_REASON = (
     "NaN happened"  # SGLang's words; it ends such a sample with a stop token that nobody drew
 )
 
+_VOCAB_RANGE_PATTERN = re.compile(r"valid range is \[0, (\d+)\)")
+_MAX_RUNNING_KEY = "effective_max_running_requests_per_dp"
+_IMPOSSIBLE_TOKEN = (1 << 31) - 1
+
 
 def make_generate_body(
     requests: Sequence[GenerateRequest], version: int | None, call_name: str = ""
@@ -331,11 +335,6 @@ def _parse_version_spans(
             f"meta_info.weight_versions ends at token {spans[-1].end} of {num_tokens}."
         )
     return tuple(spans)
-
-
-_VOCAB_RANGE_PATTERN = re.compile(r"valid range is \[0, (\d+)\)")
-_MAX_RUNNING_KEY = "effective_max_running_requests_per_dp"
-_IMPOSSIBLE_TOKEN = (1 << 31) - 1
 
 
 @dataclass(frozen=True)

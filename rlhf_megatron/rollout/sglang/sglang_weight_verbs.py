@@ -35,6 +35,9 @@ from rlhf_megatron.weights.weight_table import HFTensor, TensorSpan
 Receipt = Mapping[str, Any]
 _TENSORS_SHOWN = 3
 
+WEIGHT_VERB_TIMEOUT_S = 600.0
+_UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
+
 
 @dataclass(frozen=True)
 class PartDigest:
@@ -91,14 +94,20 @@ def combine_bucket_receipts(receipts: Sequence[Receipt]) -> LoadedWeights:
         unlike, misfits = (
             [r[kind][key] for r in receipts if key in r[kind]] for kind in ("unlike", "misfits")
         )
-        parts = [PartDigest(r["rank"], *part) for r in receipts for part in r["parts"].get(key, ())]
+        parts = [
+            PartDigest(r["rank"], axis, start, num_entries, digest)
+            for r in receipts
+            for axis, start, num_entries, digest in r["parts"].get(key, ())
+        ]
         if unlike:
             found.incomparable_by_key[key] = unlike[0]
-        elif (
-            fault := misfits[0]
-            if misfits
-            else _describe_fault(parts, tuple(shape), TensorSpan(*span))
-        ):
+            continue
+        if misfits:
+            fault = misfits[0]
+        else:
+            dim, first, count = span
+            fault = _describe_fault(parts, tuple(shape), TensorSpan(dim, first, count))
+        if fault:
             found.fault_by_key[key] = f"{fault} ({receipts[0]['bucket']})"
         else:
             found.digest_by_key[key] = format_digest(
@@ -274,10 +283,6 @@ def _find_differing_ranks(
     return differ
 
 
-WEIGHT_VERB_TIMEOUT_S = 600.0
-_UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
-
-
 class SGLangWeightVerbs:
     """Thread-safe. All raise EngineError, also where the server answers 200 and no success."""
 
@@ -336,8 +341,11 @@ class SGLangWeightVerbs:
         shapes = {hf.name: hf.shape for hf in tensors}
         receipts = self.send_order({"holds": shapes}, "question for what its ranks hold")
         return [
-            {name: [TensorSpan(*span) for span in spans] for name, spans in one["holds"].items()}
-            for one in receipts
+            {
+                name: [TensorSpan(dim, start, num_entries) for dim, start, num_entries in spans]
+                for name, spans in receipt["holds"].items()
+            }
+            for receipt in receipts
         ]
 
     def leave_link(self, link_name: str, timeout_s: float) -> None:

@@ -124,12 +124,16 @@ class WeightDelivery:
         }
         if self._transport_kind != "disk" and standing == {"device_memory"}:
             return make_memory_buffers(self._world.device, part_bytes[0], num_buckets, self)
-        how = (self._transfer_dir, str(self._world.coordinates), sum(part_bytes), num_buckets, self)
-        buffers = (
-            SafetensorsFileBuffers(*how)
-            if self._transport_kind == "disk"
-            else SharedMemoryBuffers(*how, self._file_pool)
-        )
+        sender = str(self._world.coordinates)
+        buffers: BucketBuffers
+        if self._transport_kind == "disk":
+            buffers = SafetensorsFileBuffers(
+                self._transfer_dir, sender, sum(part_bytes), num_buckets, self
+            )
+        else:
+            buffers = SharedMemoryBuffers(
+                self._transfer_dir, sender, sum(part_bytes), num_buckets, self, self._file_pool
+            )
         buffers.lock_pages(self._world.device)
         return buffers
 

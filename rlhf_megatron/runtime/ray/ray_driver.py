@@ -38,7 +38,7 @@ from rlhf_megatron.rewards.service.run_placement import RewardPoolFactory, RunPl
 from rlhf_megatron.rewards.service.worker_pool import RewardWorkerPool
 from rlhf_megatron.rollout.socket_limits import find_interface_towards
 from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory
-from rlhf_megatron.runtime import host_registration, message_channel
+from rlhf_megatron.runtime import message_channel
 from rlhf_megatron.runtime.host_control import RunDeadlines, run_with_hosts
 from rlhf_megatron.runtime.host_errors import HostError, HostLostError
 from rlhf_megatron.runtime.process_control import handle_signals_in_thread
@@ -274,7 +274,7 @@ def _run_on_cluster(
     given = message_channel.read_secret(os.environ)
     os.environ.pop(message_channel.SECRET_ENV, None)
     secret = given or message_channel.generate_secret().encode()
-    listener = host_registration.open_listener(cluster.address)
+    listener = message_channel.open_listener(cluster.address)
     store = AddressBoundStore(cluster.address, 0, is_master=True, wait_for_workers=False)
     order = _make_rank_instructions(
         cluster.address, listener.getsockname()[1], store.port, device_counts, job

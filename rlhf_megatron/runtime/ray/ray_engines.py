@@ -132,14 +132,22 @@ class RayServerPlacer:
                 num_gpus=0 if is_shared else self._num_gpus,
                 environment=self._environment,
             )
-            makes = (
+            makes_transfer_dir = (
                 first is None
                 and is_shared
                 and rollout.weight_transport == "tensor"
                 and not get_engine_kind(rollout.engine).can_run_elsewhere
             )
-            known = (launch, seating, is_restart, rollout.startup_timeout_s, makes, self._secret)
-            return keeper, keeper.submit_call("start_server_here", *known)
+            call = keeper.submit_call(
+                "start_server_here",
+                launch,
+                seating,
+                is_restart,
+                rollout.startup_timeout_s,
+                makes_transfer_dir,
+                self._secret,
+            )
+            return keeper, call
 
         machine = index % self._num_machines if is_shared else 0
         return KeeperLaunch(launch, start_keeper, rollout.startup_timeout_s, machine)

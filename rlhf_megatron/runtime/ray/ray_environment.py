@@ -16,7 +16,7 @@ Left alone: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (each rank sees its own 
 follows), TOKENIZERS_PARALLELISM (ranks use no tokenizer).
 
 Machines of a running cluster have environments of their own: of the driver's, what FORWARDED names goes to the ranks.
-"""  # noqa: E501  a table
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,10 @@ class RewardPoolActor:
         """Wait until the rewards are loaded. Return what is wrong with them. `pool_arguments`: arguments of the WorkerPool."""
         try:
             load_plugins(plugins)
-            self._pool = RewardWorkerPool(*pool_arguments)
+            rewards, num_workers, timeout_s, log_path, waits_s, num_machines = pool_arguments
+            self._pool = RewardWorkerPool(
+                rewards, num_workers, timeout_s, log_path, waits_s, num_machines
+            )
             self._pool.start()
             self._pool.wait_until_ready()
         except ConfigError as error:

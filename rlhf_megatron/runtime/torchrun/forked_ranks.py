@@ -168,12 +168,15 @@ def run_agent_with_forks(arguments: Sequence[str], num_processes: int, stop_s: f
     from torch.distributed.elastic.multiprocessing import api as elastic_processes
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    from rlhf_megatron.runtime.torchrun import agent, torchrun_launcher
+    from rlhf_megatron.runtime.stop_signals import SIGNALS, STOP_LIMIT_ENV
+    from rlhf_megatron.runtime.torchrun import agent
+    from rlhf_megatron.runtime.torchrun.agent_arguments import (
+        format_stop_limit,
+        make_agent_arguments,
+    )
 
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, torchrun_launcher.SIGNALS
-    )  # until the agent takes them
-    os.environ[torchrun_launcher.STOP_LIMIT_ENV] = torchrun_launcher.format_stop_limit(stop_s)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the agent takes them
+    os.environ[STOP_LIMIT_ENV] = format_stop_limit(stop_s)
     command = ["-m", "rlhf_megatron", *arguments]
     gc.collect()
     gc.freeze()  # a collection would copy what is shared
@@ -185,7 +188,7 @@ def run_agent_with_forks(arguments: Sequence[str], num_processes: int, stop_s: f
 
     setattr(elastic_processes, "get_subprocess_handler", ForkedRankHandler)  # noqa: B010  mypy sees a function
     code = agent.main(
-        torchrun_launcher.make_agent_arguments(num_processes, "rlhf_megatron", arguments),
+        make_agent_arguments(num_processes, "rlhf_megatron", arguments),
         partial(_list_running_pids, ranks),
     )
     sys.stdout.flush()
@@ -223,4 +226,6 @@ def run_and_exit(function: Callable[[], Any]) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    if isinstance(code, int):
+        os._exit(code)
+    os._exit(0 if code is None else 1)

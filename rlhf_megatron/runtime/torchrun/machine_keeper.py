@@ -147,7 +147,7 @@ def _register_without_rank(
     rank: int, machine: int, secret: bytes | None, timeout_s: float
 ) -> tuple[message_channel.MessageChannel, Callable[[], int]]:
     """Register a machine without a rank, which may be early, or find what is left of an attempt that has ended."""
-    from rlhf_megatron.runtime.torchrun.torchrun_launcher import find_controller, read_exit_code
+    from rlhf_megatron.runtime.torchrun.control_store import find_controller, read_exit_code
 
     deadline = time.monotonic() + timeout_s
     while True:

@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -35,45 +34,44 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.runtime import host_registration, message_channel
+from rlhf_megatron.runtime import message_channel
 from rlhf_megatron.runtime.host_control import RunDeadlines, run_with_hosts
 from rlhf_megatron.runtime.process_control import (
     AGENT_ENV,
     die_with_parent,
     handle_signals_in_thread,
     read_machine_id,
-    read_process_state,
 )
 from rlhf_megatron.runtime.rank_pools import PoolSpec, find_pool_of_rank
 from rlhf_megatron.runtime.rank_process import JobRank, run_rank_process
 from rlhf_megatron.runtime.role_host import BuildRoles
 from rlhf_megatron.runtime.routed_worker_group import RoutedWorkerGroup
 from rlhf_megatron.runtime.stop_signals import (
-    CLEANUP_S,
-    HOST_SLACK_S,
     SIGNALS,
     STOP_LIMIT_ENV,
     ControllerStopHandler,
     HostStopHandler,
 )
 from rlhf_megatron.runtime.torchrun import forked_ranks
+from rlhf_megatron.runtime.torchrun.agent_arguments import format_stop_limit, make_agent_arguments
+from rlhf_megatron.runtime.torchrun.control_store import (
+    ADDRESS_KEY,
+    EXIT_CODE_KEY,
+    EXIT_CODE_POLL_S,
+    RANK_0_KEY,
+    SECRET_KEY,
+    make_exit_code_waiter,
+    open_rendezvous_store,
+    wait_for_keepers,
+)
 from rlhf_megatron.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODE_POLL_S = 0.1
 OTHERS_FOUND_S = 60.0  # more than an agent takes to find out that another node has ended
-EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
-HEARD_S = 15.0  # for machines without ranks to read the exit code; one that is lost does not
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
-_ADDRESS, _SECRET, _EXIT_CODE = (
-    "control/address",
-    "control/secret",
-    "control/exit_code",
-)  # keys in the store
-_HEARD = "control/heard"  # and a machine without ranks: it has the exit code
-_SETTINGS, _RANK_0 = "control/settings", "control/rank_0"  # the second: its machine and process
+_SETTINGS = "control/settings"  # key in the store
 _RANK_ENV = (
     "RANK",
     "LOCAL_RANK",
@@ -102,17 +100,6 @@ def launch_single_node(
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the agent takes them
     os.execve(sys.executable, command, environment)
-
-
-def make_agent_arguments(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """Return what the agent is told for `python -m module arguments` on the ranks of one machine."""
-    place = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
-    return [*place, "-m", module, *arguments]
-
-
-def format_stop_limit(stop_s: float) -> str:
-    """Return the value of STOP_LIMIT_ENV for an agent whose run may take `stop_s` to stop."""
-    return str(stop_s + CLEANUP_S + 3 * HOST_SLACK_S)
 
 
 def is_under_torchrun() -> bool:
@@ -158,12 +145,12 @@ def run_torchrun_host(
         )
         stopping = HostStopHandler(deadlines.stop_s, process)
     else:
-        exit_code = _make_exit_code_waiter(store)
+        exit_code = make_exit_code_waiter(store)
         stopping = HostStopHandler(deadlines.stop_s)
     handle_signals_in_thread(SIGNALS, stopping.handle_signal)
     place = JobRank(rank, find_pool_of_rank(pools, rank))
-    controller = store.get(_ADDRESS).decode()  # rank 0 has made the run directory when this is set
-    secret = secret or bytes(store.get(_SECRET))
+    controller = store.get(ADDRESS_KEY).decode()  # rank 0 has made the run directory when this is set
+    secret = secret or bytes(store.get(SECRET_KEY))
     _start_machine_keeper(keeper_machines, controller, secret, controller_arguments)
     host, _, port = controller.rpartition(":")
     is_served = run_rank_process(
@@ -180,7 +167,7 @@ def run_torchrun_host(
     )
     code = exit_code() if is_served else 1
     if rank == 0:
-        _wait_for_keepers(
+        wait_for_keepers(
             store, [m for m in keeper_machines if m >= int(os.environ.get("GROUP_WORLD_SIZE", "1"))]
         )
     return code
@@ -238,46 +225,6 @@ def run_torchrun_controller(
         )
 
 
-def open_rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
-
-
-def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes, dist.Store] | None:
-    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at MASTER_ADDR, and that
-    store. None: that run is over, and its store soon gone. Raises RuntimeError where there is no store."""
-    place = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # nobody counts the connections
-    os.environ |= {**place, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "engines"}
-    store = open_rendezvous_store("control", timeout_s)
-    controller = store.get(_ADDRESS).decode()
-    if store.check([_EXIT_CODE]):
-        return None
-    return controller, secret or bytes(store.get(_SECRET)), store
-
-
-def read_exit_code(store: dist.Store, machine: int) -> int:
-    """Return the controller's exit code, on a machine without a rank. It is 1 when that does not come."""
-    code = _make_exit_code_waiter(store)()
-    with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this
-        store.set(f"{_HEARD}/{machine}", "")
-    return code
-
-
-def _wait_for_keepers(store: dist.Store, machines: Sequence[int]) -> None:
-    """The store ends with rank 0: machines without a rank must have read the exit code."""
-    deadline = time.monotonic() + HEARD_S
-    keys = [f"{_HEARD}/{machine}" for machine in machines]
-    with contextlib.suppress(RuntimeError):
-        while keys and not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(EXIT_CODE_POLL_S)
-
-
 def _make_environment_without_rank() -> dict[str, str]:
     """The environment of this rank for a process that is none."""
     return {
@@ -318,10 +265,10 @@ def _start_controller(
 ) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
     """Start it and publish where it listens. Returns it, and a function that waits for its exit code."""
     address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
-    listener = host_registration.open_listener(address)
+    listener = message_channel.open_listener(address)
     if secret is None:
         secret = message_channel.generate_secret().encode()
-        store.set(_SECRET, secret.decode())
+        store.set(SECRET_KEY, secret.decode())
     environment = _make_environment_without_rank()
     environment[message_channel.SECRET_ENV] = secret.decode()
     environment[_LISTENER_ENV] = str(listener.fileno())
@@ -341,7 +288,7 @@ def _start_controller(
         code = process.wait()
         code = 128 - code if code < 0 else code
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-            store.set(_EXIT_CODE, str(code))
+            store.set(EXIT_CODE_KEY, str(code))
         if (
             code != 0 and not is_single_node
         ):  # torchrun ends all ranks, and the store, as soon as this one has failed
@@ -349,33 +296,8 @@ def _start_controller(
         published.set_result(code)
 
     threading.Thread(target=publish_exit_code, name="controller", daemon=True).start()
-    store.set(_RANK_0, f"{read_machine_id()} {os.getpid()}")
-    store.set(_ADDRESS, f"{address}:{port}")
+    store.set(RANK_0_KEY, f"{read_machine_id()} {os.getpid()}")
+    store.set(ADDRESS_KEY, f"{address}:{port}")
     return process, published.result
 
 
-def _make_exit_code_waiter(store: dist.Store) -> Callable[[], int]:
-    """A function that waits until rank 0 has published the controller's exit code; 1 when that does not come."""
-
-    def wait_for_exit_code() -> int:
-        deadline = time.monotonic() + EXIT_CODE_S
-        try:
-            machine, _, pid = store.get(_RANK_0).decode().rpartition(" ")
-            while not store.check([_EXIT_CODE]):
-                is_gone = machine == read_machine_id() and read_process_state(int(pid)) in (
-                    "",
-                    "Z",
-                    "T",
-                )
-                if (is_gone and not store.check([_EXIT_CODE])) or time.monotonic() > deadline:
-                    logger.warning(
-                        "rank 0 has ended, is stopped, or has no exit code for %g s", EXIT_CODE_S
-                    )
-                    return 1
-                time.sleep(EXIT_CODE_POLL_S)
-            return int(store.get(_EXIT_CODE))
-        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
-            logger.warning("the rendezvous store is gone: %s", error)
-            return 1
-
-    return wait_for_exit_code

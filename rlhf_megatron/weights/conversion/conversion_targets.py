@@ -70,6 +70,7 @@ MAX_PART_BYTES = 1 << 30  # of a tensor in torch_dist: a larger one is cut into 
 class ConversionTarget(Protocol):
     """A layout of files."""
 
+    wire_name: str  # in the journal of a conversion: it outlives the name of the class
     file_bytes: dict[str, int]  # bytes of each file, by path inside the directory
     file_headers: dict[str, bytes]  # what stands at the start of a file
     contents_digest: str  # digest of what else decides the bytes of files; "" where nothing does
@@ -106,6 +107,7 @@ class HFTarget:
     Items with a block are written in FP8: each matrix as float8_e4m3fn with its scales.
     """
 
+    wire_name = "HFTarget"
     contents_digest = ""
 
     def __init__(
@@ -224,6 +226,7 @@ def _drop_repeated_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
 class RankFilesTarget:
     """One file a rank (weights.megatron_dir). `items`: with the vocabulary padded for the layout."""
 
+    wire_name = "RanksTarget"
     contents_digest = ""
 
     def __init__(
@@ -300,6 +303,8 @@ class RankFilesTarget:
 class TorchDistTarget:
     """megatron-core's torch_dist, which loads under any layout: as `release/`, from which Megatron-LM starts at
     iteration 0. `impl`, `is_stacked`: how the model that will load it spells its keys (`KeyNaming.of`)."""
+
+    wire_name = "TorchDistTarget"
 
     def __init__(
         self,

@@ -159,7 +159,7 @@ def _compute_conversion_identity(
     written = [[(items[n].rule.megatron_name, items[n].dtype) for n in group] for group in groups]
     content = [
         __version__,
-        type(target).__name__,
+        target.wire_name,
         files,
         dict(target.file_bytes),
         begins,

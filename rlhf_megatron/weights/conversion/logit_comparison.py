@@ -240,10 +240,12 @@ class _StreamedFusedExperts(_StreamedExperts):
         load_tensor: _FloatTensorLoader,
         gate_up_rule: WeightRule,
         down_rule: WeightRule,
-        *bias_rules: WeightRule,
+        gate_up_bias_rule: WeightRule,
+        down_bias_rule: WeightRule,
     ) -> None:
         super().__init__(activation, load_tensor, gate_up_rule, down_rule)
-        self._gate_up_bias, self._down_bias = (rule.hf_tensors for rule in bias_rules)
+        self._gate_up_bias = gate_up_bias_rule.hf_tensors
+        self._down_bias = down_bias_rule.hf_tensors
 
     def _run_expert(self, expert: int, hidden: Tensor) -> Tensor:
         gate_up = hidden @ self._load_tensor(self._gate_up_tensors[expert]) + self._load_tensor(
@@ -268,18 +270,16 @@ def _replace_experts_by_streamed(
         )
         if gate_up is None or down is None or len(gate_up.megatron_shape) != 3:
             continue
-        own: Any = module
-        biases = [
-            rule_by_name[bias]
-            for kind in ("gate_up", "down")
-            if (bias := f"{name}.{kind}_proj_bias") in rule_by_name
-        ]
-        if biases:
+        experts: Any = module
+        gate_up_bias = rule_by_name.get(f"{name}.gate_up_proj_bias")
+        down_bias = rule_by_name.get(f"{name}.down_proj_bias")
+        if gate_up_bias is not None:
+            assert down_bias is not None, "both projections of an expert have biases, or none has"
             streamed: _StreamedExperts = _StreamedFusedExperts(
-                own._apply_gate, load_tensor, gate_up, down, *biases
+                experts._apply_gate, load_tensor, gate_up, down, gate_up_bias, down_bias
             )
         else:
-            streamed = _StreamedExperts(own.act_fn, load_tensor, gate_up, down)
+            streamed = _StreamedExperts(experts.act_fn, load_tensor, gate_up, down)
         parent, _, last = name.rpartition(".")
         setattr(packed_model.decoder.get_submodule(parent), last, streamed)
         yield name, streamed

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.weights.bucket_manifest import DTYPE_BYTES
-from rlhf_megatron.weights.families.model_family import HFConfig, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config, read_json_object
 from rlhf_megatron.weights.megatron_dir import MANIFEST, MegatronReader
 from rlhf_megatron.weights.mtp_tensors import MtpTensors, find_mtp_tensors
@@ -276,12 +277,14 @@ def find_torch_dist_directory(directory: Path) -> Path | None:
     if not (directory / LATEST).is_file():
         return None
     name = (directory / LATEST).read_text().strip()
-    found = directory / (
-        "release" if name == "release" else f"iter_{int(name):07d}" if name.isdecimal() else ""
-    )
-    if not (found / METADATA).is_file():
+    if name == "release":
+        folder = name
+    else:
+        folder = f"iter_{int(name):07d}" if name.isdecimal() else ""
+    newest = directory / folder
+    if not (newest / METADATA).is_file():
         raise ValueError(
-            f"{directory / LATEST} says {name[:40]!r}, but {found} is no checkpoint in torch_dist format; name the"
-            " directory of one that is."
+            f"{directory / LATEST} says {name[:40]!r}, but {newest} is no checkpoint in torch_dist"
+            " format; name the directory of one that is."
         )
-    return found
+    return newest

@@ -15,17 +15,13 @@ from rlhf_megatron.weights.families.expert_layers import (
     make_expert_arguments,
     make_expert_rules,
 )
+from rlhf_megatron.weights.families.family_lookup import refuse_unsupported_settings
 from rlhf_megatron.weights.families.latent_attention import (
     LatentAttentionDimensions,
     make_latent_arguments,
     make_latent_rules,
 )
-from rlhf_megatron.weights.families.model_family import (
-    HFConfig,
-    ModelFamily,
-    read_positive_int,
-    refuse_unsupported_settings,
-)
+from rlhf_megatron.weights.families.model_family import HFConfig, ModelFamily, read_positive_int
 from rlhf_megatron.weights.weight_table import (
     HFTensor,
     LayerPart,
@@ -38,6 +34,14 @@ from rlhf_megatron.weights.weight_table import (
 )
 
 ParameterKind = Literal["weight", "bias"]
+
+ONLY = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+"""Settings of config.json that all dense families implement in one way; a missing one has that value."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +123,6 @@ def read_decoder_dimensions(
         window=window,
         has_sinks=has_sinks,
     )
-
-
-ONLY = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "quantization_config": None,
-}
-"""Settings of config.json that all dense families implement in one way; a missing one has that value."""
 
 
 def make_decoder_family(

@@ -18,12 +18,8 @@ from rlhf_megatron.weights.families.expert_layers import (
     make_expert_name,
     read_expert_layers,
 )
-from rlhf_megatron.weights.families.model_family import (
-    FAMILIES,
-    HFConfig,
-    read_positive_int,
-    refuse_unsupported_settings,
-)
+from rlhf_megatron.weights.families.family_lookup import refuse_unsupported_settings
+from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig, read_positive_int
 from rlhf_megatron.weights.weight_table import HFTensor, StackedEntry, WeightRule, make_plain_rule
 
 _NEEDED = "head_dim layer_types num_experts_per_tok num_key_value_heads num_local_experts rms_norm_eps sliding_window"

@@ -22,6 +22,12 @@ from rlhf_megatron.weights.weight_table import (
 HFConfig = Mapping[str, Any]
 """The parsed config.json of a model in Hugging Face layout."""
 
+OUTPUT_LAYER = "output_layer"
+"""Megatron's name of the module behind the final norm, whichever head it is."""
+
+VALUE_HEAD = "score"
+"""The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification with one label."""
+
 
 @dataclass(frozen=True)
 class ModelFamily:
@@ -40,42 +46,14 @@ class ModelFamily:
     """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass meets the tensors."""
 
 
-OUTPUT_LAYER = "output_layer"
-"""Megatron's name of the module behind the final norm, whichever head it is."""
-
-VALUE_HEAD = "score"
-"""The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification with one label."""
-
-
 FAMILIES: Registry[ModelFamily] = Registry("model family")
 
 
-def find_model_family(hf_config: HFConfig) -> ModelFamily:
-    """The family of a config.json: one of ours or, for the trainer backend fsdp, one that transformers has.
-
-    Raises ValueError when model_type is missing or unknown.
-    """
-    if not hf_config.get("model_type"):
-        raise ValueError("config.json has no model_type; is this a model in Hugging Face layout?")
-    name = str(hf_config["model_type"])
-    if FAMILIES.find(name) is None:
-        from rlhf_megatron.weights.transformers_causal_lm import find_transformers_family
-
-        if (other := find_transformers_family(name)) is not None:
-            return other
-    return FAMILIES.get(name).build
-
-
-def make_weight_table(
-    hf_config: HFConfig, tp_size: int = 1, impl: LayerImpl = "local", head: HeadKind = "vocabulary"
+def make_family_table(
+    family: ModelFamily, hf_config: HFConfig, tp_size: int, impl: LayerImpl, head: HeadKind
 ) -> tuple[WeightRule, ...]:
-    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named as `impl` does.
-
-    `head` "value": a critic's, which has a value head in place of the output layer, tied or not.
-    """
-    table = find_model_family(hf_config).make_table(
-        hf_config, pad_vocab_size(int(hf_config["vocab_size"]), tp_size)
-    )
+    """The weight table of a model of `family`; the arguments are those of `make_weight_table`."""
+    table = family.make_table(hf_config, pad_vocab_size(int(hf_config["vocab_size"]), tp_size))
     if head == "value":
         body = [rule for rule in table if not rule.megatron_name.startswith(f"{OUTPUT_LAYER}.")]
         table = (*body, *_make_value_head_rules(read_positive_int(hf_config, "hidden_size")))
@@ -114,10 +92,3 @@ def read_positive_int(hf_config: HFConfig, key: str, default: int | None = None)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"config.json: {key} is {value!r}; it must be a positive integer.")
     return value
-
-
-def refuse_unsupported_settings(hf_config: HFConfig) -> None:
-    """Raises ValueError that lists every setting of config.json which its family does not implement."""
-    problems = list(find_model_family(hf_config).find_unsupported_settings(hf_config))
-    if problems:
-        raise ValueError(f"config.json ({hf_config.get('model_type')}): {' '.join(problems)}")

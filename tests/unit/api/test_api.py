@@ -39,27 +39,27 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_read_from_its_directory(directory: Path) -> None:
-    run = rlhf_megatron.TrainingRun(directory)
-    assert [(row["step"], row["critic/rewards/mean"]) for row in run.read_metrics()] == [
+    run = rlhf_megatron.Run(directory)
+    assert [(row["step"], row["critic/rewards/mean"]) for row in run.metrics()] == [
         (1, 0.5),
         (2, 0.75),
     ]
-    assert [row["val/mean@1"] for row in run.read_metrics("evaluation")] == [
+    assert [row["val/mean@1"] for row in run.metrics("evaluation")] == [
         0.25
-    ] and run.read_metrics("warmup") == []
-    assert [sample["prompt"] for sample in run.read_samples()] == ["1+1="]
+    ] and run.metrics("warmup") == []
+    assert [sample["prompt"] for sample in run.samples()] == ["1+1="]
     assert (
-        list(run.list_checkpoints()) == [2, 10] and run.list_checkpoints()[10].name == "step_000010"
+        list(run.checkpoints()) == [2, 10] and run.checkpoints()[10].name == "step_000010"
     )
-    assert run.config.trainer.seed == 7 and run.read_summary() is None
+    assert run.config.trainer.seed == 7 and run.summary() is None
     (directory / "summary.json").write_text('{"steps": 2}')
-    assert run.read_summary() == {"steps": 2}
-    assert run.write_report().name.endswith(".html") and run.write_report().exists()
+    assert run.summary() == {"steps": 2}
+    assert run.report().name.endswith(".html") and run.report().exists()
 
 
 def test_a_directory_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="runs/gone is not a directory; give that of a run"):
-        rlhf_megatron.TrainingRun("runs/gone")
+        rlhf_megatron.Run("runs/gone")
 
 
 AS_MAPPING = {"trainer.seed": 7, "trainer.save_freq": 2}
@@ -114,5 +114,5 @@ def test_a_rank_of_another_machine_does_not_look_for_the_directory(
 ) -> None:
     monkeypatch.setattr(api.TrainJob, "start", lambda self: 0)
     settings = {"trainer.default_local_dir": str(tmp_path / "gone")}
-    run = rlhf_megatron.train(QUICKSTART, settings, use_own_process=False)
+    run = rlhf_megatron.train(QUICKSTART, settings, is_own_process=False)
     assert run.directory == tmp_path / "gone" / "quickstart" and not run.directory.exists()

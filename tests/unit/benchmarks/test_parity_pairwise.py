@@ -28,7 +28,7 @@ from benchmarks.parity.pairwise import pairs_of, pairwise
 from benchmarks.replay_layouts import CONFIG, in_layout
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.validate import validate_config, validate_model_config
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import check_tensor_parallel_split
 

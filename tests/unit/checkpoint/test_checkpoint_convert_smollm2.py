@@ -14,7 +14,7 @@ from places import ROOT
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.jobs import smollm2
 from rlhf_megatron.ranks.checkpoint.model_weights import load_hf_weights
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 
 CACHE = ROOT / ".cache" / "smollm2-135m-instruct"

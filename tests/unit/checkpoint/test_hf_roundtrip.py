@@ -12,7 +12,7 @@ from table_samples import SMALL_QWEN3
 from torch import nn
 
 from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_hf_weights
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import INDEX, HFReader, read_hf_config
 from rlhf_megatron.weights.hf_writer import (
     SafetensorsWriter,

@@ -16,7 +16,7 @@ from rlhf_megatron.cli.plan.plan_sync import make_planned_engines
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SGLangConfig
 from rlhf_megatron.planning.network_cost import NETWORKS
 from rlhf_megatron.planning.plan.gpu_memory import GPU_MEMORY_GB
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.shard_plan import EngineLayout, find_engine_span
 
 RUN = ROOT / "configs" / "qwen3_235b_512_ranks.yaml"

@@ -26,7 +26,7 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig, MappingNode, ValueOrig
 from rlhf_megatron.data.data_rows import read_prompt_rows
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.planning.simulator.durations import read_durations
-from rlhf_megatron.weights.families.model_family import find_model_family
+from rlhf_megatron.weights.families.family_lookup import find_model_family
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + [ROOT / "examples/simulate_1024/run.yaml"]
 MODELS = sorted((ROOT / "examples").rglob("config.json"))

@@ -17,7 +17,7 @@ from rlhf_megatron.weights.conversion.conversion_targets import RankFilesTarget
 from rlhf_megatron.weights.conversion.conversion_writer import convert_model, write_hf_directory
 from rlhf_megatron.weights.conversion.stored_model import StoredModel, open_stored_model
 from rlhf_megatron.weights.conversion.weight_comparison import verify_weight_bits
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_writer import TensorSpec, open_hf_directory_writer
 from rlhf_megatron.weights.megatron_dir import MegatronReader, make_disk_layout
 from rlhf_megatron.weights.megatron_keys import KeyNaming

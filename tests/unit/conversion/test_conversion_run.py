@@ -39,7 +39,7 @@ from rlhf_megatron.weights.conversion.stored_model import (
     open_stored_model,
 )
 from rlhf_megatron.weights.conversion.weight_comparison import verify_weight_bits
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.megatron_dir import make_disk_layout
 from rlhf_megatron.weights.quantised_weights import (
     dequantise_fp8,

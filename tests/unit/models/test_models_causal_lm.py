@@ -10,7 +10,7 @@ import torch
 from benchmarks.parity.cases import EXPERT_FAMILIES
 from rlhf_megatron.config.schema import LoRAConfig
 from rlhf_megatron.ranks.workers.fsdp_backend import _enable_layer_recompute
-from rlhf_megatron.weights.families.model_family import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader
 from rlhf_megatron.weights.lora import add_lora_layers
 from rlhf_megatron.weights.transformers_causal_lm import (

@@ -32,7 +32,7 @@ from rlhf_megatron.controller.observe.metrics.performance_metrics import (
 )
 from rlhf_megatron.ranks.models.transformer_config import format_pipeline_layout
 from rlhf_megatron.rollout.local.weight_receiver import iterate_parameter_slices
-from rlhf_megatron.weights.families.model_family import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import (
     check_tensor_parallel_split,

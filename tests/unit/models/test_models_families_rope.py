@@ -23,7 +23,7 @@ from rlhf_megatron.ranks.models.rotary_embedding import (
     make_rotary_tables,
     rotate_pairs,
 )
-from rlhf_megatron.weights.families.model_family import find_model_family
+from rlhf_megatron.weights.families.family_lookup import find_model_family
 
 HEAD_DIM = 64
 MODELS = {

@@ -25,7 +25,7 @@ from rlhf_megatron.ranks.models.flash_attention import SequenceBorders, make_sin
 from rlhf_megatron.ranks.models.packed_attention import _attend_by_length, make_packed_documents
 from rlhf_megatron.weights.conversion.logit_comparison import verify_layer_outputs
 from rlhf_megatron.weights.conversion.stored_model import open_stored_model
-from rlhf_megatron.weights.families.model_family import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader
 from rlhf_megatron.weights.quantised_weights import dequantise_mxfp4
 

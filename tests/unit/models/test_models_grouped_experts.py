@@ -18,7 +18,7 @@ from rlhf_megatron.ranks.models.grouped_experts import apply_grouped_linear, pad
 from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
 from rlhf_megatron.ranks.models.packed_attention import make_packed_documents
 from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 

@@ -26,7 +26,7 @@ from rlhf_megatron.controller.observe.metrics.performance_metrics import (
 )
 from rlhf_megatron.ranks.parallel.mcore_fixes import unmark_replicated_parameters
 from rlhf_megatron.ranks.workers.peak_memory import ModelElementCounts, TrainedModelSpec
-from rlhf_megatron.weights.families.model_family import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 KIMI_K2 = {

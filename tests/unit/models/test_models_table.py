@@ -8,11 +8,8 @@ import torch
 from table_samples import BIASED_LLAMA, FAMILIES, SMALL_QWEN2, SMALL_QWEN3, THREE_KV_HEADS, tied
 
 from rlhf_megatron.config.rope import RotaryConfig
-from rlhf_megatron.weights.families.model_family import (
-    find_model_family,
-    make_weight_table,
-    pad_vocab_size,
-)
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.model_family import pad_vocab_size
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import (
     WeightRule,

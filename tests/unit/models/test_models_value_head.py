@@ -13,7 +13,7 @@ from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameter
 from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
 from rlhf_megatron.ranks.models.output_heads import ValueHead, get_value_head
 from rlhf_megatron.ranks.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import check_tensor_parallel_split, select_stage_rules
 

@@ -17,15 +17,15 @@ from dist_pool import DistPool
 
 from rlhf_megatron import device
 from rlhf_megatron.device import copy_tensors_to_device
-from rlhf_megatron.ranks.parallel import cpu_platform, mcore_fixes
-from rlhf_megatron.ranks.parallel.gloo_device import share_gloo_device
-from rlhf_megatron.ranks.parallel.mcore_patch import (
+from rlhf_megatron.mcore_patch import (
     MegatronPatch,
     apply_needed_patches,
     check_megatron_version,
     check_undeclared_dependencies,
     replace_symbol,
 )
+from rlhf_megatron.ranks.parallel import cpu_platform, mcore_fixes
+from rlhf_megatron.ranks.parallel.gloo_device import share_gloo_device
 from rlhf_megatron.ranks.parallel.megatron_setup import (
     prepare_megatron,
     refuse_broken_transformer_engine,

@@ -46,7 +46,7 @@ from rlhf_megatron.planning.check.layout_proof import (
     write_addition_prompts,
     write_tiny_model,
 )
-from rlhf_megatron.weights.families.model_family import find_model_family, make_weight_table
+from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import require_whole_fp8_blocks
 from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 from rlhf_megatron.weights.shard_plan import EngineLayout

@@ -40,7 +40,7 @@ from rlhf_megatron.ranks.workers.peak_memory import (
     estimate_state_bytes,
 )
 from rlhf_megatron.weights.bucket_plan import StageTraffic
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import select_stage_rules

@@ -72,14 +72,6 @@ def test_make_map_says_what_each_module_is_for() -> None:
     assert not silent, f"give each a docstring: {silent}"
 
 
-def test_documents_stay_short() -> None:
-    """The README and CONTRIBUTING are read whole; what does not fit there stands in docs/."""
-    sizes = {document.name: document.stat().st_size for document in DOCUMENTS[:2]}
-    assert all(size <= 8192 for size in sizes.values()), sizes
-    total = sum(document.stat().st_size for document in DOCUMENTS[2:])
-    assert total <= 300 * 1024, f"docs/ has {total} bytes: say it shorter, and each fact once"
-
-
 def test_the_index_leads_to_every_document() -> None:
     named = set(re.findall(r"\]\(([^)#\s]+\.md)", (ROOT / "docs" / "index.md").read_text()))
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from places import ROOT
 
-from rlhf_megatron.ranks.parallel.mcore_patch import check_megatron_version
+from rlhf_megatron.mcore_patch import check_megatron_version
 
 VARIABLES = ("ARGS", "MCORE", "PYTHON", "VENV", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
 PROGRAM = "-m benchmarks.parity"

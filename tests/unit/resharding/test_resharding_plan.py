@@ -16,7 +16,7 @@ from rlhf_megatron.weights.bucket_plan import (
     fingerprint_bucket_plan,
     plan_buckets,
 )
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule, select_stage_rules
 

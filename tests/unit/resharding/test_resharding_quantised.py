@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_resharding_shards import LATENT
 
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import (
     make_engine_table,
     make_fp8_rule,

@@ -20,7 +20,7 @@ from benchmarks.parity.cases import EXPERT_FAMILIES
 from rlhf_megatron.ranks.resharding.shard_sender import plan_send_rounds
 from rlhf_megatron.weights.bucket_messages import plan_bucket_message
 from rlhf_megatron.weights.bucket_plan import plan_buckets
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.shard_plan import (
     EngineLayout,

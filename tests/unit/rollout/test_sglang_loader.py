@@ -495,7 +495,7 @@ def test_what_never_came_is_named() -> None:
 
 
 def views_of_file(path: Path, manifest: BucketManifest) -> dict[str, torch.Tensor]:
-    return view_bucket_tensors(manifest, (0, map_bucket_file(path, manifest)))
+    return view_bucket_tensors(manifest, [(0, map_bucket_file(path, manifest))])
 
 
 def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
         assert torch.equal(view, weights[name])
     memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     pieces = in_pieces(second, memory)
-    for name, view in view_bucket_tensors(second, *pieces).items():
+    for name, view in view_bucket_tensors(second, pieces).items():
         assert torch.equal(view, weights[name])
         assert memory.data_ptr() <= view.data_ptr() < memory.data_ptr() + len(raw)
     end = len(raw)
@@ -527,11 +527,11 @@ def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
         ValueError,
         match=rf"lies at bytes \d+ to {end}, but the memory given has bytes 0 to {end - 1}",
     ):
-        view_bucket_tensors(second, (0, memory[:-1]))
+        view_bucket_tensors(second, [(0, memory[:-1])])
     with pytest.raises(ValueError, match=rf"the memory given has bytes \d+ to {end}\."):
-        view_bucket_tensors(second, pieces[1])
+        view_bucket_tensors(second, [pieces[1]])
     with pytest.raises(ValueError, match=r"the memory given has bytes none\."):
-        view_bucket_tensors(second)
+        view_bucket_tensors(second, [])
 
 
 def in_pieces(manifest: BucketManifest, memory: Tensor) -> list[tuple[int, Tensor]]:

@@ -28,7 +28,7 @@ from rlhf_megatron.runtime.control_messages import (
     StatusRequest,
 )
 from rlhf_megatron.runtime.host_errors import HostError
-from rlhf_megatron.runtime.host_registration import gather_hosts, open_listener, register_host
+from rlhf_megatron.runtime.host_registration import gather_hosts, register_host
 from rlhf_megatron.runtime.host_service import HostService
 from rlhf_megatron.runtime.message_channel import (
     AuthenticationError,
@@ -36,6 +36,7 @@ from rlhf_megatron.runtime.message_channel import (
     MessageChannel,
     accept_channel,
     open_channel,
+    open_listener,
 )
 from rlhf_megatron.runtime.rank_pools import PoolSpec
 from rlhf_megatron.runtime.remote_worker_group import HostLink, RemoteWorkerGroup

@@ -15,7 +15,7 @@ import torch
 from benchmarks.parity.cases import FAMILIES
 from benchmarks.parity.layouts import TE, Axes, divides
 from rlhf_megatron.ranks.parallel.world import World
-from rlhf_megatron.weights.families.model_family import make_weight_table
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 from rlhf_megatron.weights.weight_table import HeadKind, compute_shard_shape
 from tools.cuda_rehearsal.alone import stub

@@ -172,7 +172,7 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
 @contextlib.contextmanager
 def _evenly_selected(hf_config: HFConfig) -> Iterator[None]:
     """A mask of experts by tokens selects what an even routing would: how many is read from the device."""
-    from rlhf_megatron.weights.families.model_family import find_model_family
+    from rlhf_megatron.weights.families.family_lookup import find_model_family
 
     arguments = find_model_family(hf_config).make_transformer_arguments(hf_config)
     if not (num_experts := arguments.get("num_moe_experts")):

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_FREE_BYTES = 1 << 20  # that must be free before a logger is made again
+MAX_BATCH_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
+
 
 @dataclass(frozen=True)
 class BatchView:
@@ -71,9 +74,7 @@ class RunLogger:
         """`is_failed`: the run ends by an exception."""
 
 
-LOGGERS: Registry[type[RunLogger]] = Registry("logger")
-MIN_FREE_BYTES = 1 << 20  # that must be free before a logger is made again
-MAX_BATCH_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
+LOGGERS: Registry[type[RunLogger]] = Registry("logger", RunLogger)
 
 
 def is_batch_view_step(step: int, total_steps: int) -> bool:

@@ -28,6 +28,14 @@ from rlhf_megatron.controller.observe.loggers import LOGGERS, RunLogger
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.run_facts import RunFacts
 
+SOURCE_KEY_PREFIX = "reward/source/"  # <source>/mean
+SET_MEAN_PATTERN = re.compile(r"val/([^/]+)/mean@\d+")
+SOURCE_COLUMN_WIDTHS, SOURCE_DROP_PRIORITY = (6, 12), 4
+SUPERVISED_LOSS_KEY = "sft/loss"  # only a run without rewards has it
+NUM_COLUMNS_BEFORE_SOURCES = 2  # columns in front of those of the sources
+ROWS_PER_HEADER = 25
+MAX_QUIET_S = 60.0  # after which a log is told where the run is
+
 
 @dataclass(frozen=True)
 class ConsoleColumn:
@@ -65,13 +73,6 @@ CONSOLE_COLUMNS = (
     ConsoleColumn("tok/s", 7, "perf/tokens_per_s", ".0f", 5),
     ConsoleColumn("ettr", 5, "perf/ettr", ".2f", 6),
 )
-SOURCE_KEY_PREFIX = "reward/source/"  # <source>/mean
-SET_MEAN_PATTERN = re.compile(r"val/([^/]+)/mean@\d+")
-SOURCE_COLUMN_WIDTHS, SOURCE_DROP_PRIORITY = (6, 12), 4
-SUPERVISED_LOSS_KEY = "sft/loss"  # only a run without rewards has it
-NUM_COLUMNS_BEFORE_SOURCES = 2  # columns in front of those of the sources
-ROWS_PER_HEADER = 25
-MAX_QUIET_S = 60.0  # after which a log is told where the run is
 
 
 @LOGGERS.register("console")

@@ -29,6 +29,19 @@ from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, Trai
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.rollout.engine_interface import FinishReason
 
+CHECKED_COLUMNS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "returns",
+)
+NUM_SAMPLES_NAMED = 8  # samples of a column that a message names
+MAX_PROMPT_CHARACTERS = 80  # characters of a prompt in a message
+
+SAMPLE_CHOICE_SEED_PURPOSE = 5  # of the seed
+
 
 def make_valid_sample_mask(batch: ScoredBatch) -> Tensor:
     """[B] bool: samples whose reward counts."""
@@ -367,18 +380,6 @@ def _iter_distribution_columns(
             yield name, select_masked_values(column_T, mask_T)
 
 
-CHECKED_COLUMNS = (
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "returns",
-)
-NUM_SAMPLES_NAMED = 8  # samples of a column that a message names
-MAX_PROMPT_CHARACTERS = 80  # characters of a prompt in a message
-
-
 @dataclass(frozen=True)
 class NonFiniteColumn:
     """One column that would poison an update."""
@@ -430,9 +431,6 @@ def describe_sample(batch: TrainBatch, sample_index: int) -> str:
         prompt if len(prompt) <= MAX_PROMPT_CHARACTERS else prompt[:MAX_PROMPT_CHARACTERS] + "..."
     )
     return f"sample {int(batch.sample_ids[sample_index])} {shown!r}"
-
-
-SAMPLE_CHOICE_SEED_PURPOSE = 5  # of the seed
 
 
 def choose_logged_samples(

@@ -31,6 +31,9 @@ from rlhf_megatron.controller.observe.report.run_files import (
 )
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, select_samples
 
+NUM_WORST_TOKENS, WORST_TOKEN_OVERSAMPLING = 10, 10
+CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
+
 
 class MismatchCheck:
     """Callable: (step, batch, trainer's log-probs [T]) -> metrics.
@@ -92,10 +95,6 @@ def describe_exceeded_thresholds(
         for key, rule, bound in bounds
         if statistics[key] > bound
     ]
-
-
-NUM_WORST_TOKENS, WORST_TOKEN_OVERSAMPLING = 10, 10
-CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
 
 
 def make_mismatch_step(

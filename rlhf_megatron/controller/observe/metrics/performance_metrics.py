@@ -33,11 +33,12 @@ from rlhf_megatron.ranks.workers.rank_reports import MemoryReport
 from rlhf_megatron.runtime.call_dispatch import plan_scattered_call
 from rlhf_megatron.runtime.rank_pools import build_pool_specs
 from rlhf_megatron.runtime.role_proxies import ActorProxy, ReferenceProxy, RoleProxies
+from rlhf_megatron.weights.families.family_lookup import find_model_family
 from rlhf_megatron.weights.families.latent_attention import (
     make_latent_rules,
     read_latent_dimensions,
 )
-from rlhf_megatron.weights.families.model_family import FAMILIES, find_model_family
+from rlhf_megatron.weights.families.model_family import FAMILIES
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
@@ -61,6 +62,18 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "A10": 125.0,
 }
 FORWARD_PASSES, TRAINING_PASSES = 1, 3  # passes, in units of a forward pass
+
+MIN_SECONDS = 1e-9  # s; no time is taken as shorter
+CALL_BY_METRIC_NAME = {  # the field's name -> the call to the hosts that is meant
+    "old_log_prob": "actor.log_probs",
+    "ref": "reference.log_probs",
+    "values": "critic.values",
+    "reward_model": "reward_model.values",
+    "update_actor": "actor.update",
+    "update_critic": "critic.update",
+}
+
+GIB = float(1 << 30)
 
 
 def find_peak_tflops(device_name: str) -> float | None:
@@ -186,17 +199,6 @@ def _read_hf_config_if_present(model_dir: str) -> Mapping[str, Any]:
     return read_hf_config(Path(model_dir)) if (Path(model_dir) / "config.json").is_file() else {}
 
 
-MIN_SECONDS = 1e-9  # s; no time is taken as shorter
-CALL_BY_METRIC_NAME = {  # the field's name -> the call to the hosts that is meant
-    "old_log_prob": "actor.log_probs",
-    "ref": "reference.log_probs",
-    "values": "critic.values",
-    "reward_model": "reward_model.values",
-    "update_actor": "actor.update",
-    "update_critic": "critic.update",
-}
-
-
 def compute_throughput(
     metrics: Mapping[str, float], num_devices: int | None = None
 ) -> dict[str, float]:
@@ -307,9 +309,6 @@ def compute_replica_balance(batch: TokenBatch, basis: PerformanceBasis) -> dict[
 
 def _count_response_tokens(metrics: Mapping[str, float]) -> float:
     return metrics["response_length/mean"] * metrics["rollout/num_samples"]
-
-
-GIB = float(1 << 30)
 
 
 class MemoryWatch:

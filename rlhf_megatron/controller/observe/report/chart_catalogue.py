@@ -13,6 +13,12 @@ from functools import cache
 
 from rlhf_megatron.controller.observe.metrics.metric_catalogue import find_metric
 
+CHART_NOTES = {
+    "reward": "Band: 95 % interval of the mean over the samples of a step, taken as independent.",
+    "held_out": "Band: 95 % interval over the held-out items.",
+    "reward_status": "The rest is ok.",
+}
+
 
 @dataclass(frozen=True)
 class ChartSpec:
@@ -46,11 +52,6 @@ class ReportSection:
     charts: tuple[ChartSpec, ...]
 
 
-CHART_NOTES = {
-    "reward": "Band: 95 % interval of the mean over the samples of a step, taken as independent.",
-    "held_out": "Band: 95 % interval over the held-out items.",
-    "reward_status": "The rest is ok.",
-}
 _CHART_TABLE = """
 # reward | Reward and held-out accuracy | Reward
 reward | Reward | critic/rewards/mean | wide interval

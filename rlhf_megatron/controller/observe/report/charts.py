@@ -17,6 +17,15 @@ from rlhf_megatron.controller.observe.report.chart_catalogue import (
 )
 from rlhf_megatron.controller.observe.report.run_files import MetricRow, RunFiles
 
+MAX_CURVE_POINTS = 500  # of a curve
+REWARD_STD_KEY, NUM_SAMPLES_KEY, MASKED_SHARE_KEY = (
+    "critic/rewards/std",
+    "rollout/num_samples",
+    "reward/masked",
+)
+STAGE_ORDER = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync")
+TIMINGS_THAT_ARE_NO_STAGES = ("step", "evaluate", "turns")  # turns are parts of stages
+
 
 def compute_seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of the mean over few runs (Student's t). None for a single one."""
@@ -60,14 +69,6 @@ def select_evenly_spaced(num_items: int, max_items: int) -> list[int]:
     return sorted({round(i * (num_items - 1) / (max_items - 1)) for i in range(max_items)})
 
 
-MAX_CURVE_POINTS = 500  # of a curve
-REWARD_STD_KEY, NUM_SAMPLES_KEY, MASKED_SHARE_KEY = (
-    "critic/rewards/std",
-    "rollout/num_samples",
-    "reward/masked",
-)
-STAGE_ORDER = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync")
-TIMINGS_THAT_ARE_NO_STAGES = ("step", "evaluate", "turns")  # turns are parts of stages
 CurveValues = tuple[float | None, ...]
 
 
@@ -232,8 +233,10 @@ def collect_shown_keys(spec: ChartSpec, rows: Sequence[MetricRow]) -> set[str]:
     """Metrics that a chart shows, those of its band too."""
     lines = match_metric_keys(spec, collect_metric_keys(rows))
     bands = [
-        (REWARD_STD_KEY,) if spec.band == "interval" else _find_band_keys(spec, *line) or ()
-        for line in lines
+        (REWARD_STD_KEY,)
+        if spec.band == "interval"
+        else _find_band_keys(spec, metric_key, label) or ()
+        for metric_key, label in lines
     ]
     return {key for key, _ in lines}.union(*bands)
 

@@ -44,6 +44,8 @@ SETTINGS_IGNORED_IN_GROUPING = (
     *SETTINGS_WITHOUT_INFLUENCE,
 )  # settings that the runs of a group may differ in
 
+BAND_NOTE = "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's t); thin: each run."
+
 
 @dataclass(frozen=True)
 class RunGroup:
@@ -129,9 +131,6 @@ def _make_group_label(run_names: Sequence[str]) -> str:
     )
     common = common.rstrip("-_. 0123456789").removesuffix("seed").rstrip("-_. ")
     return f"{common or run_names[0]} ({len(run_names)} runs)"
-
-
-BAND_NOTE = "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's t); thin: each run."
 
 
 def render_comparison_page(

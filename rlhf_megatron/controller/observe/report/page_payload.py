@@ -31,6 +31,16 @@ MAX_TIMELINE_STEPS = (
 )
 NUM_SLOWEST_STEPS = 100
 
+MAX_STEP_RANGES = 120  # of the map over steps; longer runs add neighbouring steps up
+MAX_VERSION_RANGES = 60  # choices of policy versions; more are added up to ranges
+NUM_WORST_TOKENS, NUM_STEPS_WITH_WORST_TOKEN = (
+    100,
+    60,
+)  # tokens over all; and the worst of so many steps
+
+# What could end the script element, or a line of a script, in any parser.
+_SCRIPT_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
 
 @dataclass(frozen=True)
 class StageTimeline:
@@ -98,14 +108,6 @@ def _select_timeline_steps(step_spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     return [step_spans[i] for i in sorted({*even, *slowest})]
 
 
-MAX_STEP_RANGES = 120  # of the map over steps; longer runs add neighbouring steps up
-MAX_VERSION_RANGES = 60  # choices of policy versions; more are added up to ranges
-NUM_WORST_TOKENS, NUM_STEPS_WITH_WORST_TOKEN = (
-    100,
-    60,
-)  # tokens over all; and the worst of so many steps
-
-
 @dataclass(frozen=True)
 class HistogramCell:
     """Tokens of some steps, one range of versions and one finish reason."""
@@ -147,12 +149,18 @@ def make_mismatch_histograms(steps: Sequence[MismatchStep]) -> MismatchHistogram
     for step in used:
         column = _find_range_index(column_ranges, step.step)
         for group in step.groups:
-            place = (
+            version_index = _find_range_index(version_ranges, group.policy_version)
+            reason_index = reasons.index(group.finish_reason)
+            cell = HistogramCell(
                 column,
-                _find_range_index(version_ranges, group.policy_version),
-                reasons.index(group.finish_reason),
+                version_index,
+                reason_index,
+                group.num_tokens,
+                group.mean,
+                group.max,
+                group.counts,
             )
-            cell = HistogramCell(*place, group.num_tokens, group.mean, group.max, group.counts)
+            place = (column, version_index, reason_index)
             sums[place] = _add_cells(sums[place], cell) if place in sums else cell
     return MismatchHistograms(
         edges=edges,
@@ -202,10 +210,6 @@ def _select_worst_tokens(steps: Sequence[MismatchStep]) -> tuple[tuple[int, Wors
         (s.step, max(s.worst, key=lambda token: token.difference)) for s in of_steps
     ]
     return tuple(sorted(dict.fromkeys(chosen), key=lambda entry: -entry[1].difference))
-
-
-# What could end the script element, or a line of a script, in any parser.
-_SCRIPT_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 class PagePayload:

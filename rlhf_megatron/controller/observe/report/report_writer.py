@@ -36,65 +36,6 @@ from rlhf_megatron.controller.observe.report.run_page import render_run_page
 
 PAGE_FILE = "index.html"
 
-
-@dataclass(frozen=True)
-class WrittenReport:
-    page_path: Path
-    picture_names: (
-        tuple[str, ...] | None
-    )  # file names beside the page; None: matplotlib is not installed
-    notes: tuple[str, ...]  # what was left out of the files of the runs
-    run_states: tuple[str, ...]  # how each run ended
-    is_final: bool = True  # no run goes on
-    difference_lines: tuple[str, ...] = ()  # of two runs, in words
-
-
-def write_report(
-    run_dirs: Sequence[Path], out_dir: Path | None, reload_s: int | None = None
-) -> WrittenReport:
-    """`out_dir`: the directory, made where it is not there; None: report/ in the (first) run directory.
-
-    `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
-
-    Raises ValueError for a directory that is no run, or an `out_dir` that cannot be written.
-    """
-    runs = [read_run_files(path) for path in run_dirs]
-    is_single = len(runs) == 1
-    found = [determine_run_status(run) for run in runs]
-    is_final = not any(each.state == "running" for each in found)
-    reload_s = None if is_final else reload_s
-    out_dir = out_dir or run_dirs[0] / ("report" if is_single else "report-compare")
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        names = draw_section_pictures(out_dir, runs)
-        two = compare_runs(*runs) if len(runs) == 2 else None
-        what_differs = (
-            ""
-            if two is None
-            else render_differences_html(two, [run.run_dir.resolve().name for run in runs])
-        )
-        html = (
-            render_run_page(runs[0], names, reload_s)
-            if is_single
-            else render_comparison_page(runs, names, reload_s, what_differs)
-        )
-        write_file_atomically(out_dir / PAGE_FILE, html.encode())
-    except OSError as error:
-        raise ValueError(
-            f"cannot write the report to {out_dir}: {error.strerror}; choose a directory by --out."
-        ) from error
-    notes = [note if is_single else f"{run.run_dir}: {note}" for run in runs for note in run.notes]
-    states = tuple(f"{run.run_dir.resolve().name}: {each.text}" for run, each in zip(runs, found))
-    return WrittenReport(
-        out_dir / PAGE_FILE,
-        names,
-        tuple(notes),
-        states,
-        is_final,
-        () if two is None else tuple(format_difference_lines(two)),
-    )
-
-
 PALETTE = (
     "#0072b2",
     "#d55e00",
@@ -127,6 +68,66 @@ MATPLOTLIB_STYLE: Any = {
     "axes.labelcolor": TEXT_COLOUR,
     "text.color": TEXT_COLOUR,
 }
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    page_path: Path
+    picture_names: (
+        tuple[str, ...] | None
+    )  # file names beside the page; None: matplotlib is not installed
+    notes: tuple[str, ...]  # what was left out of the files of the runs
+    run_states: tuple[str, ...]  # how each run ended
+    is_final: bool = True  # no run goes on
+    difference_lines: tuple[str, ...] = ()  # of two runs, in words
+
+
+def write_report(
+    run_dirs: Sequence[Path], out_dir: Path | None, reload_s: int | None = None
+) -> WrittenReport:
+    """`out_dir`: the directory, made where it is not there; None: report/ in the (first) run directory.
+
+    `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
+
+    Raises ValueError for a directory that is no run, or an `out_dir` that cannot be written.
+    """
+    runs = [read_run_files(path) for path in run_dirs]
+    is_single = len(runs) == 1
+    found = [determine_run_status(run) for run in runs]
+    is_final = not any(each.state == "running" for each in found)
+    reload_s = None if is_final else reload_s
+    out_dir = out_dir or run_dirs[0] / ("report" if is_single else "report-compare")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        names = draw_section_pictures(out_dir, runs)
+        differences = compare_runs(runs[0], runs[1]) if len(runs) == 2 else None
+        differences_html = (
+            ""
+            if differences is None
+            else render_differences_html(differences, [run.run_dir.resolve().name for run in runs])
+        )
+        html = (
+            render_run_page(runs[0], names, reload_s)
+            if is_single
+            else render_comparison_page(runs, names, reload_s, differences_html)
+        )
+        write_file_atomically(out_dir / PAGE_FILE, html.encode())
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the report to {out_dir}: {error.strerror}; choose a directory by --out."
+        ) from error
+    notes = [note if is_single else f"{run.run_dir}: {note}" for run in runs for note in run.notes]
+    states = tuple(f"{run.run_dir.resolve().name}: {each.text}" for run, each in zip(runs, found))
+    return WrittenReport(
+        out_dir / PAGE_FILE,
+        names,
+        tuple(notes),
+        states,
+        is_final,
+        () if differences is None else tuple(format_difference_lines(differences)),
+    )
+
+
 DrawPanel = Callable[[Any], None]  # into a panel of matplotlib
 
 
@@ -222,7 +223,7 @@ def _draw_chart_panel(panel: Any, chart: ReportChart) -> None:
         ]
         labels = [escape_matplotlib_text(s.label) for s in chart.series]
         panel.stackplot(
-            chart.series[0].steps, *shares, labels=labels, colors=colours, alpha=0.85, linewidth=0
+            chart.series[0].steps, shares, labels=labels, colors=colours, alpha=0.85, linewidth=0
         )
         panel.set_ylim(0, 1)
     else:
@@ -244,9 +245,13 @@ def _draw_chart_panel(panel: Any, chart: ReportChart) -> None:
         escape_matplotlib_text(chart.title), fontsize=9.5, loc="left", y=1.0
     )  # a given place: it is not searched for
     panel.set_xlabel(chart.axis_label)
-    panel.set_ylabel(
-        "share" if chart.kind == "stack" else "no unit" if chart.unit == "1" else chart.unit
-    )
+    if chart.kind == "stack":
+        y_label = "share"
+    elif chart.unit == "1":
+        y_label = "no unit"
+    else:
+        y_label = chart.unit
+    panel.set_ylabel(y_label)
     if len([s for s in chart.series if not s.is_faint]) > 1 or chart.horizontal_lines:
         panel.legend(fontsize=7.5, frameon=chart.kind == "stack", framealpha=0.85)
 

@@ -377,9 +377,16 @@ def _parse_mismatch_step(line: Mapping[str, Any]) -> MismatchStep:
 def _parse_trace_span(event: Mapping[str, Any]) -> TraceSpan:
     arguments = event.get("args")
     step = arguments.get("step") if isinstance(arguments, dict) else None
-    times = _require_number(event["ts"]) / 1e6, _require_number(event["dur"]) / 1e6
-    kinds = event.get("tid") == STEP_THREAD, event.get("cat") == CALL_CATEGORY
-    return TraceSpan(str(event["name"]), *times, step if isinstance(step, int) else None, *kinds)
+    start_s = _require_number(event["ts"]) / 1e6
+    seconds = _require_number(event["dur"]) / 1e6
+    return TraceSpan(
+        str(event["name"]),
+        start_s,
+        seconds,
+        step if isinstance(step, int) else None,
+        is_whole_step=event.get("tid") == STEP_THREAD,
+        is_host_call=event.get("cat") == CALL_CATEGORY,
+    )
 
 
 def _collect_log_errors(run_dir: Path) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ SETTINGS_WITHOUT_INFLUENCE = (  # on what a run does
 )
 NUM_END_STEPS = 10  # steps at each end that "first" and "last" reward are means of
 
+NUM_PACE_STEPS = 20  # steps whose mean is what a step takes
+
 
 @dataclass(frozen=True)
 class IntervalEstimate:
@@ -103,9 +105,6 @@ def determine_run_status(run: RunFiles) -> RunStatus:
     return RunStatus(
         "interrupted", f"interrupted after {place}: no summary.json and no error in its logs"
     )
-
-
-NUM_PACE_STEPS = 20  # steps whose mean is what a step takes
 
 
 def estimate_seconds_left(step_seconds: Sequence[float], num_steps_left: int) -> float | None:

@@ -45,6 +45,10 @@ SHORT_SECTION_TITLES = {section.name: section.short_title for section in REPORT_
 }
 SectionHtml = tuple[str, str, str]  # name, title, HTML
 
+ATTEMPT_HEADINGS = ("attempt", "began", "from step", "lasted", "ended", "settings changed")
+
+HEALTH_HEADINGS = ["verdict", "steps", "first", "last", "at the last of them"]
+
 
 @cache
 def read_asset(file_name: str) -> str:
@@ -92,7 +96,9 @@ def render_document(
         f'<a href="#{name}">{html_elements.escape_text(SHORT_SECTION_TITLES.get(name, title))}</a>'
         for name, title, _ in sections
     )
-    body = "\n".join(html_elements.render_section(*section) for section in sections)
+    body = "\n".join(
+        html_elements.render_section(name, title, html) for name, title, html in sections
+    )
     reload = "" if reload_s is None else f'<meta http-equiv="refresh" content="{reload_s}">\n'
     return f"""<!doctype html>
 <html lang="en">
@@ -206,7 +212,7 @@ def _render_result_tiles(run: RunFiles) -> str:
         hint = f"from {html_elements.format_estimate(first)}; means of {html_elements.format_count(len(select_first_and_last_rows(run.steps)[0]), 'step')}"
         tiles.append(("Reward", html_elements.format_estimate(last), hint))
     tiles.append(("Wall time", format_duration(read_run_seconds(run)), _describe_step_time(run)))
-    return "".join(html_elements.render_tile(*tile) for tile in tiles)
+    return "".join(html_elements.render_tile(label, value, hint) for label, value, hint in tiles)
 
 
 def _describe_step_time(run: RunFiles) -> str:
@@ -237,9 +243,6 @@ def render_footer(notes: Sequence[str], picture_names: Sequence[str] | None) -> 
         f"Made by rlhf-megatron report {html_elements.escape_text(__version__)}.",
     ]
     return "".join(f"<p>{part}</p>" for part in parts if part)
-
-
-ATTEMPT_HEADINGS = ("attempt", "began", "from step", "lasted", "ended", "settings changed")
 
 
 def render_attempts_block(run: RunFiles) -> str:
@@ -279,13 +282,17 @@ def list_attempt_rows(attempt_lines: Sequence[Mapping[str, Any]]) -> list[list[s
             if changes
             else []
         )
+        if end:
+            outcome = str(end.get("reason", ""))
+        else:
+            outcome = "no end yet" if is_last else "killed"
         rows.append(
             [
                 str(number),
                 began,
                 "–" if step is None else str(step),
                 f"{measure_attempt_seconds(start, end):.0f} s" if end else "–",
-                str(end.get("reason", "")) if end else ("no end yet" if is_last else "killed"),
+                outcome,
                 "; ".join(changed) or "–",
             ]
         )
@@ -295,9 +302,6 @@ def list_attempt_rows(attempt_lines: Sequence[Mapping[str, Any]]) -> list[list[s
 def measure_attempt_seconds(start_line: Mapping[str, Any], end_line: Mapping[str, Any]) -> float:
     """Seconds by the monotonic clock; older files have two readings of the wall clock, which may be set back."""
     return float(end_line.get("seconds", max(0.0, end_line["time"] - start_line["time"])))
-
-
-HEALTH_HEADINGS = ["verdict", "steps", "first", "last", "at the last of them"]
 
 
 def render_health_table(run: RunFiles) -> str:

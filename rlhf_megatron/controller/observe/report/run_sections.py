@@ -43,6 +43,26 @@ MAX_SAMPLE_CHARACTERS = 150_000  # characters of samples on a page
 SAMPLE_OVERHEAD_CHARACTERS = 300  # characters that a sample takes beside its texts
 HEAD_CHARACTERS, TAIL_CHARACTERS = 4000, 2000  # characters kept of a longer text
 
+SECTION_TITLES = {section.name: section.title for section in REPORT_SECTIONS} | {
+    "samples": "Samples",
+    "other": "Other metrics",
+}
+SECTION_ORDER = (
+    "reward",
+    "policy",
+    "critic",
+    "lengths",
+    "time",
+    "engine",
+    "samples",
+    "mismatch",
+    "warmup",
+    "other",
+)
+SFT_SECTION_ORDER = ("sft", "policy", "time", "other")  # of a run without engines and rewards
+ENGINE_METRIC_KEYS = "sync/seconds", "rollout/engine_failures"
+SOURCE_REWARD_KEY = "reward/source/<source>/mean"
+
 
 def choose_page_samples(
     samples: Sequence[LoggedSample], max_characters: int = MAX_SAMPLE_CHARACTERS
@@ -74,25 +94,6 @@ def shorten_text(text: str) -> str:
     return f"{text[:HEAD_CHARACTERS]}\n[... {len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS} characters left out ...]\n{text[-TAIL_CHARACTERS:]}"
 
 
-SECTION_TITLES = {section.name: section.title for section in REPORT_SECTIONS} | {
-    "samples": "Samples",
-    "other": "Other metrics",
-}
-SECTION_ORDER = (
-    "reward",
-    "policy",
-    "critic",
-    "lengths",
-    "time",
-    "engine",
-    "samples",
-    "mismatch",
-    "warmup",
-    "other",
-)
-SFT_SECTION_ORDER = ("sft", "policy", "time", "other")  # of a run without engines and rewards
-ENGINE_METRIC_KEYS = "sync/seconds", "rollout/engine_failures"
-SOURCE_REWARD_KEY = "reward/source/<source>/mean"
 RenderSection = Callable[[RunFiles, PagePayload], str]
 
 

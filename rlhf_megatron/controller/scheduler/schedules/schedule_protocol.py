@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rlhf_megatron.controller.scheduler.schedules.group_flow import GroupFlow
 from rlhf_megatron.controller.scheduler.schedules.group_selection import find_groups_past_lag
+from rlhf_megatron.part_hooks import required_hook
 from rlhf_megatron.registry import Registry
 
 
@@ -46,6 +47,7 @@ class Schedule(Protocol):
     """
 
     @property
+    @required_hook
     def max_lag(self) -> int:
         """The largest lag of a sample that trains: policy version at training less the oldest version of its tokens."""
 
@@ -62,6 +64,7 @@ class Schedule(Protocol):
         """Finished groups get their log-probs while the batch is still awaited. Else they get them with the batch."""
         return False
 
+    @required_hook
     def count_groups_to_start(self, flow: GroupFlow) -> int:
         """Groups to start now; 0 at most times."""
 
@@ -70,6 +73,7 @@ class Schedule(Protocol):
         `annotates_early` is False."""
         return ()
 
+    @required_hook
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
         """Numbers of the groups that the next step trains on, ascending; None: not yet. All of them are SCORED and
         within `max_lag`."""
@@ -83,5 +87,5 @@ class Schedule(Protocol):
         return find_groups_past_lag(flow, self.max_lag)
 
 
-SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
+SCHEDULES: Registry[type[Schedule]] = Registry("schedule", Schedule)
 """A schedule with parameters is registered with itself as their dataclass; one without is built from nothing."""

@@ -50,6 +50,8 @@ AnnotateSamples = Callable[
     [int, ScoredBatch], AnnotatedBatch
 ]  # step that trains on the samples, samples
 
+THREAD_END_TIMEOUT_S = 20.0  # that a thread gets to end; it is a daemon
+
 
 class EarlyAnnotations:
     """The annotations of the groups of one step, which hold until one of them is trained. Used by the main thread.
@@ -91,9 +93,6 @@ class EarlyAnnotations:
     def discard_annotations(self) -> None:
         """A model has been trained."""
         self._annotations_by_group.clear()
-
-
-THREAD_END_TIMEOUT_S = 20.0  # that a thread gets to end; it is a daemon
 
 
 @dataclass(frozen=True)

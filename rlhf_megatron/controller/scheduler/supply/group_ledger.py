@@ -26,6 +26,8 @@ from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequ
 
 GroupSamples = Sequence[Sequence[GeneratedSample]]  # a list for each request of a group
 
+_MAX_ROUNDS = 100  # of questions after one event
+
 
 @dataclass(frozen=True)
 class PromptProgress:
@@ -105,9 +107,6 @@ MakeRequests = Callable[
 ScoreFinishedGroups = Callable[
     [Sequence[FinishedGroup]], list[ScoredGroup]
 ]  # called by one thread, with all groups that have come
-
-
-_MAX_ROUNDS = 100  # of questions after one event
 
 
 @dataclass(frozen=True)
@@ -378,10 +377,15 @@ class GroupLedger:
         if not flow.num_steps_left:
             for number in list(flow.groups_in_flight):
                 self._drop_group(number, "end")
-        scored = (self._num_scored, self._num_with_signal)
-        left_out = tuple(self._unused_route_files)
         self.pending_batch = TakenBatch(
-            step, tuple(groups), version, flow.num_running, *scored, self._drop_counts, left_out
+            step,
+            tuple(groups),
+            version,
+            flow.num_running,
+            self._num_scored,
+            self._num_with_signal,
+            self._drop_counts,
+            tuple(self._unused_route_files),
         )
         self._groups_without_signal, self._drop_counts, self._unused_route_files = [], Counter(), []
         self._num_scored = self._num_with_signal = 0

@@ -160,7 +160,7 @@ def _carry_out_order(
         pieces = open_lent_segments(msgspec.convert(order["memory"][rank], list[LentSegment]))
     else:
         pieces = [(0, map_bucket_file(directory / manifest.file, manifest))]
-    given = view_bucket_tensors(manifest, *pieces)
+    given = view_bucket_tensors(manifest, pieces)
     if "compare" in order:
         return {"error": None, "compared": compare_with_bucket(model, manifest, given)}
     load_bucket_into_model(model, manifest, given)
